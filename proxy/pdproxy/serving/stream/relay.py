@@ -19,8 +19,10 @@ from enum import Enum
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.one_shot_event import OneShotEvent
+from pdproxy.serving.stream import beginning
 from pdproxy.serving.stream.event_filter import EventFilter
 from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.serving.stream.held_events import HeldEvents
 from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.stall_timer import StallTimer
@@ -61,20 +63,20 @@ class Relay:
         "_held",
         "_is_stream",
         "_leg",
-        "_output",
         "_paused",
         "_phase",
         "_share",
         "_takes_ids",
         "_time",
-        "_wants_done",
         "accepted",
+        "beginning",
         "budget",
         "done",
         "fast_path",
         "filter",
         "first",
         "headers",
+        "output",
         "status",
     )
 
@@ -110,13 +112,14 @@ class Relay:
             creation_time=creation_time,
         )
         self._time = now
-        self._wants_done = wants_done
         self._takes_ids = takes_ids
         self._phase = _Phase.HOLDING
         self._is_stream = False
-        self._held: list[bytes] = []  # of a stream, until it flows
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
-        self._output: ResponseWriter | None = None
+        self._held = HeldEvents(self._share)  # of a stream, until it flows
+        self.output: ResponseWriter | None = None  # before the stream flows
+        self.beginning = beginning.UNKNOWN
+        """What a stream with ids has begun with, once it flows."""
         self._leg: Reads | None = None
         self._paused = False
         self._ending: EngineError | None = None
@@ -136,15 +139,15 @@ class Relay:
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
-        self._output, self._leg, self.headers = output, leg, []
+        self.output, self._leg, self.headers = output, leg, []
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
         self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
-        held, self._held = self._held, []
-        if held:
-            batch = b"".join(held)
-            self._share.shrink(len(batch))
-            self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
+        batch = self._held.take()
+        if batch:
+            if self._takes_ids:
+                batch, self.beginning = beginning.split(batch)
+            self._forward(batch)
         if self._ending is not None:
             self._stream_over(self._ending)
         elif output.paused:
@@ -225,8 +228,7 @@ class Relay:
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data."""
-        self._share.grow(len(batch), "the engine sent a stream without data")
-        self._held.append(batch)
+        self._held.add(batch)
         if self._phase is _Phase.PROVEN:
             return
         try:
@@ -242,24 +244,22 @@ class Relay:
     def _forward(self, batch: bytes) -> None:
         now = self._time()
         fast_path, events = self.fast_path, self.filter
-        if self._takes_ids:
-            if tokens.are_too_many(batch):
-                self._fail(EngineError("the engine sent an event with many lists of token ids"))
-                return
-            batch, listed = tokens.taken(batch)
-            if listed:
-                fast_path.keep_ids(listed)
-            if tokens.WITHHELD in batch:
-                batch = tokens.without_withheld(batch)
+        if self._takes_ids and tokens.are_too_many(batch):
+            self._fail(EngineError("the engine sent an event with many lists of token ids"))
+            return
         if events.every or events.last_events or sse.may_be_special(batch):
             batch = events.filtered(batch)
             if events.failure is not None:
                 self._fail(events.failure)
-        count = batch.count(sse.END) - (events.done and self._wants_done)
+        if self._takes_ids and batch:
+            batch = fast_path.without_ids(
+                batch
+            )  # of what is written: ids of an event that is held are not the client's yet
+        count = batch.count(sse.END) - (events.done and self.filter.wants_done)
         fast_path.count(count, now)
         fast_path.last = now
-        if batch and self._output is not None:
-            self._output.write(batch)
+        if batch and self.output is not None:
+            self.output.write(batch)
         if events.done:
             self._stream_over(None)
 
@@ -279,7 +279,7 @@ class Relay:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
         self.fast_path.enabled = False
-        self._held = []
+        self._held.drop()
         self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)

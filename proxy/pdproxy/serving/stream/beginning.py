@@ -1,0 +1,31 @@
+"""What the first events of a stream show besides its data: the ids of its prompt, and whether a parser makes its events. Pure."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pdproxy.wire import tokens
+
+_PARSED = re.compile(rb'"delta": ?\{\}|"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What a stream has begun with.
+
+    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: not all of the text so far
+    is content of a chat, or text of a completion: a parser of the engine has made reasoning or calls of it, or has held it back.
+    """
+
+    prompt_ids: bytes = b""
+    is_parsed: bool = False
+
+
+UNKNOWN = Beginning()
+
+
+def split(batch: bytes) -> tuple[bytes, Beginning]:
+    """Return the first events of a stream without the prompt's ids, thousands in one event, and what they show."""
+    batch, prompt_ids = tokens.split_prompt(batch)
+    return batch, Beginning(prompt_ids, _PARSED.search(batch) is not None)
