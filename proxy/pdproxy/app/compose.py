@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from pdproxy.app.continuations import build_continuing
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
@@ -119,6 +120,7 @@ class Proxy(Parts):
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
+        continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         decisions = Decisions(pool.policy.placement if ledger.placement is not None else None, now)
         resources = ExchangeResources(
             transfer=transfer,
@@ -136,6 +138,9 @@ class Proxy(Parts):
             turns=turns,
             decisions=decisions,
             prefixes=prefixes.of_requests if prefixes is not None else None,
+            continuations=limits.continuations,
+            records=continuing.records if continuing is not None else None,
+            detokenizing=continuing.detokenizing if continuing is not None else None,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
@@ -160,7 +165,7 @@ class Proxy(Parts):
         metrics.add_gauges(engine_gauges(engines, auditor, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies))
-        metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
+        metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers, resources.records))
         metrics.add_gauges(process_gauges(tasks, log, lines))
         if ledger.placement is not None:
             metrics.add_gauges(placement_gauges(ledger.placement))

@@ -7,7 +7,14 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
-from pdproxy.observe import catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_turns
+from pdproxy.observe import (
+    catalog_continuations,
+    catalog_decisions,
+    catalog_kv_events,
+    catalog_peers,
+    catalog_prefixes,
+    catalog_turns,
+)
 from pdproxy.observe.description import NODE, Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
@@ -317,6 +324,7 @@ HELD_BYTES = _gauge(
             ("bodies", "of requests (limits.max_buffered_bytes)"),
             ("answers", "on their way from engines (limits.max_buffered_answer_bytes)"),
             ("unread", "whole answers that are not read yet (limits.max_buffered_answer_bytes)"),
+            ("records", "of streams, so that other engines can go on with them (continuations.max_bytes)"),
         ),
     ),
 )
@@ -377,11 +385,8 @@ BUILD_INFO = _gauge(
     Label("connector", text="the pool's connector"),
 )
 
-_OTHERS = [
-    value
-    for one in (catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_turns)
-    for value in vars(one).values()
-]
+_FILES = (catalog_continuations, catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_turns)
+_OTHERS = [value for one in _FILES for value in vars(one).values()]
 METRICS: tuple[Description, ...] = tuple(
     sorted(
         (found for found in [*vars().values(), *_OTHERS] if isinstance(found, Description)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pdproxy.settings.connector_options import Cpu, LMCache
+from pdproxy.settings.continuations import Continuations
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
@@ -337,6 +338,9 @@ class Settings(Section, frozen=True):
 
     limits: Limits = Limits()
     """How much is accepted at once."""
+
+    continuations: Continuations = Continuations()
+    """Whether other engines go on with streams whose engines fail."""
 
     kv_ready: KvReady = KvReady()
     """Where engines send notices that KV is ready."""

@@ -167,7 +167,7 @@ class Continuable(msgspec.Struct, frozen=True):
         return max(map(len, self.stops)) - 1 if self.stops and not self.shows_stop else 0
 
 
-_int_decoder = msgspec.json.Decoder(int | None)
+_int_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 _number_decoder = msgspec.json.Decoder(float | None)
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _stops_decoder = msgspec.json.Decoder(str | list[str] | None)

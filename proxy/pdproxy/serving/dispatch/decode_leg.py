@@ -271,6 +271,7 @@ class DecodeLeg:
         attempt.stream_flows()
         relay.flow(stream_to(relay), reads, direct=direct)
         del stream_to
+        attempt.keep_record()
         await relay.watch(resources.clock, resources.deadlines.between_tokens, self._deadline_passed)
 
     def _deadline_passed(self, wait: Wait) -> None:

@@ -15,8 +15,10 @@ from pdproxy.observe.events import LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import Prefixes
+from pdproxy.serving.dispatch.record import Records
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
@@ -65,6 +67,12 @@ class ExchangeResources:
     decisions: Decisions | None = None
     prefixes: Prefixes | None = None
     """None where nothing asks what engines have in their caches."""
+    continuations: int = 0
+    """How often other engines may go on with one stream."""
+    records: Records | None = None
+    """None where no engine goes on with another one's stream."""
+    detokenizing: Detokenizing | None = None
+    """None as well."""
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""

@@ -76,8 +76,9 @@ class PromptList:
             self._totals.add(index, exchange)
         if answer is None:
             events = exchange.relay.filter if exchange.relay is not None else None
-            if events is not None and events.usage_event is not None:
-                self.usage_events[index] = events.usage_event
+            usage_event = exchange.usage_event
+            if events is not None and usage_event is not None:
+                self.usage_events[index] = usage_event
                 self.forced_usage = self.forced_usage or events.keeps_usage
         elif answer.status == 200:
             self.answer.add(index, answer)
