@@ -59,8 +59,8 @@ def events(
         found.append(encoded(event))
     if finish:
         count = len(parts)
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt + count, "completion_tokens": count}
-        usage |= {"prompt_tokens_details": DETAILS if prompt == PROMPT else {"cached_tokens": prompt}}
+        counts: dict[str, Any] = {"prompt_tokens": prompt, "total_tokens": prompt + count, "completion_tokens": count}
+        usage = counts | {"prompt_tokens_details": DETAILS if prompt == PROMPT else {"cached_tokens": prompt}}
         found += [encoded(shown | {"choices": [], "usage": usage, "system_fingerprint": "f"}), sse.DONE + sse.END]
     return found
 

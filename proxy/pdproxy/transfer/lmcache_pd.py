@@ -190,6 +190,8 @@ def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
         for name in ("stream", "return_token_ids"):
             if name in parsed.fields:
                 fields[name] = parsed.fields[name]
+        if parsed.adds_ids:
+            fields["return_token_ids"] = _TRUE
         if (minimum := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
             fields["min_tokens"] = raw(b"%d" % max(0, minimum - 1))
         limit = limit_of(parsed)

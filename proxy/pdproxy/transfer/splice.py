@@ -43,7 +43,7 @@ class Splice:
         self._first: FirstToken = given.first
         self._prompt_ids = given.token_ids or b"[]"
         self._is_chat = parsed.route is Route.CHAT
-        self._wants_ids = bytes(parsed.fields.get("return_token_ids", NULL)) == _TRUE
+        self._wants_ids = parsed.adds_ids or bytes(parsed.fields.get("return_token_ids", NULL)) == _TRUE
         prefix = "chatcmpl-" if self._is_chat else "cmpl-"
         self._id = raw(msgspec.json.encode(prefix + request_id))
         self._opened = False

@@ -234,10 +234,8 @@ class Attempt:
         if begun.is_parsed:
             self.request.record = Reason.REASONING_SEEN
             return
-        ids = begun.prompt_ids
-        if not ids and self.custody is not None:
-            ids = self.custody.handle.token_ids or b""
-        self.request.record = records.keep(record, ids)
+        record.is_unsure = begun.is_unsure
+        self.request.record = records.keep(record, begun.prompt_ids)
 
     def close(self) -> None:
         """End what no leg and no custody has taken over."""

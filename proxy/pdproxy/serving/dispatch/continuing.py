@@ -33,6 +33,8 @@ from pdproxy.wire.request import Route
 MAX_IDS = 65_536
 """Ids of an answer that another engine is given. More are not: writing them would hold up the event loop."""
 
+_OF_IDS = b"0123456789, "
+
 
 class Continuation:
     """How another engine goes on with a stream: by `request`. `done`: tokens of the answer before that."""
@@ -67,6 +69,8 @@ async def continuation(
     record, writer, fast_path = request.record, relay.output, relay.fast_path
     if not isinstance(record, Record):
         return record or Reason.NONE_LEFT
+    if record.prompt_ids.translate(None, _OF_IDS) != b"[]" or record.prompt_ids == b"[]":
+        return Reason.NO_IDS  # an engine may send anything
     ids = fast_path.ids
     if fast_path.tokens > min(len(ids), MAX_IDS):
         return Reason.TOO_LONG
@@ -74,7 +78,7 @@ async def continuation(
         last = LastEvent(fast_path.sent)
     except NotACompletionError:
         return Reason.NO_IDS
-    if writer is None or (last.is_chat and last.kind != "content" and (last.kind is not None or last.ids == 0)):
+    if writer is None or (last.is_chat and not _is_content(last, unsure=record.is_unsure)):
         return Reason.REASONING_SEEN
     kept = record.kept
     own = next((value for _, value in request.headers.authorization), None)
@@ -93,6 +97,16 @@ async def continuation(
     headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
     following = PromptRequest(parsed, prompt, headers, record.new_relay, left=request.left - 1)
     return Continuation(following, writer, last, cut, relay.filter.cached_tokens)
+
+
+def _is_content(last: LastEvent, *, unsure: bool) -> bool:
+    """Return whether a chat's answer is at its content, so that all that follows is content, too.
+
+    `unsure`: only its last event can show that. Else an event without any text is one of content that is held back.
+    """
+    if unsure:
+        return last.kind == "content" and last.text != ""
+    return last.kind == "content" or (last.kind is None and last.ids > 0)
 
 
 def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: int) -> int | Reason:

@@ -8,18 +8,20 @@ import msgspec
 
 from pdproxy.wire import tokens
 
-_PARSED = re.compile(rb'"delta": ?\{\}|"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
+_PARSED = re.compile(rb'"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
+_WITHHELD = re.compile(rb'"delta": ?\{\}')
 
 
 class Beginning(msgspec.Struct, frozen=True):
     """What a stream has begun with.
 
-    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: not all of the text so far
-    is content of a chat, or text of a completion: a parser of the engine has made reasoning or calls of it, or has held it back.
+    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: a parser of the engine has
+    made reasoning or calls of the text so far. `is_unsure`: it has held text back, which may become something else than content.
     """
 
     prompt_ids: bytes = b""
     is_parsed: bool = False
+    is_unsure: bool = False
 
 
 UNKNOWN = Beginning()
@@ -28,4 +30,4 @@ UNKNOWN = Beginning()
 def split(batch: bytes) -> tuple[bytes, Beginning]:
     """Return the first events of a stream without the prompt's ids, thousands in one event, and what they show."""
     batch, prompt_ids = tokens.split_prompt(batch)
-    return batch, Beginning(prompt_ids, _PARSED.search(batch) is not None)
+    return batch, Beginning(prompt_ids, _PARSED.search(batch) is not None, _WITHHELD.search(batch) is not None)
