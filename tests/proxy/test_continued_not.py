@@ -199,8 +199,7 @@ async def test_no_engine_is_left() -> None:
         engine.sim.faults.add("kill@mid_stream:events=3")
         error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
         assert error["code"] == 502
-        assert results(w)[-1][0] == "failed"
-        assert results(w)[-1][1] in ("no_engine", "refused")
+        assert results(w) == [("refused", "no_engine")]
 
 
 async def test_only_the_engine_that_failed_is_there() -> None:
@@ -209,6 +208,18 @@ async def test_only_the_engine_that_failed_is_there() -> None:
         expected = await asked(w, COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE))
         found = await cut(w, RESET, COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE))
         assert found == expected
+
+
+async def test_only_a_silent_engine_is_there() -> None:
+    """It is not waited for again: the error comes after `deadlines.between_tokens`."""
+    clock = ManualClock()
+    async with world(decode=1, clock=clock, leaves=True, deadlines={"between_tokens": 7}) as w:
+        w.decode[0].sim.faults.add("stall@mid_stream:events=3")
+        asking = asyncio.ensure_future(w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        await until(lambda: w.decode[0].sim.faults.happened)
+        await clock.reach(7)
+        assert broken(await asking)["code"] == 504
+        assert results(w) == [("refused", "no_engine")]
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "detokenize"])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.transfer.contract import FirstToken, Handle
 from pdproxy.transfer.chat_chunks import NotACompletionError
+from pdproxy.transfer.contract import FirstToken, Handle
 from pdproxy.transfer.splice import Splice
 from pdproxy.wire.request import Route, parse
 

@@ -141,6 +141,7 @@ class Proxy(Parts):
             continuations=limits.continuations,
             records=continuing.records if continuing is not None else None,
             detokenizing=continuing.detokenizing if continuing is not None else None,
+            is_alive=continuing.is_alive if continuing is not None else None,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)

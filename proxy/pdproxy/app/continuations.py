@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from pdproxy.fleet.engines import EngineRegistry
@@ -20,6 +20,7 @@ class Continuing:
 
     records: Records
     detokenizing: Detokenizing
+    is_alive: Callable[[str], Awaitable[bool]]
 
 
 def build_continuing(
@@ -43,8 +44,12 @@ def build_continuing(
         own = None if own_keys else (authorization or b"").decode("latin-1")
         return await admin.text_of(url, model, ids, authorization=own)
 
+    async def is_alive(url: str) -> bool:
+        return await admin.answers(url, "/health")
+
     wanted = settings.continuations
     return Continuing(
         Records(sampled=wanted.sampled, max_bytes=wanted.max_bytes),
         Detokenizing(ask, engines, observers, clock, deadline=settings.deadlines.tokenize),
+        is_alive,
     )

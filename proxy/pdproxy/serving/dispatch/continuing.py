@@ -14,6 +14,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PdproxyError,
 )
+from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.cut import Cut, find_cut
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
@@ -63,12 +64,20 @@ class Continuation:
 
 
 async def continuation(
-    resources: ExchangeResources, request: PromptRequest, relay: Relay, failed: str
+    resources: ExchangeResources, request: PromptRequest, relay: Relay, failed: str, *, silent: bool
 ) -> Continuation | Reason:
-    """Return how another engine goes on with the stream of `relay`, or why none can. `failed`: the URL of its engine."""
+    """Return how another engine goes on with the stream of `relay`, or why none can.
+
+    `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if it is the only one.
+    """
     record, writer, fast_path = request.record, relay.output, relay.fast_path
     if not isinstance(record, Record):
         return record or Reason.NONE_LEFT
+    if not _others(resources, record.kept.model, failed):
+        # A broken connection is not an engine's end. But another prefill for one that is gone would be for nothing.
+        is_alive = resources.is_alive
+        if silent or is_alive is None or not await is_alive(failed):
+            return Reason.NO_ENGINE
     if record.prompt_ids.translate(None, _OF_IDS) != b"[]" or record.prompt_ids == b"[]":
         return Reason.NO_IDS  # an engine may send anything
     ids = fast_path.ids
@@ -97,6 +106,18 @@ async def continuation(
     headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
     following = PromptRequest(parsed, prompt, headers, record.new_relay, left=request.left - 1)
     return Continuation(following, writer, last, cut, relay.filter.cached_tokens)
+
+
+def _others(resources: ExchangeResources, model: str | None, failed: str) -> bool:
+    """Return whether another engine that makes answers seems to work."""
+    now = resources.now()
+    return any(
+        node.url != failed
+        and node.usable(now)
+        and (node.role is not Role.PREFILL or node.spec.serves_whole)
+        and (model is None or node.serves(model))
+        for node in resources.ledger.nodes
+    )
 
 
 def _is_content(last: LastEvent, *, unsure: bool) -> bool:

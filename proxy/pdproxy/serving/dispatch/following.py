@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from pdproxy.kit.errors import PdproxyError, Wait
+from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
 from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continuation, finish, why_failed
@@ -107,7 +107,8 @@ class Following:
         within = resources.clock.within(resources.deadlines.continuation)
         try:
             async with within:
-                found = await continuation(resources, self._request, self._relay, failed.url)
+                silent = isinstance(failed.error, EngineTimeoutError)
+                found = await continuation(resources, self._request, self._relay, failed.url, silent=silent)
                 if isinstance(found, Reason):
                     return found
                 self._report(failed, will_retry=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -73,6 +73,8 @@ class ExchangeResources:
     """None where no engine goes on with another one's stream."""
     detokenizing: Detokenizing | None = None
     """None as well."""
+    is_alive: Callable[[str], Awaitable[bool]] | None = None
+    """Asks the engine of a URL whether it is healthy; None as well."""
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
