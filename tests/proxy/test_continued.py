@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from pdproxy.observe.events import StreamContinued
+from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, world
 from tests.proxy.test_connectors import CONNECTORS
+from tests.proxy.test_registered import KINDS, run
 
 TOKENS = 64
 PLACES = range(1, TOKENS) if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else (1, 2, 4, 7, 17, 40, 62, 63)
@@ -273,17 +276,28 @@ async def test_a_prompt_of_a_list(options: Any) -> None:
         assert [result for result, _ in results(w)] == ["continued", "continued", "finished"]
 
 
+async def ever_again(w: World, d: SimServer, asked_plain: Callable[[str, dict[str, Any]], Awaitable[Answer]]) -> None:
+    """Cut streams of one decode engine, and compare with an engine that serves alone."""
+    for path, make in ((COMPLETIONS, completion), (CHAT, chat)):
+        body = make(stream=True, max_tokens=12, stream_options=USAGE)
+        theirs = whole(await asked_plain(path, body))[:3]
+        for events in (1, 2, 7):
+            d.faults.add(f"reset@mid_stream:events={events}")
+            before = len(results(w))
+            while len(results(w)) == before:
+                assert await asked(w, path, body) == theirs
+    assert set(results(w)) == {("continued", "eof")}
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_every_connector(connector: str) -> None:
     """Split anew by each of them, with its own ways to begin an answer."""
     async with pool(connector, decodes=1 if connector in ("lmcache-pd", "cpu") else 2, limits=UNBROKEN) as pair:
-        w = pair.world
-        for path, make in ((COMPLETIONS, completion), (CHAT, chat)):
-            body = make(stream=True, max_tokens=12, stream_options=USAGE)
-            theirs = whole(await pair.asked_plain(path, body))[:3]
-            for events in (1, 2, 7):
-                pair.d.faults.add(f"reset@mid_stream:events={events}")
-                before = len(results(w))
-                while len(results(w)) == before:
-                    assert await asked(w, path, body) == theirs
-        assert set(results(w)) == {("continued", "eof")}
+        await ever_again(pair.world, pair.d, pair.asked_plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_connectors_whose_engines_register(kind: str) -> None:
+    """Their decode engine goes on itself: there is only one."""
+    async with run(kind) as fleet:
+        await ever_again(fleet.world, fleet.d[0], fleet.asked_plain)
