@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -190,6 +191,35 @@ async def test_each_failure_counts() -> None:
                 report = w.events(RequestEnded)[-1]
                 assert (report.prompt_tokens, report.completion_tokens) == (expected[2][0]["prompt_tokens"], 30)
                 assert sum(report.gaps.buckets) == 31 - 3, "30 tokens and a usage, in three streams"
+
+
+async def test_an_engine_that_cannot_take_it() -> None:
+    """The context of the smallest engine is full; or the engine that was to go on refuses: the client gets the first error."""
+    async with world(decode=2, limits=UNBROKEN) as w:
+        node = w.proxy.ledger.nodes[0]
+        assert node.evidence is not None
+        node.evidence = replace(node.evidence, max_model_len=40)
+        await ended(w, COMPLETIONS, completion(stream=True, max_tokens=12))
+        assert results(w) == [("refused", "too_long")]
+    async with world(leaves=True) as w:
+        begins = scripts.streams(*[_piece(b"[1,2,3]", b"[5]")] * 3, then="reset")
+        w.decode[0].script(begins, scripts.whole(answers.SCHEMA_400, 400))
+        error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        assert error["code"] == 502
+        assert results(w) == [("failed", "refused")]
+        sent = w.decode[0].requests[1].json
+        assert (sent["prompt"], sent["max_tokens"]) == ([1, 2, 3, 5, 5, 5], 9)
+
+
+async def test_a_second_engine_that_sends_no_completion() -> None:
+    """The stream ends with an error; what was not written is not taken for written, however often it may go on."""
+    async with world(leaves=True, limits={"continuations": 5}) as w:
+        begins = scripts.streams(*[_piece(b"[1,2,3]", b"[5]")] * 3, then="reset")
+        other = _piece(b"[1,2,3,5,5,5]", b"[6]").replace(b'"index":0', b'"index":0,"x":{')
+        w.decode[0].script(begins, scripts.streams(_piece(b"[1,2,3,5,5,5]", b"[6]"), other, then="reset"))
+        error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        assert "invalid completion event" in error["message"]
+        assert results(w) == [("continued", "eof"), ("refused", "no_ids")]
 
 
 async def test_no_engine_is_left() -> None:

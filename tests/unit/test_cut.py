@@ -99,6 +99,15 @@ async def test_one_id_with_text_asks_nobody() -> None:
     assert not engine.asked
 
 
+async def test_a_parser_may_send_the_text_of_an_id_later() -> None:
+    """So the text is compared: what it holds back would be lost."""
+    ids = TOKENIZER.encode("to be <")
+    for text, found in ((" <", Cut(len(ids))), (" ", Reason.HALF_LETTER), (" be", Reason.HALF_LETTER)):
+        engine = Engine()
+        assert await find_cut(array("I", ids), event(text, ids[-1:]), kept(), engine.text, is_parsed=True) == found
+        assert len(engine.asked) == 1
+
+
 async def test_nothing_was_sent_yet() -> None:
     """No ids: the answer begins; or its engine sends none."""
     engine = Engine()

@@ -42,7 +42,9 @@ class Continuation:
 
     __slots__ = ("_events", "_held", "_writer", "done", "request")
 
-    def __init__(self, request: PromptRequest, writer: ResponseWriter, last: LastEvent, cut: Cut, cached: int | None):
+    def __init__(
+        self, request: PromptRequest, writer: ResponseWriter, last: LastEvent, cut: Cut, cached: int | None
+    ) -> None:
         self.request = request
         self.done = cut.done
         self._writer = writer
@@ -89,6 +91,8 @@ async def continuation(
         return Reason.NO_IDS
     if writer is None or (last.is_chat and not _is_content(last, unsure=record.is_unsure)):
         return Reason.REASONING_SEEN
+    if isinstance(writer, ContinuedWriter) and writer.is_broken:
+        return Reason.NO_IDS  # those of what was not written are counted
     kept = record.kept
     own = next((value for _, value in request.headers.authorization), None)
 
@@ -96,7 +100,7 @@ async def continuation(
         detokenizing = resources.detokenizing
         return None if detokenizing is None else await detokenizing.text(kept.model, some, own, without=failed)
 
-    cut = await find_cut(ids, last, kept, text)
+    cut = await find_cut(ids, last, kept, text, is_parsed=record.is_unsure)
     if isinstance(cut, Reason):
         return cut
     limit = _limit(resources, kept, record.prompt_tokens, cut.done)

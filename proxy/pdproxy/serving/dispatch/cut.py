@@ -32,13 +32,18 @@ class Cut(msgspec.Struct, frozen=True):
     held: str = ""
 
 
-async def find_cut(ids: array[int], last: LastEvent, kept: Continuable, detokenize: Detokenize) -> Cut | Reason:
-    """Return where another engine goes on behind `ids`, whose last ones came with the event `last`; or why none can."""
+async def find_cut(
+    ids: array[int], last: LastEvent, kept: Continuable, detokenize: Detokenize, *, is_parsed: bool = False
+) -> Cut | Reason:
+    """Return where another engine goes on behind `ids`, whose last ones came with the event `last`; or why none can.
+
+    `is_parsed`: a parser of the engine makes the events, which may send the text of an id later.
+    """
     count = len(ids)
     if not count:
         return Reason.NO_IDS if last.text else Cut(0)
     longest = max(map(len, kept.stops), default=1)
-    if longest == 1 and last.ids == 1 and last.text:
+    if longest == 1 and last.ids == 1 and last.text and not is_parsed:
         return Cut(count)  # an id whose text has been sent ends a letter
     window = min(count, _WINDOW + _IDS_PER_CHARACTER * longest + len(last.text))
     for back in range(min(_MAX_PARTS, count)):

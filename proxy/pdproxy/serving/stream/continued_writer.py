@@ -20,6 +20,8 @@ class ContinuedWriter:
     def __init__(self, output: ResponseWriter, events: ContinuedEvents) -> None:
         self._output = output
         self._events = events
+        self.is_broken = False
+        """Whether something was not written, because it was no completion."""
 
     def __repr__(self) -> str:
         return f"<ContinuedWriter to {self._output!r}>"
@@ -52,6 +54,7 @@ class ContinuedWriter:
         try:
             data = self._events.batch(data)
         except NotACompletionError as error:
+            self.is_broken = True
             raise EngineError(f"the engine sent an invalid completion event: {error}") from None
         self._output.write(data)
 
