@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -185,3 +186,46 @@ def test_a_usage_that_the_client_wants_is_asked_for_in_its_words() -> None:
     assert bytes(parsed.fields["stream_options"]) == b'{"include_usage":true}'
     assert "model" not in parsed.fields
     assert not parsed.adds_usage
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=3) | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["text", "delta", "content", "index", "token_ids", "usage", "prompt_tokens", "completion_tokens"]
+            )
+            | st.sampled_from(["prompt_tokens_details", "cached_tokens", "finish_reason", "prompt_token_ids"]),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON, JSON, JSON | st.binary(max_size=20), st.booleans())
+def test_whatever_an_engine_sends(choices: Any, usage: Any, top: Any, chat: bool) -> None:
+    """Events are rewritten, or are no events: nothing else is raised."""
+    if isinstance(top, bytes):
+        body = top.replace(b"\n", b"")
+    else:
+        body = json.dumps(
+            {"id": top, "object": 1, "created": 2, "model": 3, "choices": choices, "usage": usage}
+        ).encode()
+    for read in (
+        lambda: ContinuedEvents({}, is_chat=chat, done=3).event(sse.data(body)),
+        lambda: LastEvent(sse.data(body)),
+    ):
+        with suppress(NotACompletionError):
+            read()
+
+
+def test_deep_nesting_is_no_completion() -> None:
+    """A parser's recursion ends."""
+    deep = b'{"choices":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(NotACompletionError):
+        ContinuedEvents({}, is_chat=True, done=3).event(sse.data(deep))
+    with pytest.raises(NotACompletionError):
+        LastEvent(sse.data(deep))

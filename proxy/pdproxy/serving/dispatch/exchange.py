@@ -277,7 +277,8 @@ class Exchange:
         await following.run(self._next)
 
     def _next(self, request: PromptRequest, failed: str) -> Exchange:
-        """Return the exchange that goes on with a stream."""
+        """Return the exchange that goes on with a stream. It keeps a record of its own."""
+        self._drop_record()
         exchange = Exchange(self._dispatcher, request)
         exchange._avoid = (failed,)  # it may serve on: a broken connection is not its end
         return exchange
