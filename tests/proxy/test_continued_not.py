@@ -86,18 +86,45 @@ async def test_what_is_not_right_behind_some_of_the_answer(path: str, fields: di
         assert (report.outcome, report.legs[0].continued) == ("engine", 0)
 
 
+def told(answer: Answer) -> tuple[str, str, Any, Any]:
+    """The reasoning and the content of a stream, its finish reason, and its counts."""
+    thoughts, content, finish, counts = "", "", None, None
+    for event in answer.events[:-1]:
+        body = json.loads(event[6:])
+        for choice in body.get("choices", ()):
+            thoughts += choice["delta"].get("reasoning") or ""
+            content += choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+        if body.get("usage"):
+            counts = [body["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+    return thoughts, content, finish, counts
+
+
 async def test_reasoning() -> None:
-    """A parser makes it of the tokens: as a completion, thoughts would be content. What begins with content goes on."""
+    """As a completion, thoughts would be content: in them a stream ends with an error. Behind them it goes on."""
     facts = {"reasoning_parser": "deepseek_r1"}
-    async with world(decode=2, limits=UNBROKEN, facts=facts, leaves=True) as w:
-        body = chat(stream=True, max_tokens=12)
-        for events in (1, 4):
+    async with world(decode=2, limits=UNBROKEN, facts=facts) as w:
+        body = chat(stream=True, max_tokens=60, stream_options=USAGE)
+        thoughts, content, finish, counts = expected = told(await w.ask(CHAT, body))
+        assert len(thoughts) > 20
+        assert len(content) > 20
+        assert finish == "length"
+        outcomes = []
+        for events in range(1, 55, 3):
             w.decode[0].sim.faults.add(f"reset@mid_stream:events={events}")
             before = len(results(w))
             while len(results(w)) == before:
                 answer = await w.ask(CHAT, body)
-            assert b'"error"' in answer.events[-1]
-        assert set(results(w)) == {("refused", "reasoning_seen")}
+            outcomes.append(results(w)[-1])
+            if outcomes[-1] == ("continued", "eof"):
+                assert told(answer) == expected, events
+            else:
+                assert outcomes[-1] == ("refused", "reasoning_seen"), events
+                assert b'"error"' in answer.events[-1]
+        first = outcomes.index(("continued", "eof"))
+        assert outcomes[first:].count(("continued", "eof")) >= 0.7 * len(outcomes[first:]), "but behind half letters"
+        assert set(outcomes) == {("continued", "eof"), ("refused", "reasoning_seen")}
+        assert counts is not None
 
 
 async def test_hidden_reasoning() -> None:

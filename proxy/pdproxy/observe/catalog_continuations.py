@@ -32,7 +32,7 @@ REASONS = (
     ("seed", "drawn by chance with a seed: another engine would draw otherwise"),
     ("sampled", "drawn by chance, and continuations.sampled is off"),
     ("hidden_reasoning", "the client does not want the reasoning, so that its tokens are not known"),
-    ("reasoning_seen", "a parser of the engine makes reasoning or calls of the answer"),
+    ("reasoning_seen", "a parser of the engine makes the events, and the answer is not known to be at its content"),
     ("tools", "the request has tools, whose parser would begin anew"),
     ("stop_pending", "the text ends with the beginning of a stop string"),
     ("half_letter", "it is not known where the text that was sent ends in the tokens"),

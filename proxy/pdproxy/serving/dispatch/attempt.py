@@ -231,10 +231,7 @@ class Attempt:
         begun, relay.beginning = relay.beginning, UNKNOWN
         if records is None or not isinstance(record, Record):
             return
-        if begun.is_parsed:
-            self.request.record = Reason.REASONING_SEEN
-            return
-        record.is_unsure = begun.is_unsure
+        record.is_parsed = begun.is_parsed
         self.request.record = records.keep(record, begun.prompt_ids)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ async def continuation(
         last = LastEvent(fast_path.sent)
     except NotACompletionError:
         return Reason.NO_IDS
-    if writer is None or (last.is_chat and not _is_content(last, unsure=record.is_unsure)):
+    if writer is None or (last.is_chat and not _is_content(last, is_parsed=record.is_parsed)):
         return Reason.REASONING_SEEN
     if isinstance(writer, ContinuedWriter) and writer.is_broken:
         return Reason.NO_IDS  # those of what was not written are counted
@@ -100,7 +100,7 @@ async def continuation(
         detokenizing = resources.detokenizing
         return None if detokenizing is None else await detokenizing.text(kept.model, some, own, without=failed)
 
-    cut = await find_cut(ids, last, kept, text, is_parsed=record.is_unsure)
+    cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
     if isinstance(cut, Reason):
         return cut
     limit = _limit(resources, kept, record.prompt_tokens, cut.done)
@@ -124,12 +124,12 @@ def _others(resources: ExchangeResources, model: str | None, failed: str) -> boo
     )
 
 
-def _is_content(last: LastEvent, *, unsure: bool) -> bool:
+def _is_content(last: LastEvent, *, is_parsed: bool) -> bool:
     """Return whether a chat's answer is at its content, so that all that follows is content, too.
 
-    `unsure`: only its last event can show that. Else an event without any text is one of content that is held back.
+    `is_parsed`: only its last event can show that. Else an event without any text is one of content that is held back.
     """
-    if unsure:
+    if is_parsed:
         return last.kind == "content" and last.text != ""
     return last.kind == "content" or (last.kind is None and last.ids > 0)
 

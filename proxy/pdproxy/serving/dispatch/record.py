@@ -18,16 +18,16 @@ _OVERHEAD = 512
 class Record:
     """What another engine needs to go on. `prompt_ids`: a JSON array, b"" before they are known. `new_relay`: of the request.
 
-    `is_unsure`: as of `Beginning`.
+    `is_parsed`: as of `Beginning`.
     """
 
-    __slots__ = ("is_unsure", "kept", "new_relay", "prompt_ids")
+    __slots__ = ("is_parsed", "kept", "new_relay", "prompt_ids")
 
     def __init__(self, kept: Continuable, new_relay: Callable[[], Relay]) -> None:
         self.kept = kept
         self.new_relay = new_relay
         self.prompt_ids = b""
-        self.is_unsure = False
+        self.is_parsed = False
 
     def __repr__(self) -> str:
         return f"<Record of {self.size} bytes>"

@@ -8,20 +8,18 @@ import msgspec
 
 from pdproxy.wire import tokens
 
-_PARSED = re.compile(rb'"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
-_WITHHELD = re.compile(rb'"delta": ?\{\}')
+_PARSED = re.compile(rb'"delta": ?\{\}|"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
 
 
 class Beginning(msgspec.Struct, frozen=True):
     """What a stream has begun with.
 
-    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: a parser of the engine has
-    made reasoning or calls of the text so far. `is_unsure`: it has held text back, which may become something else than content.
+    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: a parser of the engine makes
+    the events: reasoning or calls of the text so far, or it has held text back.
     """
 
     prompt_ids: bytes = b""
     is_parsed: bool = False
-    is_unsure: bool = False
 
 
 UNKNOWN = Beginning()
@@ -30,4 +28,4 @@ UNKNOWN = Beginning()
 def split(batch: bytes) -> tuple[bytes, Beginning]:
     """Return the first events of a stream without the prompt's ids, thousands in one event, and what they show."""
     batch, prompt_ids = tokens.split_prompt(batch)
-    return batch, Beginning(prompt_ids, _PARSED.search(batch) is not None, _WITHHELD.search(batch) is not None)
+    return batch, Beginning(prompt_ids, _PARSED.search(batch) is not None)
