@@ -197,6 +197,38 @@ async def test_fields_that_may_be_there(path: str, fields: dict[str, Any]) -> No
         assert {result for result, _ in results(w)} == {"continued"}
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_ids_that_the_client_asks_for(path: str) -> None:
+    """Each of them comes once, the prompt's before them. In the middle of a letter a stream ends: the client has some of it."""
+
+    def ids(answer: Answer) -> tuple[list[Any], list[Any]]:
+        prompts, made = [], []
+        for event in answer.events[:-1]:
+            body = json.loads(event[6:])
+            prompts += [body[name] for name in ("prompt_token_ids",) if body.get(name)]
+            for choice in body.get("choices", ()):
+                prompts += [choice[name] for name in ("prompt_token_ids",) if choice.get(name)]
+                made += choice.get("token_ids") or []
+        return prompts, made
+
+    make = completion if path == COMPLETIONS else chat
+    body = make(stream=True, max_tokens=TOKENS, return_token_ids=True, stream_options=USAGE)
+    async with world(decode=2, limits=UNBROKEN) as w:
+        plain = await w.ask(path, body)
+        prompts, made = ids(plain)
+        assert (len(prompts), len(made)) == (1, TOKENS)
+        for events in PLACES:
+            w.decode[0].sim.faults.add(f"reset@mid_stream:events={events}")
+            before = len(results(w))
+            while len(results(w)) == before:
+                answer = await w.ask(path, body)
+            if results(w)[-1] == ("continued", "eof"):
+                assert (ids(answer), answer.text) == ((prompts, made), plain.text)
+            else:
+                assert results(w)[-1] == ("refused", "half_letter")
+        assert results(w).count(("continued", "eof")) >= 0.7 * len(PLACES)
+
+
 async def test_a_chat_may_fill_the_context() -> None:
     """Without a limit it has as many tokens as an engine's context leaves: also behind a cut."""
     async with world(decode=2, limits=UNBROKEN, facts={"max_model_len": 100, "num_gpu_blocks": 100}) as w:

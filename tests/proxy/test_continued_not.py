@@ -53,7 +53,6 @@ async def ended(w: World, path: str, body: dict[str, Any], fault: str = RESET) -
 @pytest.mark.parametrize(
     ("path", "fields", "reason"),
     [
-        (COMPLETIONS, {"return_token_ids": True}, "no_ids"),
         (COMPLETIONS, {"echo": True}, "echo"),
         (COMPLETIONS, {"logprobs": 1}, "logprobs"),
         (CHAT, {"logprobs": True}, "logprobs"),

@@ -44,6 +44,7 @@ def planned(route: Route, **fields: Any) -> Continuable | Reason:
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"response_format": {"type": "text"}},
         {"bad_words": [], "tool_choice": "none"},
+        {"return_token_ids": True},
         {"cache_salt": "x", "priority": 3, "logit_bias": {"5": 1.0}, "ignore_eos": True},
     ],
 )
@@ -57,7 +58,6 @@ def test_streams_that_go_on(route: Route, fields: dict[str, Any]) -> None:
     ("fields", "reason"),
     [
         ({"stream": False}, Reason.NO_IDS),
-        ({"return_token_ids": True}, Reason.NO_IDS),
         ({"n": 2}, Reason.N),
         ({"use_beam_search": True}, Reason.BEAM),
         ({"echo": True}, Reason.ECHO),

@@ -17,7 +17,7 @@ from pdproxy.transfer.continuation import continued
 from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
 from pdproxy.wire import sse
 from pdproxy.wire.chunks import chunk
-from pdproxy.wire.continuable import Continuable
+from pdproxy.wire.continuable import Continuable, shows_ids
 from pdproxy.wire.request import Route
 
 PROMPT = 9
@@ -177,6 +177,14 @@ def test_the_request_behind_some_ids(ids: list[int], minimum: int, left: int | N
     assert (prompt.tokens, parsed.route, parsed.model) == (3 + len(ids), Route.COMPLETIONS, "tiny")
     assert parsed.adds_ids
     assert parsed.adds_usage
+
+
+def test_ids_that_the_client_wants_are_asked_for() -> None:
+    """They are its own then, and not removed."""
+    parsed, _ = continued(kept(shows_ids=True), b"[1]", array("I", [2]), limit=3)
+    assert bytes(parsed.fields["return_token_ids"]) == b"true"
+    assert shows_ids(parsed)
+    assert not parsed.adds_ids
 
 
 def test_a_usage_that_the_client_wants_is_asked_for_in_its_words() -> None:

@@ -33,6 +33,8 @@ def continued(kept: Continuable, prompt_ids: bytes, ids: array[int], *, limit: i
     if kept.min_tokens > done:
         fields["min_tokens"] = raw(b"%d" % (kept.min_tokens - done))
     fields["stream"] = _TRUE
+    if kept.shows_ids:
+        fields["return_token_ids"] = _TRUE
     prompt = Prompt(given, listed.count(b",") + 1, 0)
     size = len(listed) + len(kept.sampling)
     return Parsed(Route.COMPLETIONS, fields, kept.model, True, kept.wants_usage, False, (prompt,), None, size), prompt

@@ -12,7 +12,7 @@ from enum import Enum
 
 import msgspec
 
-from pdproxy.wire.fields import Fields, is_absent
+from pdproxy.wire.fields import Fields, has_value, is_absent
 from pdproxy.wire.request import Alone, Parsed, Route
 
 COMPLETION_TOKENS = 16
@@ -149,7 +149,8 @@ class Continuable(msgspec.Struct, frozen=True):
     """What is kept of a request so that another engine can go on with its answer. It refers to nothing of the body.
 
     `sampling`: the fields that are sent again, as a JSON object. `limit`: tokens that the answer may have, None: as many as fit
-    into the context. `stops`: stop strings; `shows_stop`: whether they are a part of the answer.
+    into the context. `stops`: stop strings; `shows_stop`: whether they are a part of the answer. `shows_ids`: whether the client
+    gets the token ids.
     """
 
     route: Route
@@ -160,6 +161,7 @@ class Continuable(msgspec.Struct, frozen=True):
     stops: tuple[str, ...]
     shows_stop: bool
     wants_usage: bool
+    shows_ids: bool = False
 
     @property
     def held_back(self) -> int:
@@ -178,7 +180,8 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
 
     `sampled`: whether that is wanted for answers that are drawn by chance, which then are not those of one engine.
     """
-    if not parsed.adds_ids:
+    shown = shows_ids(parsed)
+    if not shown and not parsed.adds_ids:
         return _why_no_ids(parsed)
     fields = parsed.fields
     for name, value in fields.items():
@@ -216,6 +219,19 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
         stops,
         shows_stop,
         parsed.wants_usage,
+        shown,
+    )
+
+
+def shows_ids(parsed: Parsed) -> bool:
+    """Return whether a client asked for the token ids of a stream that engines are asked for ids of without that, too."""
+    asked = has_value(parsed.fields, "return_token_ids", b"true")
+    return (
+        asked
+        and parsed.stream
+        and parsed.alone is None
+        and not parsed.starts_in_silence
+        and "tools" not in parsed.fields
     )
 
 

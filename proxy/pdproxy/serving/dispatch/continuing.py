@@ -101,6 +101,8 @@ async def continuation(
         return None if detokenizing is None else await detokenizing.text(kept.model, some, own, without=failed)
 
     cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
+    if kept.shows_ids and isinstance(cut, Cut) and cut.done < len(ids):
+        return Reason.HALF_LETTER  # the client has these ids
     if isinstance(cut, Reason):
         return cut
     limit = _limit(resources, kept, record.prompt_tokens, cut.done)
@@ -162,7 +164,7 @@ def finish(relay: Relay, record: Record) -> bool:
         return False
     held, events.last_events = b"".join(events.last_events), []
     if held:
-        held = fast_path.without_ids(held)
+        held = fast_path.written(held)
     if events.usage is None:
         prompt, made = record.prompt_tokens, fast_path.tokens
         try:

@@ -25,7 +25,10 @@ class Beginning(msgspec.Struct, frozen=True):
 UNKNOWN = Beginning()
 
 
-def split(batch: bytes) -> tuple[bytes, Beginning]:
-    """Return the first events of a stream without the prompt's ids, thousands in one event, and what they show."""
-    batch, prompt_ids = tokens.split_prompt(batch)
-    return batch, Beginning(prompt_ids, _PARSED.search(batch) is not None)
+def split(batch: bytes, *, takes_ids: bool = True) -> tuple[bytes, Beginning]:
+    """Return the first events of a stream, and what they show.
+
+    `takes_ids`: without the prompt's ids, thousands in one event.
+    """
+    rest, prompt_ids = tokens.split_prompt(batch)
+    return rest if takes_ids else batch, Beginning(prompt_ids, _PARSED.search(rest) is not None)

@@ -33,7 +33,8 @@ class FastPath:
     """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
 
     `events`: how many were forwarded; `last`: when the last one was (the clock's time, s); `buckets` and `total`: as in `Gaps`.
-    `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept. `sent`: then, the last
+    `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept; `shows_ids`: whether
+    they are kept, and the client gets them, too, which takes each event through the relay. `sent`: if they are kept, the last
     event of data, with its ids, possibly framed as a chunk; b"" before there was one.
     """
 
@@ -49,13 +50,16 @@ class FastPath:
         "buckets",
         "enabled",
         "events",
+        "keeps_ids",
         "last",
         "sent",
         "takes_ids",
         "total",
     )
 
-    def __init__(self, time: Callable[[], float], templates: EventTemplates, *, takes_ids: bool) -> None:
+    def __init__(
+        self, time: Callable[[], float], templates: EventTemplates, *, takes_ids: bool, shows_ids: bool = False
+    ) -> None:
         self.enabled = False
         self.events = 0
         self.last = time()
@@ -65,6 +69,7 @@ class FastPath:
         self._unparsed: list[bytes] = []  # of chunks that matched `_template`: ids and its `last`
         self._not_kept = 0  # ids that were counted only
         self.takes_ids = takes_ids
+        self.keeps_ids = takes_ids or shows_ids
         self.sent = b""
         self._templates = templates
         self._template = templates.latest(takes_ids=takes_ids)
@@ -93,16 +98,21 @@ class FastPath:
             self._parse_ids()  # those came earlier
         self._not_kept += tokens.keep(listed, self._ids)
 
-    def without_ids(self, batch: bytes) -> bytes:
-        """Return whole events that the relay forwards without their ids, which are kept, and without those sent only for ids."""
+    def written(self, batch: bytes) -> bytes:
+        """Keep the ids of whole events that the relay forwards. Return what the client gets of them.
+
+        If it has not asked for ids: the events without them, and without those that were sent only for their ids.
+        """
         at = batch.rfind(END, 0, -len(END))
         last = batch if at < 0 else batch[at + len(END) :]
         if last.startswith(_DATA):
             self.sent = last
-        batch, listed = tokens.taken(batch)
+        rest, listed = tokens.taken(batch)
         if listed:
             self.keep_ids(listed)
-        return tokens.without_withheld(batch) if tokens.WITHHELD in batch else batch
+        if not self.takes_ids:
+            return batch
+        return tokens.without_withheld(rest) if tokens.WITHHELD in rest else rest
 
     def write_to(self, write: Callable[[bytes], None]) -> None:
         """Have `forward` send whole HTTP chunks to the client by `write`. Call it before `forward`."""

@@ -54,8 +54,8 @@ class Relay:
 
     `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller that stops waiting for one of
     them closes the connection. `takes_ids`: whether the engine was asked for token ids that the client did not ask for; they are
-    kept in `fast_path.ids`. `budget`, `templates`: those of the process; without them, the relay has its own. All other
-    parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
+    kept in `fast_path.ids`; `shows_ids`: that it asked for. `budget`, `templates`: those of the process; without them, the relay
+    has its own. All other parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
     __slots__ = (
@@ -66,7 +66,6 @@ class Relay:
         "_paused",
         "_phase",
         "_share",
-        "_takes_ids",
         "_time",
         "accepted",
         "beginning",
@@ -89,6 +88,7 @@ class Relay:
         keeps_usage: bool | None = None,
         creation_time: CreationTime | None = None,
         takes_ids: bool = False,
+        shows_ids: bool = False,
         budget: AnswerBudget | None = None,
         templates: EventTemplates | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -103,7 +103,8 @@ class Relay:
         self.headers: Headers = []
         """The headers of the answer, until they are used."""
         self.budget = AnswerBudget() if budget is None else budget
-        self.fast_path = FastPath(now, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
+        known = EventTemplates() if templates is None else templates
+        self.fast_path = FastPath(now, known, takes_ids=takes_ids, shows_ids=shows_ids)
         self.filter = EventFilter(
             wants_usage=wants_usage,
             keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
@@ -112,7 +113,6 @@ class Relay:
             creation_time=creation_time,
         )
         self._time = now
-        self._takes_ids = takes_ids
         self._phase = _Phase.HOLDING
         self._is_stream = False
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
@@ -145,15 +145,16 @@ class Relay:
         output.on_pressure(self._pause, self._resume)
         batch = self._held.take()
         if batch:
-            if self._takes_ids:
-                batch, self.beginning = beginning.split(batch)
+            if self.fast_path.keeps_ids:
+                batch, self.beginning = beginning.split(batch, takes_ids=self.fast_path.takes_ids)
             self._forward(batch)
         if self._ending is not None:
             self._stream_over(self._ending)
         elif output.paused:
             self._pause()
         self._set_fast_path()
-        if leg is not None and direct and not self.filter.every and (write := output.chunk_writer()) is not None:
+        direct = direct and self.fast_path.keeps_ids == self.fast_path.takes_ids and not self.filter.every
+        if leg is not None and direct and (write := output.chunk_writer()) is not None:
             self.fast_path.write_to(write)
             leg.offer_reads(self.fast_path.forward)
 
@@ -244,17 +245,15 @@ class Relay:
     def _forward(self, batch: bytes) -> None:
         now = self._time()
         fast_path, events = self.fast_path, self.filter
-        if self._takes_ids and tokens.are_too_many(batch):
+        if fast_path.keeps_ids and tokens.are_too_many(batch):
             self._fail(EngineError("the engine sent an event with many lists of token ids"))
             return
         if events.every or events.last_events or sse.may_be_special(batch):
             batch = events.filtered(batch)
             if events.failure is not None:
                 self._fail(events.failure)
-        if self._takes_ids and batch:
-            batch = fast_path.without_ids(
-                batch
-            )  # of what is written: ids of an event that is held are not the client's yet
+        if fast_path.keeps_ids and batch:
+            batch = fast_path.written(batch)  # not before: the client has no ids of events that are held
         count = batch.count(sse.END) - (events.done and self.filter.wants_done)
         fast_path.count(count, now)
         fast_path.last = now
