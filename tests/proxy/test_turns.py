@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import KvNoticed, LegFailed, TurnDropped, TurnKept, TurnReleased, TurnReused
+from pdproxy.observe.events import (
+    KvNoticed,
+    LegFailed,
+    StreamContinued,
+    TurnDropped,
+    TurnKept,
+    TurnReleased,
+    TurnReused,
+)
 from pdproxy.serving.kv import turns as turns_module
 from pdproxy.serving.kv.open_turns import WAIT
 from pdproxy.serving.kv.turns import FAILURES, PAUSE
@@ -509,3 +517,22 @@ async def test_a_hundred_conversations_of_four_turns() -> None:
         assert len(reused) >= 290, drops(pair)
         share = sum(event.tokens for event in reused) / (pair.p.engine.stats.prompt_tokens - before)
         assert share > 0.6
+
+
+async def test_a_turn_whose_answer_went_on_elsewhere() -> None:
+    """The KV that the second engine keeps is of the whole conversation: the next turn uses it, and the text is right."""
+    async with talking(decodes=2, limits={"breaker_failures": 1000}) as pair:
+        body = {"prompt": IDS, "max_tokens": 40, "stream": True}
+        for reset in ("reset@mid_stream:events=20", "reset@mid_stream:events=33"):
+            pair.d.faults.add(reset)
+            before = len(pair.world.events(StreamContinued))
+            while len(pair.world.events(StreamContinued)) == before:
+                text = await alike(pair, COMPLETIONS, body)
+            await quiet(pair)
+            forget(pair)
+            reused = len(pair.world.events(TurnReused))
+            said = Tokenizer().encode(text)
+            await alike(pair, COMPLETIONS, {"prompt": [*IDS, *said, *IDS], "max_tokens": 8, "stream": True})
+            await quiet(pair)
+            assert len(pair.world.events(TurnReused)) == reused + 1
+        assert {event.result for event in pair.world.events(StreamContinued)} == {"continued"}

@@ -34,6 +34,20 @@ async def test_what_is_done_in_time_goes_on() -> None:
     assert clock._next is None, "nothing to wait for: no timer of the loop"
 
 
+async def test_a_deadline_that_is_disarmed_interrupts_nothing() -> None:
+    """From then on the block takes as long as it takes; again, or behind the block, that changes nothing."""
+    clock = ManualClock()
+    within = clock.within(3)
+    within.disarm()
+    async with within:
+        await clock.advance(1)
+        within.disarm()
+        within.disarm()
+        await clock.advance(9)
+    within.disarm()
+    assert not clock.pending()
+
+
 async def test_a_cancellation_from_elsewhere_is_no_deadline() -> None:
     """Whoever cancels the task sees it cancelled, also where the deadline passes at the same moment."""
     clock = Clock()

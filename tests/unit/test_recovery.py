@@ -18,6 +18,7 @@ from pdproxy.kit.errors import (
 from pdproxy.serving.dispatch.recovery import (
     AskAgain,
     CannotSplit,
+    Continue,
     DecodeFailed,
     Fail,
     Failed,
@@ -35,6 +36,7 @@ P, D = "http://p:1", "http://d:1"
 FIRST, LAST = Progress(1, 3, alone=False), Progress(3, 3, alone=False)
 FIRST_ALONE, LAST_ALONE = Progress(1, 3, alone=True), Progress(3, 3, alone=True)
 BEYOND = Progress(4, 3, alone=True)
+GOES_ON = Progress(3, 3, alone=True, continues=True)
 CLOSED = EngineError("closed")
 TIMEOUT = EngineTimeoutError("late", wait=Wait.FIRST_TOKEN)
 UNREACHABLE = EngineUnreachableError("refused")
@@ -74,6 +76,13 @@ NO_SPACE = AnswerBudgetError("no space")
         (DecodeFailed(D, NO_SPACE, data_sent=False), FIRST, Fail(NO_SPACE)),
         (DecodeFailed(D, CLOSED, data_sent=True), FIRST, Fail(CLOSED)),
         (DecodeFailed(D, BROKEN, data_sent=True), FIRST_ALONE, Fail(BROKEN)),
+        # A part of a stream was sent: another engine goes on, if streams are continued, however many attempts there were.
+        (DecodeFailed(D, CLOSED, data_sent=True), GOES_ON, Continue(D)),
+        (DecodeFailed(D, TIMEOUT, data_sent=True), GOES_ON, Continue(D)),
+        (DecodeFailed(D, BROKEN, data_sent=True), GOES_ON, Continue(D)),
+        (DecodeFailed(D, REFUSED, data_sent=True), GOES_ON, Fail(REFUSED)),
+        (DecodeFailed(D, NO_SPACE, data_sent=True), GOES_ON, Fail(NO_SPACE)),
+        (DecodeFailed(D, CLOSED, data_sent=False), GOES_ON, Fail(CLOSED)),
         (Failed(TIMEOUT), FIRST, Fail(TIMEOUT)),
         # What the proxy had added was refused: the same again without it.
         (AskAgain(), FIRST, Retry(None)),

@@ -274,3 +274,29 @@ def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:
         return sink.body
 
     assert uvloop.run(scenario()).endswith(answers.DONE)
+
+
+def _with_ids(event: bytes, ids: bytes) -> bytes:
+    return event.replace(b'"token_ids":null', b'"token_ids":' + ids)
+
+
+PLAIN = [_with_ids(answers.piece(False, text), b"[%d]" % number) for number, text in enumerate("abc", 20)]
+NOT_SENT = {
+    "an error": answers.error_event(),
+    "an aborted answer": _with_ids(answers.piece(False, "d", finish="abort"), b"[99]"),
+    "the end of the choice, while its usage is awaited": _with_ids(answers.piece(False, "d", finish="stop"), b"[99]"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_SENT)
+async def test_ids_are_those_of_what_was_sent(what: str) -> None:
+    """Ids of what the client has not got are not counted, wherever the reads are cut: another engine has to make them."""
+    data = b"".join([*PLAIN, NOT_SENT[what]])
+    for at in range(len(PLAIN[0]), len(data)):
+        relay = Relay(wants_usage=False, takes_ids=True)
+        with pytest.raises(EngineError) as failed:
+            await run(cut(data, [at]), relay, end=False)
+        assert len(relay.fast_path.ids) == len(PLAIN)
+        assert failed.value.__notes__[0].count("data: ") == len(PLAIN)
+        assert relay.fast_path.sent.find(b'"token_ids":[%d]' % relay.fast_path.ids[-1]) > 0
+        assert relay.filter.finished == ("end of the choice" in what)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.contract import FirstToken, Handle
-from pdproxy.transfer.splice import NotACompletionError, Splice
+from pdproxy.transfer.splice import Splice
 from pdproxy.wire.request import Route, parse
 
 USAGE = {"prompt_tokens": 4, "total_tokens": 6, "completion_tokens": 2}
@@ -45,7 +46,7 @@ def shown(events: list[bytes]) -> list[Any]:
 
 
 def test_a_chat_stream() -> None:
-    """The role, the first token, then the rest as chat chunks; the usage as of one engine."""
+    """The role, the first token, then the rest as chat chunks; the usage as of one engine. The relay takes the ids away."""
     rewritten = splice(Route.CHAT, stream=True)
     opening = shown(rewritten.events(event(" b")))
     top = {"id": "chatcmpl-req-9", "object": "chat.completion.chunk", "created": 7, "model": "tiny"}
@@ -54,10 +55,10 @@ def test_a_chat_stream() -> None:
         {
             **top,
             "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, **unfinished}],
-            "prompt_token_ids": None,
+            "prompt_token_ids": [5, 6, 7],
             "prompt_text": None,
         },
-        {**top, "choices": [{"index": 0, "delta": {"content": " a"}, **unfinished, "token_ids": None}]},
+        {**top, "choices": [{"index": 0, "delta": {"content": " a"}, **unfinished, "token_ids": [42]}]},
         {**top, "choices": [{"index": 0, "delta": {"content": " b"}, **unfinished, "token_ids": None}]},
     ]
     (last,) = shown(rewritten.events(event(" c", "length")))
@@ -80,9 +81,9 @@ def test_the_fields_have_the_engines_order() -> None:
     events = splice(Route.CHAT, stream=True).events(event(" b"))
     assert events[0].startswith(
         b'{"id":"chatcmpl-req-9","object":"chat.completion.chunk","created":7,"model":"tiny","choices":'
-        b'[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":null'
+        b'[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":['
     )
-    assert events[1].endswith(b'"delta":{"content":" a"},"logprobs":null,"finish_reason":null,"token_ids":null}]}')
+    assert events[1].endswith(b'"delta":{"content":" a"},"logprobs":null,"finish_reason":null,"token_ids":[42]}]}')
 
 
 def test_a_completion_stream_with_ids() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.capacity import PoolCapacity, Scraped
+from pdproxy.app.continuations import build_continuing
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, build_outliers, no_key
 from pdproxy.app.front import Front
@@ -160,6 +161,7 @@ class Proxy(Parts):
             clock,
             deadlines.retry,
         )
+        continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
             ledger=ledger,
@@ -178,6 +180,10 @@ class Proxy(Parts):
             turns=turns,
             decisions=decisions,
             prefixes=prefixes.of_requests if prefixes is not None else None,
+            continuations=limits.continuations,
+            records=continuing.records if continuing is not None else None,
+            detokenizing=continuing.detokenizing if continuing is not None else None,
+            is_alive=continuing.is_alive if continuing is not None else None,
         )
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
@@ -200,7 +206,7 @@ class Proxy(Parts):
         metrics.add_gauges(engine_gauges(engines, auditor, stalls, ejections, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies, retries))
-        metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
+        metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers, resources.records))
         metrics.add_gauges(process_gauges(tasks, log, lines))
         if ledger.placement is not None:
             metrics.add_gauges(placement_gauges(ledger.placement))

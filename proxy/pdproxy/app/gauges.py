@@ -11,6 +11,7 @@ from pdproxy.observe import catalog, catalog_decisions, catalog_health, catalog_
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.placement import Placement, PlacementState
+from pdproxy.serving.dispatch.record import Records
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
@@ -41,12 +42,18 @@ def request_gauges(admission: Admission, bodies: BodyReader, retries: RetryBudge
 
 
 def memory_gauges(
-    connections: Connections, bodies: BodyBudget, answers: AnswerBudget, unread: UnreadAnswers
+    connections: Connections,
+    bodies: BodyBudget,
+    answers: AnswerBudget,
+    unread: UnreadAnswers,
+    records: Records | None,
 ) -> list[Gauge]:
     """Return the gauges of connections, and of memory that is held for clients and engines."""
 
     def held() -> Samples:
-        return [(("bodies",), bodies.held), (("answers",), answers.held), (("unread",), unread.held)]
+        kept = 0 if records is None else records.held
+        found = {"bodies": bodies.held, "answers": answers.held, "unread": unread.held, "records": kept}
+        return [((what,), count) for what, count in found.items()]
 
     return [
         Gauge(catalog.CONNECTIONS, lambda: [((), connections.open)]),

@@ -146,6 +146,11 @@ class Within:
         self._cancelling = task.cancelling()
         self._timer = self._clock.after(self._seconds, self._interrupt)
 
+    def disarm(self) -> None:
+        """Wait as long as it takes from now on."""
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _interrupt(self) -> None:
         assert self._task is not None
         self._late = True

@@ -38,6 +38,7 @@ class Wait(Enum):
     KV_REPLAY = "kv_replay"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     BETWEEN_TOKENS = "between_tokens"
+    CONTINUATION = "continuation"
     CLIENT_WRITE = "client_write"
     ABANDONED_PREFILL = "abandoned_prefill"
     RELEASE = "release"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
 from pdproxy.observe import (
+    catalog_continuations,
     catalog_decisions,
     catalog_health,
     catalog_kv_events,
@@ -326,6 +327,7 @@ HELD_BYTES = _gauge(
             ("bodies", "of requests (limits.max_buffered_bytes)"),
             ("answers", "on their way from engines (limits.max_buffered_answer_bytes)"),
             ("unread", "whole answers that are not read yet (limits.max_buffered_answer_bytes)"),
+            ("records", "of streams, so that other engines can go on with them (continuations.max_bytes)"),
         ),
     ),
 )
@@ -383,19 +385,17 @@ BUILD_INFO = _gauge(
     Label("connector", text="the pool's connector"),
 )
 
-_OTHERS = [
-    value
-    for one in (
-        catalog_decisions,
-        catalog_health,
-        catalog_kv_events,
-        catalog_peers,
-        catalog_prefixes,
-        catalog_refusals,
-        catalog_turns,
-    )
-    for value in vars(one).values()
-]
+_FILES = (
+    catalog_continuations,
+    catalog_decisions,
+    catalog_health,
+    catalog_kv_events,
+    catalog_peers,
+    catalog_prefixes,
+    catalog_refusals,
+    catalog_turns,
+)
+_OTHERS = [value for one in _FILES for value in vars(one).values()]
 METRICS: tuple[Description, ...] = tuple(
     sorted(
         (found for found in [*vars().values(), *_OTHERS] if isinstance(found, Description)),

@@ -31,6 +31,9 @@ class LegTimes(msgspec.Struct, frozen=True):
     asking to the whole answer. Where both engines were asked at once, both count from the prefill engine's answer, and
     `overlap_s` is the time in which both had been asked before that. `attempts`: how often engines were asked for it. `decision`:
     the placement's reason, None where the pool has none; with what it predicted, None where it predicts nothing.
+
+    `continued`: how often another engine went on with the stream; `continued_by`: the kind of failure that first cut it;
+    `pause_s`: seconds without data because of that.
     """
 
     prefill: str | None = None
@@ -45,6 +48,9 @@ class LegTimes(msgspec.Struct, frozen=True):
     decision: str | None = None
     predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None
+    continued: int = 0
+    continued_by: str | None = None
+    pause_s: float | None = None
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
@@ -100,6 +106,18 @@ class Decided(msgspec.Struct, frozen=True):
 
     choice: str
     reason: str
+
+
+class StreamContinued(msgspec.Struct, frozen=True):
+    """The engine of a stream has failed. `result`: one of `catalog_continuations.RESULTS`.
+
+    `reason`: the kind of failure if the client gets its whole answer all the same, else why it does not. `seconds`: without data,
+    where another engine has gone on.
+    """
+
+    result: str
+    reason: str
+    seconds: float | None = None
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True):
@@ -296,6 +314,7 @@ Event = (
     | ServedAlone
     | Decided
     | DeadlinePassed
+    | StreamContinued
     | HandleEnded
     | LegFailed
     | NodeChanged

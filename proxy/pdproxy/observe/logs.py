@@ -31,6 +31,7 @@ from pdproxy.observe.events import (
     Refused,
     RequestEnded,
     ServedAlone,
+    StreamContinued,
     Tokenized,
     TokenizerJudged,
     TurnDropped,
@@ -134,6 +135,8 @@ class LogObserver:
                 )
             case HandleEnded() | ServedAlone() | Decided() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
+            case StreamContinued():
+                _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited() | BootstrapAsked():
                 _debug(event)
             case TurnKept() | TurnReused() | TurnDropped() | TurnReleased():
@@ -202,6 +205,9 @@ def access_fields(event: RequestEnded) -> Fields:
         "completion_tokens": event.completion_tokens,
         "error": event.error,
     }
+    if leg.continued:
+        found["continued"], found["continued_by"] = leg.continued, leg.continued_by
+        found["pause_ms"] = _ms(leg.pause_s)
     if leg.decision is not None:
         found["decision"] = leg.decision
         found["predicted_ttft_ms"], found["predicted_tpot_ms"] = _ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s)
@@ -223,6 +229,9 @@ def _together(legs: Sequence[LegTimes]) -> LegTimes:
         decision=_distinct([leg.decision for leg in legs]),
         predicted_ttft_s=_longest([leg.predicted_ttft_s for leg in legs]),
         predicted_tpot_s=_longest([leg.predicted_tpot_s for leg in legs]),
+        continued=sum(leg.continued for leg in legs),
+        continued_by=_distinct([leg.continued_by for leg in legs]),
+        pause_s=_longest([leg.pause_s for leg in legs]),
     )
 
 

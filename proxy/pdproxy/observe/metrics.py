@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdproxy.observe import catalog, catalog_decisions, catalog_peers, catalog_refusals, catalog_turns
+from pdproxy.observe import (
+    catalog,
+    catalog_continuations,
+    catalog_decisions,
+    catalog_peers,
+    catalog_refusals,
+    catalog_turns,
+)
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import NODE, Description, Kind
 from pdproxy.observe.events import (
@@ -38,6 +45,7 @@ from pdproxy.observe.events import (
     RegistrationSeen,
     RequestEnded,
     ServedAlone,
+    StreamContinued,
     Tokenized,
     TokenizerJudged,
     TurnDropped,
@@ -189,6 +197,10 @@ class Metrics:
                 self._count(catalog.REFUSALS, reason)
                 if event.overload is not None:
                     self._overload(event.overload)
+            case StreamContinued(result, reason, seconds):
+                self._count(catalog_continuations.CONTINUATIONS, result, reason)
+                if seconds is not None:
+                    self._histogram(catalog_continuations.CONTINUATION_SECONDS).observe(seconds)
             case Evicted(what):
                 self._count(catalog.EVICTIONS, what)
             case LoopBeat(late_s):

@@ -51,6 +51,9 @@ class Deadlines(Section, frozen=True):
     between_tokens: Seconds = 30.0
     """Between two pieces of a stream. A batch that was preempted pauses for seconds; a longer pause is a failure."""
 
+    continuation: Seconds = 30.0
+    """From the failure of a stream's engine to the first data of the one that goes on. To a client, more is a failure, too."""
+
     client_write: Seconds = 60.0
     """A client that reads less than `limits.min_read_rate` while data waits for it, before it is dropped: its stream holds KV
     on an engine."""
@@ -138,7 +141,10 @@ class Limits(Section, frozen=True):
     `deadlines.client_write` is dropped, or earlier if others wait for its place. 0: it must read something."""
 
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Tries of one request before its first data, the first try included. After data nothing is tried again."""
+    """Tries of one request before its first data, the first try included; as many again to go on with a stream."""
+
+    continuations: Annotated[int, Meta(ge=0, le=100)] = 1
+    """How often other engines may go on with one stream whose engine fails. 0: never; then nothing is kept for it."""
 
     retry_share: Annotated[float, Meta(gt=0, le=1)] = 0.2
     """Of the requests that are served: the share that may be tried again at the same time, before its data. The others wait for

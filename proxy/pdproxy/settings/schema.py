@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
+from pdproxy.settings.continuations import Continuations
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
@@ -364,6 +365,8 @@ class Settings(Section, frozen=True):
 
     outliers: OutlierSettings = OutlierSettings()
     """Engines that fail more often, or are slower, than their peers."""
+    continuations: Continuations = Continuations()
+    """Whether other engines go on with streams whose engines fail."""
 
     kv_ready: KvReady = KvReady()
     """Where engines send notices that KV is ready."""

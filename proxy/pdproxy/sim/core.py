@@ -71,6 +71,7 @@ class Core:
             arrived=now,
             tokens=list(request.prompt),
             salt=crc32((request.cache_salt or "").encode()),
+            has_thought=self._language.has_thought(request.prompt),
             params=dict(params) if params is not None and self.facts.connector != "none" else None,
             chance=chance,
         )
@@ -246,7 +247,8 @@ class Core:
         first = not sequence.generated
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
         recent = sequence.tokens[-3:]
-        token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw, recent)
+        language = self._language.behind(sequence.has_thought)
+        token = language.next_token(state, sequence.generated, sequence.request.sampling, draw, recent)
         sequence.tokens.append(token.id)
         sequence.generated.append(token.id)
         sequence.count_token(self.stats, now)

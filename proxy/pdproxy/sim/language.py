@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from pdproxy.sim.request import Candidate, Grammar, SamplingParams, Token
-from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, THINK_END, WITH_SPACE
+from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, THINK, THINK_END, WITH_SPACE
 
 _MASK = (1 << 64) - 1
 _CHOICES = 20
@@ -42,6 +42,18 @@ class Language:
     def __init__(self, eos_every: int, *, thinks: bool = False) -> None:
         self._eos_every = eos_every
         self._thinks = thinks
+        self._behind_thoughts = Language(eos_every) if thinks else self
+
+    def has_thought(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends behind thoughts: none follow then."""
+        last = (
+            next((token for token in reversed(prompt) if token in (THINK, THINK_END)), None) if self._thinks else None
+        )
+        return last == THINK_END
+
+    def behind(self, has_thought: bool) -> Language:
+        """Return what draws the tokens behind a prompt that has, or has not, the end of thoughts."""
+        return self._behind_thoughts if has_thought else self
 
     def prompt_scores(self, seed: int, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
         """Return the `top` candidates for each token of a prompt, None for the first. `seed`: the digest before it."""

@@ -45,65 +45,15 @@ from pdproxy.transfer.contract import (
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
+from pdproxy.wire.continuable import NEUTRAL, PROMPT_ONLY, SAME_IN_COMPLETIONS, limit_of
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
-
-COMPLETION_TOKENS = 16
-"""`max_tokens` of a completion that names none (vLLM 0.32.0)."""
 
 _NULL = raw(b"null")
 _ONE = raw(b"1")
 _FALSE = raw(b"false")
 _TRUE = raw(b"true")
-
-_PASSED = (
-    "model",
-    "user",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "logit_bias",
-    "ignore_eos",
-    "stop_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "priority",
-    "cache_salt",
-)
-"""Fields with the same meaning in a completion as in a chat, and the same behind a first token as before it."""
-_PROMPT_ONLY = (
-    "prompt",
-    "messages",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "documents",
-    "max_tokens",
-    "max_completion_tokens",
-    "stream",
-    "stream_options",
-    "return_token_ids",
-    "request_id",
-    "n",
-)
-"""Fields that only shape the prompt, or are handled one by one."""
-_NEUTRAL = {
-    "frequency_penalty": (b"0", b"0.0"),
-    "presence_penalty": (b"0", b"0.0"),
-    "repetition_penalty": (b"1", b"1.0"),
-    "stop": (b"[]", b'""'),
-    "echo": (b"false",),
-    "logprobs": (b"false",),
-    "best_of": (b"1",),
-    "tools": (b"[]",),
-    "add_generation_prompt": (b"true",),
-    "continue_final_message": (b"false",),
-    "parallel_tool_calls": (b"true", b"false"),
-}
-"""Values that change nothing."""
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -131,31 +81,16 @@ def may_begin_on_prefill(parsed: Parsed) -> bool:
     if b"continuous_usage_stats" in bytes(parsed.fields.get("stream_options", _NULL)):
         return False
     for name, value in parsed.fields.items():
-        if name in _PASSED or name in _PROMPT_ONLY:
+        if name in SAME_IN_COMPLETIONS or name in PROMPT_ONLY:
             continue
         text = bytes(value)
-        if text != b"null" and text not in _NEUTRAL.get(name, ()):
+        if text != b"null" and text not in NEUTRAL.get(name, ()):
             return False
     return True
 
 
 def _passed(parsed: Parsed) -> Fields:
-    return {name: parsed.fields[name] for name in _PASSED if name in parsed.fields}
-
-
-def _limit(parsed: Parsed) -> int | None:
-    """Return how many tokens the answer may have, None if only an engine knows.
-
-    A chat without a limit may fill the context. A completion with null may have the default or fill the context: that depends
-    on vLLM's version.
-    """
-    names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
-    for name in names:
-        if name in parsed.fields and (limit := _int_decoder.decode(parsed.fields[name])) is not None:
-            return limit
-    if parsed.route is Route.COMPLETIONS and "max_tokens" not in parsed.fields:
-        return COMPLETION_TOKENS
-    return None
+    return {name: parsed.fields[name] for name in SAME_IN_COMPLETIONS if name in parsed.fields}
 
 
 def release_leg(model: str | None, given: Handle) -> LegRequest:
@@ -197,7 +132,7 @@ def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
 
     def begins(parsed: Parsed) -> bool:
         # A completion continues behind the first token, and no value of its limit means the whole context.
-        return first_on_prefill and _limit(parsed) is not None and may_begin_on_prefill(parsed)
+        return first_on_prefill and limit_of(parsed) is not None and may_begin_on_prefill(parsed)
 
     def pushed(parsed: Parsed, ids: TokenIds) -> TokenIds:
         """Return the ids whose KV is pushed: what the decode engine looks for, all but the last of what it is sent."""
@@ -239,7 +174,7 @@ def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
             return structs.replace(unclaimed(answer, ids.json, leg_id, more=1), params=read)
         choice = answer.choices[0] if answer.choices else None
         ended = None
-        if choice is not None and (choice.finish_reason != "length" or _limit(parsed) == 1):
+        if choice is not None and (choice.finish_reason != "length" or limit_of(parsed) == 1):
             ended = choice.finish_reason
         if choice is None or (ended is None and (not choice.text or "\ufffd" in choice.text)):
             # A part of a letter, or a token without text, becomes text with the next token: one engine must make both.
@@ -255,9 +190,11 @@ def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
         for name in ("stream", "return_token_ids"):
             if name in parsed.fields:
                 fields[name] = parsed.fields[name]
+        if parsed.adds_ids:
+            fields["return_token_ids"] = _TRUE
         if (minimum := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
             fields["min_tokens"] = raw(b"%d" % max(0, minimum - 1))
-        limit = _limit(parsed)
+        limit = limit_of(parsed)
         assert limit is not None
         fields["max_tokens"] = raw(b"%d" % (limit - 1))
         fields["prompt"] = raw(given.params)

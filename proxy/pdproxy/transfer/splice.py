@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import msgspec
 
+from pdproxy.transfer.chat_chunks import (
+    NULL,
+    NotACompletionError,
+    body_decoder,
+    chat_choice,
+    choices_decoder,
+    moved_usage,
+)
 from pdproxy.transfer.contract import FirstToken, Handle, raw
 from pdproxy.wire.engine import UNREADABLE, Usage
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed, Route
 
-_NULL = raw(b"null")
 _TRUE = b"true"
 _NO_DETAILS = b',"completion_tokens_details":null}'
-_body_decoder = msgspec.json.Decoder(Fields)
-_choices_decoder = msgspec.json.Decoder(list[Fields])
-_usage_decoder = msgspec.json.Decoder(Fields)
 _counts_decoder = msgspec.json.Decoder(Usage)
-_int_decoder = msgspec.json.Decoder(int | None)
 _text_decoder = msgspec.json.Decoder(str | None)
 
 
@@ -32,10 +35,6 @@ def _without_nulls(value: object) -> object:
     return {name: _without_nulls(item) for name, item in value.items() if item is not None}
 
 
-class NotACompletionError(Exception):
-    """An engine sent something that can't be made part of such an answer."""
-
-
 class Splice:
     """Rewrites the decode engine's completion as the client's answer. The answer's id contains `request_id`."""
 
@@ -44,7 +43,7 @@ class Splice:
         self._first: FirstToken = given.first
         self._prompt_ids = given.token_ids or b"[]"
         self._is_chat = parsed.route is Route.CHAT
-        self._wants_ids = bytes(parsed.fields.get("return_token_ids", _NULL)) == _TRUE
+        self._wants_ids = parsed.adds_ids or bytes(parsed.fields.get("return_token_ids", NULL)) == _TRUE
         prefix = "chatcmpl-" if self._is_chat else "cmpl-"
         self._id = raw(msgspec.json.encode(prefix + request_id))
         self._opened = False
@@ -56,7 +55,7 @@ class Splice:
             NotACompletionError: it is no event of a completion.
         """
         try:
-            return self._events(_body_decoder.decode(payload))
+            return self._events(body_decoder.decode(payload))
         except UNREADABLE as error:
             raise NotACompletionError(str(error)) from None
 
@@ -67,7 +66,7 @@ class Splice:
             NotACompletionError: it is no completion.
         """
         try:
-            return self._whole(_body_decoder.decode(body), behind=True)
+            return self._whole(body_decoder.decode(body), behind=True)
         except (*UNREADABLE, KeyError) as error:
             raise NotACompletionError(str(error)) from None
 
@@ -80,8 +79,8 @@ class Splice:
             NotACompletionError: it is no completion.
         """
         try:
-            answer = _body_decoder.decode(body)
-            choice = _choices_decoder.decode(answer["choices"])[0]
+            answer = body_decoder.decode(body)
+            choice = choices_decoder.decode(answer["choices"])[0]
             top: Fields = {"id": self._id, "object": self._object(chunk=True)}
             top |= {name: answer[name] for name in ("created", "model")}
             events = self._opening(top, choice, self._first)
@@ -100,7 +99,7 @@ class Splice:
             NotACompletionError: it is no completion.
         """
         try:
-            return self._whole(_body_decoder.decode(body), behind=False)
+            return self._whole(body_decoder.decode(body), behind=False)
         except (*UNREADABLE, KeyError) as error:
             raise NotACompletionError(str(error)) from None
 
@@ -115,9 +114,9 @@ class Splice:
         if "choices" not in event:
             return [msgspec.json.encode(event)]  # an error: the relay handles it
         event["id"], event["object"] = self._id, self._object(chunk=True)
-        choices = _choices_decoder.decode(event["choices"])
+        choices = choices_decoder.decode(event["choices"])
         prompt_tokens = None
-        if bytes(event.get("usage", _NULL)) != b"null":
+        if bytes(event.get("usage", NULL)) != b"null":
             prompt_tokens = _counts_decoder.decode(event["usage"]).prompt_tokens - 1
             event["usage"] = self._usage(event["usage"], running=bool(choices))
         opening: list[bytes] = []
@@ -136,21 +135,21 @@ class Splice:
         """
         self._opened = True
         index = like.get("index", raw(b"0"))
-        prompt_ids = raw(self._prompt_ids) if self._wants_ids else _NULL
-        ids = raw(b"[%d]" % first.id) if self._wants_ids else _NULL
+        prompt_ids = raw(self._prompt_ids) if self._wants_ids else NULL
+        ids = raw(b"[%d]" % first.id) if self._wants_ids else NULL
         finish = raw(msgspec.json.encode(first.finish_reason))
         text = raw(msgspec.json.encode(first.text))
         if not self._is_chat:
-            choice: Fields = {"index": index, "text": text, "logprobs": _NULL, "finish_reason": finish}
+            choice: Fields = {"index": index, "text": text, "logprobs": NULL, "finish_reason": finish}
             choice["stop_reason"] = raw(first.stop_reason)
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": ids}
             return [msgspec.json.encode(top | self._with_usage(choice, prompt_tokens, 1))]
         choice = {"index": index, "delta": raw(b'{"role":"assistant","content":""}')}
-        choice |= {"logprobs": _NULL, "finish_reason": _NULL}
+        choice |= {"logprobs": NULL, "finish_reason": NULL}
         role = top | self._with_usage(choice, prompt_tokens, 0)
-        role |= {"prompt_token_ids": prompt_ids, "prompt_text": _NULL}
+        role |= {"prompt_token_ids": prompt_ids, "prompt_text": NULL}
         choice = {"index": index, "delta": raw(b'{"content":' + bytes(text) + b"}")}
-        choice |= {"logprobs": _NULL, "finish_reason": finish}
+        choice |= {"logprobs": NULL, "finish_reason": finish}
         if first.finish_reason is not None:
             choice["stop_reason"] = raw(first.stop_reason)
         choice["token_ids"] = ids
@@ -172,43 +171,23 @@ class Splice:
     def _choice(self, choice: Fields) -> Fields:
         """Return one choice of an event after the opening."""
         if "prompt_token_ids" in choice:
-            choice["prompt_token_ids"] = _NULL  # the opening has them
-        if not self._is_chat:
-            return choice
-        text = choice.get("text", raw(b'""'))
-        delta = raw(b'{"content":' + bytes(text) + b"}")
-        finish = choice.get("finish_reason", _NULL)
-        found: Fields = {
-            "index": choice.get("index", raw(b"0")),
-            "delta": delta,
-            "logprobs": _NULL,
-            "finish_reason": finish,
-        }
-        if bytes(finish) != b"null":
-            found["stop_reason"] = choice.get("stop_reason", _NULL)
-        found["token_ids"] = choice.get("token_ids", _NULL)
-        return found
+            choice["prompt_token_ids"] = NULL  # the opening has them
+        return chat_choice(choice) if self._is_chat else choice
 
     def _usage(self, usage_json: msgspec.Raw, *, running: bool = False) -> msgspec.Raw:
         """Return the usage as one engine would count it: the first token belongs to the answer, not to the prompt.
 
-        `running`: it is that of an event with a choice. There a chat's usage has one field more than a completion's.
+        `running`: it is that of an event with a choice.
         """
-        usage = _usage_decoder.decode(usage_json)
-        if running and self._is_chat:
-            usage.setdefault("completion_tokens_details", _NULL)
-        for name, by in (("prompt_tokens", -1), ("completion_tokens", 1)):
-            if (count := _int_decoder.decode(usage.get(name, _NULL))) is not None:
-                usage[name] = raw(b"%d" % (count + by))
-        return raw(msgspec.json.encode(usage))
+        return moved_usage(usage_json, 1, of_chat_event=running and self._is_chat)
 
     # -- whole answers
 
     def _whole(self, answer: Fields, *, behind: bool) -> bytes:
         answer["id"], answer["object"] = self._id, self._object(chunk=False)
-        choices = _choices_decoder.decode(answer["choices"])
+        choices = choices_decoder.decode(answer["choices"])
         answer["choices"] = raw(msgspec.json.encode([self._whole_choice(choice, behind=behind) for choice in choices]))
-        answer["kv_transfer_params"] = _NULL
+        answer["kv_transfer_params"] = NULL
         if behind:
             answer["usage"] = self._usage(answer["usage"])
         if not self._is_chat:
@@ -217,13 +196,13 @@ class Splice:
             name: answer[name] for name in ("id", "object", "created", "model", "choices") if name in answer
         }
         found |= {name: answer[name] for name in ("service_tier", "system_fingerprint", "usage") if name in answer}
-        prompt_ids = raw(self._prompt_ids) if self._wants_ids else _NULL
-        found |= {"prompt_logprobs": _NULL, "prompt_token_ids": prompt_ids, "prompt_text": _NULL}
+        prompt_ids = raw(self._prompt_ids) if self._wants_ids else NULL
+        found |= {"prompt_logprobs": NULL, "prompt_token_ids": prompt_ids, "prompt_text": NULL}
         return msgspec.json.encode(found | {name: value for name, value in answer.items() if name not in found})
 
     def _whole_choice(self, choice: Fields, *, behind: bool) -> Fields:
-        text = _text_decoder.decode(choice.get("text", _NULL)) or ""
-        ids = bytes(choice.get("token_ids", _NULL)) if self._wants_ids else b"null"
+        text = _text_decoder.decode(choice.get("text", NULL)) or ""
+        ids = bytes(choice.get("token_ids", NULL)) if self._wants_ids else b"null"
         if behind:
             text = self._first.text + text
             if ids.startswith(b"["):
@@ -233,11 +212,11 @@ class Splice:
         choice["token_ids"] = raw(ids)
         if not self._is_chat:
             choice["text"] = raw(msgspec.json.encode(text))
-            choice["prompt_token_ids"] = raw(self._prompt_ids) if self._wants_ids else _NULL
+            choice["prompt_token_ids"] = raw(self._prompt_ids) if self._wants_ids else NULL
             return choice
         message = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
         message |= {"function_call": None, "reasoning": None}
-        found: Fields = {"index": choice["index"], "message": raw(msgspec.json.encode(message)), "logprobs": _NULL}
+        found: Fields = {"index": choice["index"], "message": raw(msgspec.json.encode(message)), "logprobs": NULL}
         for name in ("finish_reason", "stop_reason", "token_ids", "routed_experts"):
-            found[name] = choice.get(name, _NULL)
+            found[name] = choice.get(name, NULL)
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ from pdproxy.wire.kv_events import Sources, read_sources
 from pdproxy.wire.model import MAX_MODEL_NAME
 
 MAX_SHORT_ANSWER = 64 << 10
-"""Bytes of a version, or of the ids of a short prompt."""
+"""Bytes of a version, or of a short prompt's text or ids."""
 MAX_MODEL_LIST = 4 << 20
 """Bytes of a list of models, which has 600 bytes for each."""
 MAX_SERVER_INFO = 4 << 20
@@ -101,6 +101,10 @@ class _ServerInfo(msgspec.Struct):
 
 class _Tokens(msgspec.Struct):
     tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
 
 
 class _TokenIds(msgspec.Struct):
@@ -176,6 +180,16 @@ class EngineAdmin:
         )
         read = self._read("/tokenize", answer, _TokenIds)
         return TokenIds(bytes(read.tokens), read.count)
+
+    async def text_of(
+        self, url: str, model: str | None, ids: Sequence[int], *, authorization: str | None = None
+    ) -> str:
+        """Return the text of token ids, special tokens included. `authorization`: as for `token_ids`."""
+        body = {"tokens": list(ids)} | ({} if model is None else {"model": model})
+        answer = await self._request(
+            "POST", url, "/detokenize", msgspec.json.encode(body), authorization, max_bytes=MAX_SHORT_ANSWER
+        )
+        return self._read("/detokenize", answer, _Text).prompt
 
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""

@@ -68,8 +68,14 @@ def without_withheld(batch: bytes) -> bytes:
 
 def without_prompt(batch: bytes) -> bytes:
     """Return the first events of a stream without the ids of the prompt, thousands in one event."""
+    return split_prompt(batch)[0]
+
+
+def split_prompt(batch: bytes) -> tuple[bytes, bytes]:
+    """Return the first events of a stream without the ids of the prompt, and these as a JSON array; b"" if there are none."""
     found = _PROMPT_IDS.search(batch)
     end = batch.find(b"]", found.end()) if found else -1
     if found is None or end < 0:
-        return batch
-    return b"%bnull%b" % (batch[: found.end() - 1], batch[end + 1 :])
+        return batch, b""
+    start = found.end() - 1
+    return b"%bnull%b" % (batch[:start], batch[end + 1 :]), batch[start : end + 1]

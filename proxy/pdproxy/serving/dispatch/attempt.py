@@ -19,6 +19,7 @@ from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.prefix.knowledge import Prediction
 from pdproxy.serving.dispatch.prefixes import of_engine, reporting
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed, Outcome
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -26,8 +27,10 @@ from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import Expected
+from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
+from pdproxy.wire.continuable import Reason
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.request import Alone, Parsed
 
@@ -216,8 +219,12 @@ class Attempt:
             self._expected_is_custodys = True
 
     def stream_flows(self) -> None:
-        """Drop what only another attempt would need: the client's request, and the prompt's ids."""
-        self.request.drop()
+        """Drop what only another attempt would need: the client's request, and the prompt's ids. Plan what is kept instead."""
+        request, records = self.request, self.resources.records
+        if records is not None:
+            none_left = request.left < 1
+            request.record = Reason.NONE_LEFT if none_left else records.planned(request.parsed, request.new_relay)
+        request.drop()
         self.dispatch = NO_DISPATCH
         self._leave_slot()
 
@@ -225,6 +232,17 @@ class Attempt:
         if self.retry_slot is not None:
             self.retry_slot.leave()
             self.retry_slot = None
+
+    def keep_record(self) -> None:
+        """Keep what another engine needs to go on with the stream, which flows now."""
+        record, records, relay = self.request.record, self.resources.records, self.relay
+        if relay is None:
+            return
+        begun, relay.beginning = relay.beginning, UNKNOWN
+        if records is None or not isinstance(record, Record):
+            return
+        record.is_parsed = begun.is_parsed
+        self.request.record = records.keep(record, begun.prompt_ids)
 
     def close(self) -> None:
         """End what no leg and no custody has taken over."""

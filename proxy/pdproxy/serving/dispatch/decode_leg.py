@@ -7,27 +7,23 @@ engine has sent data, so that until then another engine can be asked.
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
-from pdproxy.kit.one_shot_event import OneShotEvent
-from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_answer import compare, failed, judge
 from pdproxy.serving.dispatch.decode_request import (
     count_cached,
-    is_framing_kept,
     message,
     new_relay,
-    reads_of,
     sink,
     with_cached_counts,
 )
 from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, first_data
+from pdproxy.serving.dispatch.decode_watch import counts_came_beside, pass_on
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.open_leg import OpenAnswer
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, PrefillFailed
@@ -38,10 +34,6 @@ from pdproxy.serving.stream.relay import StreamStarted
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message
 
-logger = logging.getLogger("pdproxy.kv")
-
-COUNTS_GRACE = 1.0
-"""Seconds that an answer waits for the prefill engine's own answer, if the KV came before that."""
 FINISH_GRACE = 1.0
 """Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
 
@@ -122,7 +114,7 @@ class DecodeLeg:
                     return refusal
                 verdict = Verdict.GOOD
                 over = attempt.prefill_over
-                if over is not None and first.status == 200 and await self._counts_came_beside(over):
+                if over is not None and first.status == 200 and await counts_came_beside(attempt, over):
                     first = with_cached_counts(attempt, first)
                 compare(attempt, self._url)
                 if custody is not None and first.status == 200 and attempt.relay is not None:
@@ -134,9 +126,9 @@ class DecodeLeg:
             if custody is not None:
                 custody.end(End.LOADED)
             if attempt.prefill_over is not None:
-                await self._counts_came_beside(attempt.prefill_over)
+                await counts_came_beside(attempt, attempt.prefill_over)
             try:
-                await self._pass_on()
+                await pass_on(attempt, self._leg, url)
             finally:
                 attempt.decode_s = resources.now() - first_at
             whole = True
@@ -185,24 +177,6 @@ class DecodeLeg:
     def _first_token_late(self) -> None:
         seconds = self._attempt.resources.deadlines.first_token
         self._end(EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN))
-
-    async def _counts_came_beside(self, over: OneShotEvent) -> bool:
-        """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
-
-        `over` is set then. Return whether it has come: before the data, behind it, or at the same moment. The push comes before
-        it, but the answer is on its way by then.
-        """
-        attempt, custody = self._attempt, self._custody
-        if custody is None:
-            return False
-        try:
-            async with attempt.resources.clock.within(COUNTS_GRACE):
-                await over.wait()
-        except TimeoutError:
-            logger.info(
-                "%s has pushed KV, and not answered: the answer shows no counts of its cache", attempt.prefill_url
-            )
-        return not custody.promised
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""
@@ -260,25 +234,6 @@ class DecodeLeg:
                     return await first_data(resources, relay, node, in_silence=in_silence)
         except TimeoutError:
             raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
-
-    async def _pass_on(self) -> None:
-        """Pass a stream on to the client until it is over.
-
-        Raises:
-            EngineError: it failed after its first data.
-        """
-        attempt, custody = self._attempt, self._custody
-        resources, relay, stream_to = attempt.resources, attempt.relay, attempt.request.stream_to
-        assert relay is not None
-        direct = custody is None or (custody.handle.first is None and is_framing_kept(attempt))
-        reads = reads_of(attempt, self._leg)
-        attempt.stream_flows()
-        relay.flow(stream_to(relay), reads, direct=direct)
-        del stream_to
-        await relay.watch(resources.clock, resources.deadlines.between_tokens, self._deadline_passed)
-
-    def _deadline_passed(self, wait: Wait) -> None:
-        self._attempt.resources.observers.notify(DeadlinePassed(wait.value, self._url))
 
     # -- what came of it
 

@@ -22,12 +22,15 @@ from pdproxy.serving.dispatch import orders
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.decisions import decided, spelled
+from pdproxy.serving.dispatch.following import Following, Streams
 from pdproxy.serving.dispatch.orders import alone
 from pdproxy.serving.dispatch.orders.sequential import kv_ready
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import (
     Action,
     Answered,
+    Continue,
     DecodeFailed,
     Fail,
     Failure,
@@ -66,7 +69,8 @@ class Dispatcher:
         self, parsed: Parsed, prompt: Prompt | None, headers: LegHeaders, new_relay: Callable[[], Relay]
     ) -> Exchange:
         """Return the exchange of one prompt; with `prompt` None, of a whole request that one engine serves alone."""
-        return Exchange(self, PromptRequest(parsed, prompt, headers, new_relay))
+        left = self.resources.continuations
+        return Exchange(self, PromptRequest(parsed, prompt, headers, new_relay, left=left))
 
 
 class Exchange:
@@ -78,6 +82,7 @@ class Exchange:
         "_attempt",
         "_avoid",
         "_dispatcher",
+        "_following",
         "_number",
         "_prefill_failed",
         "_request",
@@ -103,6 +108,8 @@ class Exchange:
         self._prefill_failed: Alone | None = None
         self._slot: RetrySlot | None = None
         """Of the next attempt, if it is a retry."""
+        self._following: Following | None = None
+        """What follows the failure of the stream, None before that."""
 
     def __repr__(self) -> str:
         return f"<Exchange {self._request.headers.request_id} {self._attempt!r}>"
@@ -112,8 +119,25 @@ class Exchange:
         """The relay of the answer, None before an engine was asked for it."""
         return None if self._attempt is None else self._attempt.relay
 
+    @property
+    def streams(self) -> Streams:
+        """The streams that the answer came from: several if other engines went on with the first."""
+        relay = self.relay
+        own = Streams([], None, 0) if relay is None else Streams([relay.fast_path], relay.usage, 0)
+        return own if self._following is None else self._following.streams(own)
+
+    @property
+    def usage_event(self) -> bytes | None:
+        """The usage event of one stream of several, None if there was none."""
+        own = None if self.relay is None else self.relay.filter.usage_event
+        return own if self._following is None else self._following.usage_event(own)
+
     def times(self) -> LegTimes:
         """Return what happened so far."""
+        own = self._own_times()
+        return own if self._following is None else self._following.times(own)
+
+    def _own_times(self) -> LegTimes:
         attempt = self._attempt
         if attempt is None:
             return LegTimes()
@@ -160,9 +184,16 @@ class Exchange:
                 if isinstance(outcome, Answered):
                     return outcome.answer
                 action = self._recover(outcome)
-                if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail):
+                if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
                     self._slot = self._slot or await self._dispatcher.resources.retry_slot()
                     action = action if self._slot is not None else Fail(outcome.error)
+                if isinstance(action, Continue) and isinstance(outcome, DecodeFailed):
+                    try:
+                        await self._go_on(outcome)
+                    finally:
+                        drop_traceback(outcome.error)
+                        del outcome, action
+                    return None
                 if isinstance(action, Fail):
                     try:
                         raise action.error
@@ -174,6 +205,7 @@ class Exchange:
             self._request.drop()  # it refers to the caller of this exchange
             if self._slot is not None:
                 self._slot.leave()
+            self._drop_record()
 
     def _why_alone(self) -> Alone | None:
         """Return why one engine must serve the prompt, None to split it."""
@@ -226,8 +258,11 @@ class Exchange:
     def _recover(self, outcome: Failure) -> Action:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
-        progress = Progress(self._number, resources.attempts, self._alone is not None, self._prefill_failed)
+        continues = resources.records is not None
+        progress = Progress(self._number, resources.attempts, self._alone is not None, self._prefill_failed, continues)
         action = after(outcome, progress)
+        if isinstance(action, Continue):
+            return action
         will_retry = not isinstance(action, Fail)
         match outcome:
             case PrefillFailed(url, reason, error):
@@ -244,3 +279,23 @@ class Exchange:
         if not isinstance(action, Retry):
             self._alone = action.reason
         return action
+
+    async def _go_on(self, failed: DecodeFailed) -> None:
+        """Have another engine go on with a stream that has failed, to its end. Raises as `Following.run`."""
+        assert self.relay is not None
+        following = self._following = Following(self._dispatcher.resources, self._request, self.relay, failed)
+        await following.run(self._next)
+
+    def _next(self, request: PromptRequest, failed: str, slot: RetrySlot) -> Exchange:
+        """Return the exchange that goes on with a stream. It keeps a record of its own, and leaves the slot."""
+        self._drop_record()
+        exchange = Exchange(self._dispatcher, request)
+        exchange._slot = slot
+        exchange._avoid = (failed,)  # it may serve on: a broken connection is not its end
+        return exchange
+
+    def _drop_record(self) -> None:
+        request, records = self._request, self._dispatcher.resources.records
+        if records is not None and isinstance(request.record, Record) and request.record.prompt_ids:
+            records.drop(request.record)
+        request.record = None

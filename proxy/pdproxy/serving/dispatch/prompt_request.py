@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.scheduling.prefix.prompts import Beginning
+from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.tokens.ids import TokenIds
+from pdproxy.wire.continuable import Reason
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 
@@ -18,11 +20,13 @@ class PromptRequest:
     `ids` are the prompt's token ids, None while they are not known; `key`: what finds the turn that it continues
     (`dispatch.turn`), None if that is not known or not wanted; `beginning`: what indexes of engines' caches know the prompt by,
     None if nothing asks them; `stream_to` returns the writer for a relay's stream. Once a stream
-    flows, no other engine can take over, and nothing of this is needed: `drop` then frees the client's body. So nothing else
-    may keep a reference to its parts.
+    flows, nothing of this is needed: `drop` then frees the client's body. So nothing else may keep a reference to its parts.
+
+    `left`: how often other engines may still go on with the stream; `record`: what they need for that, or why they can't;
+    None before the stream flows, or if that is off.
     """
 
-    __slots__ = ("beginning", "headers", "ids", "key", "new_relay", "parsed", "prompt", "stream_to")
+    __slots__ = ("beginning", "headers", "ids", "key", "left", "new_relay", "parsed", "prompt", "record", "stream_to")
 
     def __init__(
         self,
@@ -30,6 +34,8 @@ class PromptRequest:
         prompt: Prompt | None,
         headers: LegHeaders,
         new_relay: Callable[[], Relay],
+        *,
+        left: int = 0,
     ) -> None:
         self.parsed = parsed
         self.prompt = prompt
@@ -39,12 +45,14 @@ class PromptRequest:
         self.ids: TokenIds | None = None
         self.key: bytes | None = None
         self.beginning: Beginning | None = None
+        self.left = left
+        self.record: Record | Reason | None = None
 
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
 
     def drop(self) -> None:
-        """Drop everything but the headers. No further leg may be made from it."""
+        """Drop everything but the headers and the record. No further leg may be made from it."""
         self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None
         self.key = self.beginning = None
 

@@ -99,25 +99,33 @@ class ServeAlone(msgspec.Struct, frozen=True):
     avoid: str | None = None
 
 
+class Continue(msgspec.Struct, frozen=True):
+    """Have another engine go on with the stream: the one at `url` has failed in it."""
+
+    url: str
+
+
 class Fail(msgspec.Struct, frozen=True):
     """Answer the client with this error."""
 
     error: PdproxyError
 
 
-Action = Retry | ServeAlone | Fail
+Action = Retry | ServeAlone | Continue | Fail
 
 
 class Progress(msgspec.Struct, frozen=True):
     """The progress of an exchange: the attempt's number (from 1), the limit of attempts, and whether one engine served it alone.
 
-    `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed.
+    `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed. `continues`: whether streams
+    are continued at all.
     """
 
     number: int
     limit: int
     alone: bool
     prefill_failed: Alone | None = None
+    continues: bool = False
 
 
 def after(outcome: Failure, progress: Progress) -> Action:
@@ -132,6 +140,8 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return Retry(url, keeper) if progress.number < progress.limit else ServeAlone(reason, url, keeper)
         case CannotSplit(reason, exclude):
             return ServeAlone(reason, exclude)
+        case DecodeFailed(url, _, True) if outcome.is_engines and progress.continues:
+            return Continue(url)
         case DecodeFailed(url, error, _):
             return Retry(url) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
         case AskAgain():

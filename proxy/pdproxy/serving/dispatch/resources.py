@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,8 +17,10 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import Prefixes
+from pdproxy.serving.dispatch.record import Records
 from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
@@ -73,6 +75,14 @@ class ExchangeResources:
     decisions: Decisions | None = None
     prefixes: Prefixes | None = None
     """None where nothing asks what engines have in their caches."""
+    continuations: int = 0
+    """How often other engines may go on with one stream."""
+    records: Records | None = None
+    """None where no engine goes on with another one's stream."""
+    detokenizing: Detokenizing | None = None
+    """None as well."""
+    is_alive: Callable[[str], Awaitable[bool]] | None = None
+    """Asks the engine of a URL whether it is healthy; None as well."""
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""

@@ -18,6 +18,7 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.upstream.connection import Headers
+from pdproxy.wire.continuable import shows_ids
 from pdproxy.wire.request import Parsed, Route
 
 PROMPTS_AT_ONCE = 16
@@ -76,8 +77,9 @@ class PromptList:
             self._totals.add(index, exchange)
         if answer is None:
             events = exchange.relay.filter if exchange.relay is not None else None
-            if events is not None and events.usage_event is not None:
-                self.usage_events[index] = events.usage_event
+            usage_event = exchange.usage_event
+            if events is not None and usage_event is not None:
+                self.usage_events[index] = usage_event
                 self.forced_usage = self.forced_usage or events.keeps_usage
         elif answer.status == 200:
             self.answer.add(index, answer)
@@ -92,6 +94,7 @@ class PromptList:
             keeps_usage=self._parsed.wants_usage,
             creation_time=self.creation_time,
             takes_ids=self._parsed.adds_ids,
+            shows_ids=shows_ids(self._parsed),
             budget=self._dispatcher.resources.answer_budget,
             templates=self._dispatcher.resources.templates,
             now=self._dispatcher.resources.now,

@@ -36,6 +36,7 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
 from pdproxy.wire.client_routes import ADAPTER_HEADER, with_adapter
+from pdproxy.wire.continuable import shows_ids
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.fields import body_request_id, has_value
 from pdproxy.wire.lenient_json import check_content_type
@@ -142,6 +143,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             Relay,
             wants_usage=not parsed.adds_usage,
             takes_ids=parsed.adds_ids,
+            shows_ids=shows_ids(parsed),
             budget=service.resources.answer_budget,
             templates=service.resources.templates,
             now=service.resources.now,

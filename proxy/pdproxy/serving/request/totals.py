@@ -55,20 +55,19 @@ class RequestTotals:
     def add(self, index: int, exchange: Exchange) -> None:
         """Add the exchange of the prompt at `index`: its legs, tokens and gaps."""
         self._legs.append((index, exchange.times()))
-        relay = exchange.relay
-        if relay is None:
-            return
-        fast_path = relay.fast_path
-        gaps = self._gaps
-        if gaps is None:
-            self._gaps = Gaps(fast_path.buckets, fast_path.total)
-        else:
-            buckets = [a + b for a, b in zip(gaps.buckets, fast_path.buckets, strict=True)]
-            self._gaps = Gaps(buckets, gaps.total + fast_path.total)
-        usage = relay.usage
+        streams = exchange.streams
+        for fast_path in streams.paths:
+            gaps = self._gaps
+            if gaps is None:
+                self._gaps = Gaps(fast_path.buckets, fast_path.total)
+            else:
+                buckets = [a + b for a, b in zip(gaps.buckets, fast_path.buckets, strict=True)]
+                self._gaps = Gaps(buckets, gaps.total + fast_path.total)
+        usage = streams.usage
         if usage is not None:
             self._reported = True
-            self._prompt += usage.prompt_tokens
-            self._completion += usage.completion_tokens or 0
-        else:
-            self._counted += fast_path.tokens or fast_path.events
+            self._prompt += usage.prompt_tokens - streams.done
+            self._completion += (usage.completion_tokens or 0) + streams.done
+        elif streams.paths:
+            last = streams.paths[-1]
+            self._counted += streams.done + (last.tokens or last.events)

@@ -32,17 +32,18 @@ class EventFilter:
     __slots__ = (
         "_creation_time",
         "_index",
-        "_wants_done",
-        "_wants_usage",
         "cached_tokens",
         "created_cache_tokens",
         "done",
         "every",
         "failure",
+        "finished",
         "keeps_usage",
         "last_events",
         "usage",
         "usage_event",
+        "wants_done",
+        "wants_usage",
     )
 
     def __init__(
@@ -54,9 +55,9 @@ class EventFilter:
         index: int | None,
         creation_time: CreationTime | None,
     ) -> None:
-        self._wants_usage = wants_usage
+        self.wants_usage = wants_usage
         self.keeps_usage = keeps_usage
-        self._wants_done = wants_done
+        self.wants_done = wants_done
         self._index = index
         self._creation_time = creation_time
         self.every = index is not None
@@ -70,6 +71,8 @@ class EventFilter:
         """Whether the end mark has come."""
         self.failure: EngineError | None = None
         """The error that an event reports, None if none did."""
+        self.finished = False
+        """Whether a choice has ended."""
         self.last_events: list[bytes] = []
         """Last events of choices, which are held back."""
 
@@ -108,23 +111,25 @@ class EventFilter:
                 event = with_cache(event, cached=self.cached_tokens, created=self.created_cache_tokens)
                 self.usage = usage_of(sse.payload(event))
                 self.usage_event = event
-                if not self._wants_usage:
+                if not self.wants_usage:
                     passed += [sse.with_fingerprint(last, event) for last in self._take_last_events()]
                     continue
             passed += self._take_last_events()
             if sse.is_done(lines[0]):
                 self.done = True
-                if self._wants_done:
+                if self.wants_done:
                     passed.append(event)
                 break
             if self._index is not None:
                 event = self._with_index(event, self._index)
-            if not self.keeps_usage and sse.is_last_of_choice(event):
-                if not sse.has_usage(event):
-                    self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
-                    continue
-                self.keeps_usage = True
-                self._wants_usage = self._index is None
+            if sse.is_last_of_choice(event):
+                self.finished = True
+                if not self.keeps_usage:
+                    if not sse.has_usage(event):
+                        self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
+                        continue
+                    self.keeps_usage = True
+                    self.wants_usage = self._index is None
             passed.append(event)
         return b"".join(passed)
 

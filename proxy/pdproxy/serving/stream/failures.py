@@ -9,6 +9,10 @@ from pdproxy.wire import sse
 from pdproxy.wire.engine import error_of
 
 
+class GivenUpError(EngineError):
+    """An engine has ended an answer before its end, without an error: it was terminated."""
+
+
 def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
     """Return the error that an event reports, None if it is data. `lines` are its data lines."""
     if b"\r" in event:  # a client would find other events in it than pdproxy
@@ -25,7 +29,7 @@ def tiny_lines() -> EngineError:
 
 def _refusal(event: bytes) -> EngineError:
     if sse.is_aborted(event):
-        return EngineError("the engine gave the answer up half-way")
+        return GivenUpError("the engine gave the answer up half-way")
     payload = sse.payload(event)
     detail = error_of(payload)
     code = detail.code if detail is not None else None

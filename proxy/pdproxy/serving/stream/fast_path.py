@@ -19,18 +19,23 @@ from pdproxy.observe.events import ITL_BOUNDS
 from pdproxy.wire import tokens
 from pdproxy.wire.chunks import MAX_SIZE_LINE, PAYLOAD_SIZE, SIZE_LINE_OF_PAYLOAD
 from pdproxy.wire.event_template import EventTemplates
+from pdproxy.wire.sse import END
 
 _MAX_UNPARSED = 32
 """Lists of ids that are kept as bytes before they are parsed together, which costs less than one by one."""
 _LEARN_INTERVAL = 8
 """Events between two attempts to learn, for streams whose events all differ (logprobs)."""
 
+_DATA = b"data: {"
+
 
 class FastPath:
     """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
 
     `events`: how many were forwarded; `last`: when the last one was (the clock's time, s); `buckets` and `total`: as in `Gaps`.
-    `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept.
+    `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept; `shows_ids`: whether
+    they are kept, and the client gets them, too, which takes each event through the relay. `sent`: if they are kept, the last
+    event of data, with its ids, possibly framed as a chunk; b"" before there was one.
     """
 
     __slots__ = (
@@ -45,12 +50,16 @@ class FastPath:
         "buckets",
         "enabled",
         "events",
+        "keeps_ids",
         "last",
+        "sent",
         "takes_ids",
         "total",
     )
 
-    def __init__(self, time: Callable[[], float], templates: EventTemplates, *, takes_ids: bool) -> None:
+    def __init__(
+        self, time: Callable[[], float], templates: EventTemplates, *, takes_ids: bool, shows_ids: bool = False
+    ) -> None:
         self.enabled = False
         self.events = 0
         self.last = time()
@@ -60,6 +69,8 @@ class FastPath:
         self._unparsed: list[bytes] = []  # of chunks that matched `_template`: ids and its `last`
         self._not_kept = 0  # ids that were counted only
         self.takes_ids = takes_ids
+        self.keeps_ids = takes_ids or shows_ids
+        self.sent = b""
         self._templates = templates
         self._template = templates.latest(takes_ids=takes_ids)
         self._learn_at = 0  # `events` from which on the next attempt is allowed
@@ -86,6 +97,22 @@ class FastPath:
         if self._unparsed:
             self._parse_ids()  # those came earlier
         self._not_kept += tokens.keep(listed, self._ids)
+
+    def written(self, batch: bytes) -> bytes:
+        """Keep the ids of whole events that the relay forwards. Return what the client gets of them.
+
+        If it has not asked for ids: the events without them, and without those that were sent only for their ids.
+        """
+        at = batch.rfind(END, 0, -len(END))
+        last = batch if at < 0 else batch[at + len(END) :]
+        if last.startswith(_DATA):
+            self.sent = last
+        rest, listed = tokens.taken(batch)
+        if listed:
+            self.keep_ids(listed)
+        if not self.takes_ids:
+            return batch
+        return tokens.without_withheld(rest) if tokens.WITHHELD in rest else rest
 
     def write_to(self, write: Callable[[bytes], None]) -> None:
         """Have `forward` send whole HTTP chunks to the client by `write`. Call it before `forward`."""
@@ -124,6 +151,7 @@ class FastPath:
             self._unparsed.append(back)
             if len(self._unparsed) >= _MAX_UNPARSED:
                 self._parse_ids()
+            self.sent = data
             # The payload is without the chunk's last two bytes, and `null` is two bytes longer than the brackets.
             data = b"".join((SIZE_LINE_OF_PAYLOAD[len(body) + len(template.tail) - 2], body, template.tail))
         elif data.find(b"\n", len(opening)) != size - 4 or data.find(b"\r", len(opening)) != size - 2:
@@ -148,7 +176,7 @@ class FastPath:
         last, takes_ids = template.last, template.takes_ids
         ids: list[bytes] = []
         out: list[bytes] = []
-        at = count = 0
+        at = count = size_of_last = 0
         for part in data.split(last):
             size = len(part) + len(last)
             opening = template.openings.get(size) or template.chunk_opening(size)
@@ -165,6 +193,7 @@ class FastPath:
             elif _has_line_end(part, len(opening)):
                 break
             at += size
+            size_of_last = size
             count += 1
         if count:
             if ids:
@@ -172,6 +201,8 @@ class FastPath:
                 if len(self._unparsed) >= _MAX_UNPARSED:
                     self._parse_ids()
             self.count(count, self._time())
+            if takes_ids:
+                self.sent = data[at - size_of_last : at]
             with suppress(RuntimeError):
                 self._write(b"".join(out) if takes_ids else data[:at])
         if learns and at < len(data) and self.events >= self._learn_at and self._learned(data, at):

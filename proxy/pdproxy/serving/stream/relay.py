@@ -19,8 +19,10 @@ from enum import Enum
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.one_shot_event import OneShotEvent
+from pdproxy.serving.stream import beginning
 from pdproxy.serving.stream.event_filter import EventFilter
 from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.serving.stream.held_events import HeldEvents
 from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.stall_timer import StallTimer
@@ -52,8 +54,8 @@ class Relay:
 
     `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller that stops waiting for one of
     them closes the connection. `takes_ids`: whether the engine was asked for token ids that the client did not ask for; they are
-    kept in `fast_path.ids`. `budget`, `templates`: those of the process; without them, the relay has its own. All other
-    parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
+    kept in `fast_path.ids`; `shows_ids`: that it asked for. `budget`, `templates`: those of the process; without them, the relay
+    has its own. All other parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
     __slots__ = (
@@ -61,19 +63,18 @@ class Relay:
         "_held",
         "_is_stream",
         "_leg",
-        "_output",
         "_phase",
         "_share",
-        "_takes_ids",
         "_time",
-        "_wants_done",
         "accepted",
+        "beginning",
         "budget",
         "done",
         "fast_path",
         "filter",
         "first",
         "headers",
+        "output",
         "paused",
         "status",
     )
@@ -87,6 +88,7 @@ class Relay:
         keeps_usage: bool | None = None,
         creation_time: CreationTime | None = None,
         takes_ids: bool = False,
+        shows_ids: bool = False,
         budget: AnswerBudget | None = None,
         templates: EventTemplates | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -101,7 +103,8 @@ class Relay:
         self.headers: Headers = []
         """The headers of the answer, until they are used."""
         self.budget = AnswerBudget() if budget is None else budget
-        self.fast_path = FastPath(now, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
+        known = EventTemplates() if templates is None else templates
+        self.fast_path = FastPath(now, known, takes_ids=takes_ids, shows_ids=shows_ids)
         self.filter = EventFilter(
             wants_usage=wants_usage,
             keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
@@ -110,13 +113,13 @@ class Relay:
             creation_time=creation_time,
         )
         self._time = now
-        self._wants_done = wants_done
-        self._takes_ids = takes_ids
         self._phase = _Phase.HOLDING
         self._is_stream = False
-        self._held: list[bytes] = []  # of a stream, until it flows
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
-        self._output: ResponseWriter | None = None
+        self._held = HeldEvents(self._share)  # of a stream, until it flows
+        self.output: ResponseWriter | None = None  # before the stream flows
+        self.beginning = beginning.UNKNOWN
+        """What a stream with ids has begun with, once it flows."""
         self._leg: Reads | None = None
         self.paused = False
         self._ending: EngineError | None = None
@@ -136,21 +139,22 @@ class Relay:
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
-        self._output, self._leg, self.headers = output, leg, []
+        self.output, self._leg, self.headers = output, leg, []
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
         self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
-        held, self._held = self._held, []
-        if held:
-            batch = b"".join(held)
-            self._share.shrink(len(batch))
-            self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
+        batch = self._held.take()
+        if batch:
+            if self.fast_path.keeps_ids:
+                batch, self.beginning = beginning.split(batch, takes_ids=self.fast_path.takes_ids)
+            self._forward(batch)
         if self._ending is not None:
             self._stream_over(self._ending)
         elif output.paused:
             self._pause()
         self._set_fast_path()
-        if leg is not None and direct and not self.filter.every and (write := output.chunk_writer()) is not None:
+        direct = direct and self.fast_path.keeps_ids == self.fast_path.takes_ids and not self.filter.every
+        if leg is not None and direct and (write := output.chunk_writer()) is not None:
             self.fast_path.write_to(write)
             leg.offer_reads(self.fast_path.forward)
 
@@ -225,8 +229,7 @@ class Relay:
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data."""
-        self._share.grow(len(batch), "the engine sent a stream without data")
-        self._held.append(batch)
+        self._held.add(batch)
         if self._phase is _Phase.PROVEN:
             return
         try:
@@ -242,24 +245,20 @@ class Relay:
     def _forward(self, batch: bytes) -> None:
         now = self._time()
         fast_path, events = self.fast_path, self.filter
-        if self._takes_ids:
-            if tokens.are_too_many(batch):
-                self._fail(EngineError("the engine sent an event with many lists of token ids"))
-                return
-            batch, listed = tokens.taken(batch)
-            if listed:
-                fast_path.keep_ids(listed)
-            if tokens.WITHHELD in batch:
-                batch = tokens.without_withheld(batch)
+        if fast_path.keeps_ids and tokens.are_too_many(batch):
+            self._fail(EngineError("the engine sent an event with many lists of token ids"))
+            return
         if events.every or events.last_events or sse.may_be_special(batch):
             batch = events.filtered(batch)
             if events.failure is not None:
                 self._fail(events.failure)
-        count = batch.count(sse.END) - (events.done and self._wants_done)
+        if fast_path.keeps_ids and batch:
+            batch = fast_path.written(batch)  # not before: the client has no ids of events that are held
+        count = batch.count(sse.END) - (events.done and self.filter.wants_done)
         fast_path.count(count, now)
         fast_path.last = now
-        if batch and self._output is not None:
-            self._output.write(batch)
+        if batch and self.output is not None:
+            self.output.write(batch)
         if events.done:
             self._stream_over(None)
 
@@ -279,7 +278,7 @@ class Relay:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
         self.fast_path.enabled = False
-        self._held = []
+        self._held.drop()
         self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pdproxy.kit.errors import EngineError
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.whole_events import limit_to_events, whole_events
-from pdproxy.transfer.splice import NotACompletionError, Splice
+from pdproxy.transfer.chat_chunks import NotACompletionError
+from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.connection import Headers, Sink
 from pdproxy.wire import sse
 

@@ -1,0 +1,201 @@
+"""From the failure of a stream's engine to the request by which another one goes on, or to the stream's end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    OverloadedError,
+    PdproxyError,
+)
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.cut import Cut, find_cut
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.record import Record
+from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.stream.continued_writer import ContinuedWriter
+from pdproxy.serving.stream.failures import GivenUpError
+from pdproxy.serving.stream.relay import Relay
+from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.transfer.chat_chunks import NotACompletionError
+from pdproxy.transfer.continuation import continued
+from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
+from pdproxy.wire import sse
+from pdproxy.wire.continuable import Continuable, Reason
+from pdproxy.wire.engine import Usage
+from pdproxy.wire.request import Route
+
+MAX_IDS = 65_536
+"""Ids of an answer that another engine is given. More are not: writing them would hold up the event loop."""
+
+_OF_IDS = b"0123456789, "
+
+
+class Continuation:
+    """How another engine goes on with a stream: by `request`. `done`: tokens of the answer before that."""
+
+    __slots__ = ("_events", "_held", "_writer", "done", "request")
+
+    def __init__(
+        self, request: PromptRequest, writer: ResponseWriter, last: LastEvent, cut: Cut, cached: int | None
+    ) -> None:
+        self.request = request
+        self.done = cut.done
+        self._writer = writer
+        self._held = sse.data(last.with_text(cut.held)) if cut.held else b""
+        self._events = ContinuedEvents(last.shown, is_chat=last.is_chat, done=cut.done, cached=cached)
+
+    def __repr__(self) -> str:
+        return f"<Continuation behind {self.done} tokens by {self.request!r}>"
+
+    def writer(self) -> ResponseWriter:
+        """Return where the engine's stream goes. The client first gets the text that was held back from it."""
+        if self._held:
+            self._writer.write(self._held)
+        return ContinuedWriter(self._writer, self._events)
+
+    def rewritten(self, event: bytes) -> bytes:
+        """Return an event of the engine as the client gets it."""
+        return self._events.event(event)
+
+
+async def continuation(
+    resources: ExchangeResources, request: PromptRequest, relay: Relay, failed: str, *, silent: bool
+) -> Continuation | Reason:
+    """Return how another engine goes on with the stream of `relay`, or why none can.
+
+    `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if it is the only one.
+    """
+    record, writer, fast_path = request.record, relay.output, relay.fast_path
+    if not isinstance(record, Record):
+        return record or Reason.NONE_LEFT
+    if not _others(resources, record.kept.model, failed):
+        # A broken connection is not an engine's end. But another prefill for one that is gone would be for nothing.
+        is_alive = resources.is_alive
+        if silent or is_alive is None or not await is_alive(failed):
+            return Reason.NO_ENGINE
+    if record.prompt_ids.translate(None, _OF_IDS) != b"[]" or record.prompt_ids == b"[]":
+        return Reason.NO_IDS  # an engine may send anything
+    ids = fast_path.ids
+    if fast_path.tokens > min(len(ids), MAX_IDS):
+        return Reason.TOO_LONG
+    try:
+        last = LastEvent(fast_path.sent)
+    except NotACompletionError:
+        return Reason.NO_IDS
+    if writer is None or (last.is_chat and not _is_content(last, is_parsed=record.is_parsed)):
+        return Reason.REASONING_SEEN
+    if isinstance(writer, ContinuedWriter) and writer.is_broken:
+        return Reason.NO_IDS  # those of what was not written are counted
+    kept = record.kept
+    own = next((value for _, value in request.headers.authorization), None)
+
+    async def text(some: Sequence[int]) -> str | None:
+        detokenizing = resources.detokenizing
+        return None if detokenizing is None else await detokenizing.text(kept.model, some, own, without=failed)
+
+    cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
+    if kept.shows_ids and isinstance(cut, Cut) and cut.done < len(ids):
+        return Reason.HALF_LETTER  # the client has these ids
+    if isinstance(cut, Reason):
+        return cut
+    limit = _limit(resources, kept, record.prompt_tokens, cut.done)
+    if isinstance(limit, Reason):
+        return limit
+    parsed, prompt = continued(kept, record.prompt_ids, ids[: cut.done], limit=limit)
+    headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
+    following = PromptRequest(parsed, prompt, headers, record.new_relay, left=request.left - 1)
+    return Continuation(following, writer, last, cut, relay.filter.cached_tokens)
+
+
+def _others(resources: ExchangeResources, model: str | None, failed: str) -> bool:
+    """Return whether another engine that makes answers seems to work."""
+    now = resources.now()
+    return any(
+        node.url != failed
+        and node.usable(now)
+        and (node.role is not Role.PREFILL or node.spec.serves_whole)
+        and (model is None or node.serves(model))
+        for node in resources.ledger.nodes
+    )
+
+
+def _is_content(last: LastEvent, *, is_parsed: bool) -> bool:
+    """Return whether a chat's answer is at its content, so that all that follows is content, too.
+
+    `is_parsed`: only its last event can show that. Else an event without any text is one of content that is held back.
+    """
+    if is_parsed:
+        return last.kind == "content" and last.text != ""
+    return last.kind == "content" or (last.kind is None and last.ids > 0)
+
+
+def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: int) -> int | Reason:
+    """Return how many tokens the answer may have in all: of a chat without a limit, as many as fit into the engines' contexts."""
+    lengths = [
+        node.evidence.max_model_len
+        for node in resources.ledger.nodes
+        if node.evidence is not None and (kept.model is None or node.serves(kept.model))
+    ]
+    longest = min((length for length in lengths if length is not None), default=None)
+    if longest is not None and prompt + done >= longest:
+        return Reason.TOO_LONG
+    limit = kept.limit
+    if limit is None:
+        if longest is None:
+            return Reason.NO_LIMIT
+        limit = longest - prompt
+    return limit if limit > done else Reason.NO_LIMIT
+
+
+def finish(relay: Relay, record: Record) -> bool:
+    """End a stream of which only its end is missing: its choice has ended. Return whether that was possible.
+
+    The client gets the event with which the choice ended, if that was held back; its usage, if it wants that; and the mark.
+    """
+    events, output, fast_path = relay.filter, relay.output, relay.fast_path
+    if output is None or not events.finished:
+        return False
+    held, events.last_events = b"".join(events.last_events), []
+    if held:
+        held = fast_path.written(held)
+    if events.usage is None:
+        prompt, made = record.prompt_tokens, fast_path.tokens
+        try:
+            event = sse.data(LastEvent(fast_path.sent).usage_event(prompt, made))
+        except NotACompletionError:
+            return False
+        events.usage = Usage(prompt, prompt + made, made)
+        if events.keeps_usage:
+            events.usage_event = event
+            if events.wants_usage:
+                held += event
+    if events.wants_done:
+        held += sse.DONE + sse.END
+    if held:
+        output.write(held)
+    return True
+
+
+def cause_of(error: EngineError) -> str:
+    """Return the kind of failure that cut a stream: a label of `pdproxy_continuations_total{reason}`."""
+    if isinstance(error, EngineTimeoutError):
+        return "deadline"
+    if isinstance(error, EngineUnreachableError):
+        return "unreachable"
+    if isinstance(error, GivenUpError):
+        return "aborted"
+    return "error_event" if isinstance(error, EngineRefusedError) else "eof"
+
+
+def why_failed(error: PdproxyError) -> Reason:
+    """Return why no engine went on, although one could have."""
+    if isinstance(error, EngineTimeoutError):
+        return Reason.DEADLINE
+    return Reason.NO_ENGINE if isinstance(error, OverloadedError) else Reason.REFUSED

@@ -1,0 +1,55 @@
+"""The text of token ids, by an engine's `/detokenize`: only where a stream was cut, to see what its client has of the text."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, OverloadedError, Wait
+from pdproxy.observe.events import DeadlinePassed, Observers
+
+AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[str]]
+"""Sends an engine (its URL) a model's name and ids, with the client's own `Authorization`; returns their text."""
+
+
+class Detokenizing:
+    """Asks for texts. `deadline`: seconds for one text."""
+
+    def __init__(
+        self,
+        ask: AskForText,
+        engines: EngineRegistry,
+        observers: Observers,
+        clock: Clock,
+        *,
+        deadline: float,
+    ) -> None:
+        self._ask = ask
+        self._engines = engines
+        self._observers = observers
+        self._clock = clock
+        self._deadline = deadline
+
+    def __repr__(self) -> str:
+        return f"<Detokenizing within {self._deadline:g} s>"
+
+    async def text(
+        self, model: str | None, ids: Sequence[int], authorization: bytes | None, *, without: str
+    ) -> str | None:
+        """Return the text of ids, None if no engine has told it in time. `without`: the URL of an engine that is not asked."""
+        now = self._clock.now()
+        nodes = [engine.node for engine in self._engines.values()]
+        able = [node for node in nodes if node.usable(now) and (model is None or node.serves(model))]
+        able = [node for node in able if node.url != without] or able
+        if not able:
+            return None
+        node = min(able, key=lambda one: one.requests)
+        try:
+            async with self._clock.within(self._deadline):
+                return await self._ask(node.url, model, ids, authorization)
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
+        except (EngineError, OverloadedError):
+            pass
+        return None

@@ -1,0 +1,171 @@
+"""The exchange that goes on with a stream whose engine has failed, and what both are to the client and the report: one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import structs
+
+from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, Wait
+from pdproxy.kit.frames import drop_traceback
+from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
+from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continuation, finish, why_failed
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.record import Record
+from pdproxy.serving.dispatch.recovery import DecodeFailed
+from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
+from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.serving.stream.relay import Relay
+from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.upstream.client import Answer
+from pdproxy.wire.continuable import Reason
+from pdproxy.wire.engine import Usage
+
+
+@dataclass(slots=True)
+class Streams:
+    """The streams of one answer in order. `usage`: that of the last one; `done`: tokens of the answer in those before it."""
+
+    paths: list[FastPath]
+    usage: Usage | None
+    done: int
+
+
+class Follower(Protocol):
+    """An exchange, as the one before it sees it."""
+
+    async def run(self, stream_to: Callable[[Relay], ResponseWriter]) -> Answer | None:
+        """See `Exchange.run`."""
+
+    def times(self) -> LegTimes:
+        """See `Exchange.times`."""
+
+    @property
+    def streams(self) -> Streams:
+        """See `Exchange.streams`."""
+
+    @property
+    def usage_event(self) -> bytes | None:
+        """See `Exchange.usage_event`."""
+
+
+MakeFollower = Callable[[PromptRequest, str, RetrySlot], Follower]
+"""`(request, url, slot)`: makes an exchange that takes the engine at `url` only if there is no other. It leaves the slot."""
+
+
+class Following:
+    """What follows the failure of one stream. Run once. `request` and `relay`: of the stream that has failed."""
+
+    __slots__ = ("_cause", "_continuation", "_exchange", "_failed", "_pause", "_relay", "_request", "_resources")
+
+    def __init__(
+        self, resources: ExchangeResources, request: PromptRequest, relay: Relay, failed: DecodeFailed
+    ) -> None:
+        self._resources = resources
+        self._request = request
+        self._relay = relay
+        self._failed: DecodeFailed | None = failed
+        self._cause = cause_of(failed.error)
+        self._pause: float | None = None
+        """Seconds without data, None before the data goes on."""
+        self._continuation: Continuation | None = None
+        self._exchange: Follower | None = None
+
+    def __repr__(self) -> str:
+        return f"<Following after {self._cause}: {self._exchange!r}>"
+
+    async def run(self, exchange_of: MakeFollower) -> None:
+        """Have another engine go on with the stream to its end, or end it if only its end is missing.
+
+        Raises:
+            PdproxyError: the error of the engine that failed, if none goes on; or of the last one that did.
+        """
+        resources, failed = self._resources, self._failed
+        assert failed is not None
+        self._failed = None  # its error refers to the frames that refer to this
+        record = self._request.record
+        if isinstance(record, Record) and finish(self._relay, record):
+            self._report(failed, will_retry=True)
+            self._notify("finished", self._cause)
+            return
+        reason = await self._why_not(failed, exchange_of)
+        if reason is None:
+            return
+        if self._exchange is None:
+            self._report(failed, will_retry=False)
+        self._notify("refused" if self._exchange is None else "failed", reason.value)
+        try:
+            raise failed.error
+        finally:
+            del failed, resources
+
+    async def _why_not(self, failed: DecodeFailed, exchange_of: MakeFollower) -> Reason | None:
+        """Have another engine go on, if one can. Return why none does, None once the stream is over."""
+        resources, since = self._resources, self._resources.now()
+        within = resources.clock.within(resources.deadlines.continuation)
+        try:
+            async with within:
+                silent = isinstance(failed.error, EngineTimeoutError)
+                found = await continuation(resources, self._request, self._relay, failed.url, silent=silent)
+                if isinstance(found, Reason):
+                    return found
+                if (slot := await resources.retry_slot()) is None:
+                    return Reason.RETRY_BUDGET
+                self._report(failed, will_retry=True)
+                self._continuation = found
+                self._exchange = exchange_of(found.request, failed.url, slot)
+
+                def begin(_relay: Relay) -> ResponseWriter:
+                    within.disarm()
+                    self._pause = resources.now() - since
+                    self._notify("continued", self._cause, self._pause)
+                    return found.writer()
+
+                return None if await self._exchange.run(begin) is None else Reason.REFUSED
+        except TimeoutError:
+            resources.observers.notify(DeadlinePassed(Wait.CONTINUATION.value))
+            return Reason.DEADLINE
+        except PdproxyError as error:
+            if self._pause is not None:
+                raise  # the stream went on, and has failed again
+            drop_traceback(error)
+            return why_failed(error)
+
+    def _report(self, failed: DecodeFailed, *, will_retry: bool) -> None:
+        headers = self._request.headers
+        self._resources.report_failure(headers, failed.url, "decode", failed.error, will_retry=will_retry)
+
+    def _notify(self, result: str, reason: str, seconds: float | None = None) -> None:
+        self._resources.observers.notify(StreamContinued(result, reason, seconds))
+
+    # -- both streams together
+
+    def times(self, own: LegTimes) -> LegTimes:
+        """Return what happened so far. `own`: in the exchange of the stream that has failed."""
+        if self._pause is None or self._exchange is None:
+            return own
+        times = self._exchange.times()
+        return structs.replace(
+            times,
+            attempts=own.attempts + times.attempts,
+            continued=times.continued + 1,
+            continued_by=self._cause,
+            pause_s=self._pause + (times.pause_s or 0.0),
+        )
+
+    def streams(self, own: Streams) -> Streams:
+        """Return all streams of the answer. `own`: the one that has failed."""
+        if self._pause is None or self._exchange is None or self._continuation is None:
+            return own
+        found = self._exchange.streams
+        return Streams(own.paths + found.paths, found.usage, self._continuation.done + found.done)
+
+    def usage_event(self, own: bytes | None) -> bytes | None:
+        """Return the usage event of the answer, None if none has come."""
+        if self._pause is None or self._exchange is None or self._continuation is None:
+            return own
+        event = self._exchange.usage_event
+        return None if event is None else self._continuation.rewritten(event)

@@ -1,0 +1,76 @@
+"""What is kept of a request while its stream flows, so that another engine can go on with the stream: no more than that.
+
+Owns the bytes of all these records, which are bounded: a prompt's ids are most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.serving.stream.relay import Relay
+from pdproxy.wire.continuable import Continuable, Reason, plan
+from pdproxy.wire.request import Parsed
+
+_OVERHEAD = 512
+"""Bytes of a record beside the ids and the fields."""
+
+
+class Record:
+    """What another engine needs to go on. `prompt_ids`: a JSON array, b"" before they are known. `new_relay`: of the request.
+
+    `is_parsed`: as of `Beginning`.
+    """
+
+    __slots__ = ("is_parsed", "kept", "new_relay", "prompt_ids")
+
+    def __init__(self, kept: Continuable, new_relay: Callable[[], Relay]) -> None:
+        self.kept = kept
+        self.new_relay = new_relay
+        self.prompt_ids = b""
+        self.is_parsed = False
+
+    def __repr__(self) -> str:
+        return f"<Record of {self.size} bytes>"
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return len(self.prompt_ids) + len(self.kept.sampling) + _OVERHEAD
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.prompt_ids.count(b",") + 1
+
+
+class Records:
+    """The records of one process. `sampled`: also of answers that are drawn by chance; `max_bytes`: of all of them."""
+
+    def __init__(self, *, sampled: bool, max_bytes: int) -> None:
+        self._sampled = sampled
+        self._max_bytes = max_bytes
+        self.held = 0
+        """Bytes of all records that count."""
+
+    def __repr__(self) -> str:
+        return f"<Records {self.held} of {self._max_bytes} bytes>"
+
+    def planned(self, parsed: Parsed, new_relay: Callable[[], Relay]) -> Record | Reason:
+        """Return a record of a request whose stream is about to flow, or why nobody may go on with it. It does not count yet."""
+        kept = plan(parsed, sampled=self._sampled)
+        return kept if isinstance(kept, Reason) else Record(kept, new_relay)
+
+    def keep(self, record: Record, prompt_ids: bytes) -> Record | Reason:
+        """Complete a record and count it, until `drop`. Return why it is not kept, if it is not."""
+        if not prompt_ids:
+            return Reason.NO_IDS
+        record.prompt_ids = prompt_ids
+        size = record.size
+        if self.held + size > self._max_bytes:
+            return Reason.MEMORY
+        self.held += size
+        return record
+
+    def drop(self, record: Record) -> None:
+        """Count a record no more."""
+        self.held -= record.size

@@ -1,0 +1,34 @@
+"""What the first events of a stream show besides its data: the ids of its prompt, and whether a parser makes its events. Pure."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pdproxy.wire import tokens
+
+_PARSED = re.compile(rb'"delta": ?\{\}|"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What a stream has begun with.
+
+    `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: a parser of the engine makes
+    the events: reasoning or calls of the text so far, or it has held text back.
+    """
+
+    prompt_ids: bytes = b""
+    is_parsed: bool = False
+
+
+UNKNOWN = Beginning()
+
+
+def split(batch: bytes, *, takes_ids: bool = True) -> tuple[bytes, Beginning]:
+    """Return the first events of a stream, and what they show.
+
+    `takes_ids`: without the prompt's ids, thousands in one event.
+    """
+    rest, prompt_ids = tokens.split_prompt(batch)
+    return rest if takes_ids else batch, Beginning(prompt_ids, _PARSED.search(rest) is not None)

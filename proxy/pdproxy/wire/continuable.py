@@ -1,0 +1,269 @@
+"""Whether another engine may go on with a stream whose engine fails, known before any of it is sent. Pure.
+
+Another engine can go on behind the ids of the prompt and of the answer so far, as a completion. That is right if nothing of the
+request depends on the answer so far but through those ids, and nothing parses the answer from its beginning. So a field that is
+not known here means no. Source: vLLM 0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+from pdproxy.wire.fields import Fields, has_value, is_absent
+from pdproxy.wire.request import Alone, Parsed, Route
+
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion that names none (vLLM 0.32.0)."""
+SAME_IN_COMPLETIONS = (
+    "model",
+    "user",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "logit_bias",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "priority",
+    "cache_salt",
+)
+"""Fields with the same meaning in a completion as in a chat, and the same behind some of the answer as before it."""
+PROMPT_ONLY = (
+    "prompt",
+    "messages",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "request_id",
+    "n",
+)
+"""Fields that only shape the prompt, or are handled one by one."""
+NEUTRAL: Mapping[str, tuple[bytes, ...]] = {
+    "frequency_penalty": (b"0", b"0.0"),
+    "presence_penalty": (b"0", b"0.0"),
+    "repetition_penalty": (b"1", b"1.0"),
+    "stop": (b"[]", b'""'),
+    "echo": (b"false",),
+    "logprobs": (b"false",),
+    "best_of": (b"1",),
+    "tools": (b"[]",),
+    "add_generation_prompt": (b"true",),
+    "continue_final_message": (b"false",),
+    "parallel_tool_calls": (b"true", b"false"),
+}
+"""Values that change nothing."""
+_ALSO_NEUTRAL: Mapping[str, tuple[bytes, ...]] = {
+    "bad_words": (b"[]",),
+    "include_reasoning": (b"true",),
+    "response_format": (b'{"type":"text"}', b'{"type": "text"}'),
+    "return_tokens_as_token_ids": (b"false",),
+    "tool_choice": (b'"none"',),
+    "top_logprobs": (b"0",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (b"false",),
+}
+_FREE = frozenset(
+    {*SAME_IN_COMPLETIONS, *PROMPT_ONLY, "stop", "include_stop_str_in_output", "seed"}
+    | {"truncate_prompt_tokens", "truncation_side"}  # the prompt's ids are the truncated ones
+)
+"""Fields with any value. The other ones must be neutral."""
+_SENT = (
+    *(name for name in SAME_IN_COMPLETIONS if name not in ("model", "min_tokens")),
+    "stop",
+    "include_stop_str_in_output",
+    "stream_options",
+)
+_MAX_STOPS = 64
+_GREEDY = 1e-5
+"""vLLM takes temperatures below this for 0."""
+
+
+class Reason(Enum):
+    """Why nobody goes on with a stream. The value is a label of `pdproxy_continuations_total{reason}`."""
+
+    N = "n"
+    BEAM = "beam"
+    ECHO = "echo"
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    LOGPROBS = "logprobs"
+    MEDIA = "media"
+    GRAMMAR = "grammar"
+    PENALTY = "penalty"
+    BAD_WORDS = "bad_words"
+    THINKING_BUDGET = "thinking_budget"
+    REPETITION_DETECTION = "repetition_detection"
+    SEED = "seed"
+    SAMPLED = "sampled"
+    HIDDEN_REASONING = "hidden_reasoning"
+    REASONING_SEEN = "reasoning_seen"
+    TOOLS = "tools"
+    STOP_PENDING = "stop_pending"
+    HALF_LETTER = "half_letter"
+    NO_IDS = "no_ids"
+    TOO_LONG = "too_long"
+    MEMORY = "memory"
+    UNKNOWN_FIELD = "unknown_field"
+    NO_LIMIT = "no_limit"
+    NONE_LEFT = "none_left"
+    RETRY_BUDGET = "retry_budget"
+    DEADLINE = "deadline"
+    NO_ENGINE = "no_engine"
+    REFUSED = "refused"
+
+
+_BY_ALONE = {
+    Alone.N: Reason.N,
+    Alone.ECHO: Reason.ECHO,
+    Alone.PROMPT_LOGPROBS: Reason.PROMPT_LOGPROBS,
+    Alone.BEAM_SEARCH: Reason.BEAM,
+    Alone.NON_TEXT: Reason.MEDIA,
+}
+_BY_FIELD = {
+    "logprobs": Reason.LOGPROBS,
+    "top_logprobs": Reason.LOGPROBS,
+    "response_format": Reason.GRAMMAR,
+    "structured_outputs": Reason.GRAMMAR,
+    "frequency_penalty": Reason.PENALTY,
+    "presence_penalty": Reason.PENALTY,
+    "repetition_penalty": Reason.PENALTY,
+    "bad_words": Reason.BAD_WORDS,
+    "thinking_token_budget": Reason.THINKING_BUDGET,
+    "repetition_detection": Reason.REPETITION_DETECTION,
+    "tools": Reason.TOOLS,
+    "tool_choice": Reason.TOOLS,
+}
+
+
+class Continuable(msgspec.Struct, frozen=True):
+    """What is kept of a request so that another engine can go on with its answer. It refers to nothing of the body.
+
+    `sampling`: the fields that are sent again, as a JSON object. `limit`: tokens that the answer may have, None: as many as fit
+    into the context. `stops`: stop strings; `shows_stop`: whether they are a part of the answer. `shows_ids`: whether the client
+    gets the token ids.
+    """
+
+    route: Route
+    model: str | None
+    sampling: bytes
+    limit: int | None
+    min_tokens: int
+    stops: tuple[str, ...]
+    shows_stop: bool
+    wants_usage: bool
+    shows_ids: bool = False
+
+    @property
+    def held_back(self) -> int:
+        """Characters that an engine holds back at the end of the text so far: they may begin a stop string."""
+        return max(map(len, self.stops)) - 1 if self.stops and not self.shows_stop else 0
+
+
+_int_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
+_number_decoder = msgspec.json.Decoder(float | None)
+_bool_decoder = msgspec.json.Decoder(bool | None)
+_stops_decoder = msgspec.json.Decoder(str | list[str] | None)
+
+
+def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
+    """Return what must be kept so that another engine can go on with a request's stream, or why none can.
+
+    `sampled`: whether that is wanted for answers that are drawn by chance, which then are not those of one engine.
+    """
+    shown = shows_ids(parsed)
+    if not shown and not parsed.adds_ids:
+        return _why_no_ids(parsed)
+    fields = parsed.fields
+    for name, value in fields.items():
+        if name in _FREE:
+            continue
+        text = bytes(value)
+        if text != b"null" and text not in NEUTRAL.get(name, ()) and text not in _ALSO_NEUTRAL.get(name, ()):
+            return _BY_FIELD.get(name, Reason.UNKNOWN_FIELD)
+    try:
+        temperature = _number_decoder.decode(fields["temperature"]) if "temperature" in fields else None
+        if temperature is None or temperature >= _GREEDY:
+            if not is_absent(fields, "seed"):
+                return Reason.SEED
+            if not sampled:
+                return Reason.SAMPLED
+        min_tokens = (_int_decoder.decode(fields["min_tokens"]) or 0) if "min_tokens" in fields else 0
+        stops = _stops(fields)
+        limit = limit_of(parsed)
+        shows_stop = "include_stop_str_in_output" in fields and bool(
+            _bool_decoder.decode(fields["include_stop_str_in_output"])
+        )
+    except msgspec.MsgspecError:
+        return Reason.UNKNOWN_FIELD
+    if len(stops) > _MAX_STOPS:
+        return Reason.UNKNOWN_FIELD
+    if limit is None and parsed.route is Route.COMPLETIONS:
+        return Reason.NO_LIMIT
+    sent = {name: fields[name] for name in _SENT if name in fields}
+    return Continuable(
+        parsed.route,
+        parsed.model,
+        msgspec.json.encode(sent),
+        limit,
+        min_tokens,
+        stops,
+        shows_stop,
+        parsed.wants_usage,
+        shown,
+    )
+
+
+def shows_ids(parsed: Parsed) -> bool:
+    """Return whether a client asked for the token ids of a stream that engines are asked for ids of without that, too."""
+    asked = has_value(parsed.fields, "return_token_ids", b"true")
+    return (
+        asked
+        and parsed.stream
+        and parsed.alone is None
+        and not parsed.starts_in_silence
+        and "tools" not in parsed.fields
+    )
+
+
+def limit_of(parsed: Parsed) -> int | None:
+    """Return how many tokens the answer may have, None if only an engine knows.
+
+    A chat without a limit may fill the context. A completion with null may have the default or fill the context: that depends
+    on vLLM's version.
+    """
+    names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
+    for name in names:
+        if name in parsed.fields and (limit := _int_decoder.decode(parsed.fields[name])) is not None:
+            return limit
+    if parsed.route is Route.COMPLETIONS and "max_tokens" not in parsed.fields:
+        return COMPLETION_TOKENS
+    return None
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    if "stop" not in fields:
+        return ()
+    found = _stops_decoder.decode(fields["stop"])
+    if found is None:
+        return ()
+    return tuple(one for one in ((found,) if isinstance(found, str) else found) if one)
+
+
+def _why_no_ids(parsed: Parsed) -> Reason:
+    """Return why an engine is not asked for the ids of an answer that nobody else sees."""
+    if parsed.alone is not None:
+        return _BY_ALONE.get(parsed.alone, Reason.NO_IDS)
+    if "tools" in parsed.fields:
+        return Reason.TOOLS
+    return Reason.HIDDEN_REASONING if parsed.stream and parsed.starts_in_silence else Reason.NO_IDS

@@ -1,0 +1,97 @@
+"""Streams on real engines whose engines are killed, terminated or stopped at random moments: they go on, word for word.
+
+Each cell (signal, role, kind) runs `PDPROXY_TEST_CONTINUED_TIMES` times (3). `PDPROXY_TEST_CONTINUED_OUT` names a file: what it
+lists is done already, and each other time of a cell is added to it. So a run can be resumed.
+"""
+
+import asyncio
+import json
+import os
+import random
+import secrets
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .client import Answer, ask
+from .engine import MODEL, Engine
+from .fleet import Fleet
+from .proxy import Proxy
+from .shapes import CHAT, COMPLETIONS, USAGE, question, story
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
+
+TIMES = int(os.environ.get("PDPROXY_TEST_CONTINUED_TIMES", "3"))
+OUT = os.environ.get("PDPROXY_TEST_CONTINUED_OUT")
+STREAMS, TOKENS, LONGEST = 8, 200, 6.0
+"""Streams at once, their tokens, and the latest moment of the fault in seconds."""
+BETWEEN_TOKENS = 3.0
+COUNTS = ("prompt_tokens", "completion_tokens")
+SETTINGS = {
+    "deadlines": {"connect": 2, "prefill": 15, "first_token": 15, "between_tokens": BETWEEN_TOKENS, "drain": 5},
+    "limits": {"continuations": 2},
+}
+
+
+def _body(kind: str, nonce: str) -> dict[str, Any]:
+    common = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **USAGE}
+    return common | ({"prompt": story(nonce)} if kind == "text" else {"messages": question(nonce)})
+
+
+def _difference(plain: Answer, seen: Answer) -> str:
+    """Return how a stream differs from the uninterrupted one for its client; empty if it does not."""
+    if not seen.events or seen.events[-1] != "[DONE]":
+        return f"no end: {seen.events[-1:]}"
+    if len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in seen.chunks}) != 1:
+        return "several ids"
+    if plain.text != seen.text:
+        pairs = zip(plain.text, seen.text, strict=False)
+        same = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(plain.text), len(seen.text)))
+        return f"other text from character {same} of {len(plain.text)} on"
+    counts = [[found.chunks[-1]["usage"][name] for name in COUNTS] for found in (plain, seen)]
+    return "" if counts[0] == counts[1] else f"other usage: {counts}"
+
+
+def _done(cell: str) -> int:
+    """Return how many times of a cell an earlier run has done."""
+    if OUT is None or not Path(OUT).exists():
+        return 0
+    return sum(json.loads(line)["cell"] == cell for line in Path(OUT).read_text().splitlines())
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSTOP"])
+async def test_streams_go_on(fleet: Fleet, tmp_path: Path, how: str, role: str, kind: str) -> None:
+    """Two prefill and two decode engines; one of them is gone or silent from a random moment on. All streams are complete."""
+    cell, path = f"{how} {role} {kind}", COMPLETIONS if kind == "text" else CHAT
+    for time_ in range(_done(cell), TIMES):
+        await asyncio.to_thread(fleet.heal)
+        chance = random.Random(f"{cell} {time_}")
+        bodies = [_body(kind, secrets.token_hex(6)) for _ in range(STREAMS)]
+        plain = await asyncio.gather(*(ask(fleet.plain.url, path, body) for body in bodies))
+        proxy = Proxy.start(fleet.prefills, fleet.decodes, tmp_path, settings=SETTINGS)
+        engine: Engine = chance.choice(fleet.prefills if role == "prefill" else fleet.decodes)
+        try:
+            asked = [asyncio.create_task(ask(proxy.url, path, body)) for body in bodies]
+            await asyncio.sleep(chance.uniform(0.0, LONGEST))
+            if how == "SIGTERM":
+                engine.terminate()
+            else:
+                engine.signal(signal.Signals[how])
+            seen = await asyncio.gather(*asked)
+            went = proxy.counters().by("pdproxy_continuations_total", "result")
+        finally:
+            if how == "SIGSTOP":
+                engine.signal(signal.SIGCONT)
+            proxy.stop()
+        wrong = [why for one, two in zip(plain, seen, strict=True) if (why := _difference(one, two))]
+        result = {"cell": cell, "time": time_, "right": STREAMS - len(wrong), "of": STREAMS, "wrong": wrong}
+        result |= {"continued": went.get("continued", 0), "others": {name: n for name, n in went.items() if n}}
+        print(f"\n{json.dumps(result)}")
+        if OUT is not None:
+            with Path(OUT).open("a") as out:
+                out.write(json.dumps(result) + "\n")
+        assert not wrong, result
