@@ -52,18 +52,6 @@ OUTCOMES = (
     (Fault.OURS.value, "a defect of pdproxy"),
     (Fault.CLIENT_LEFT.value, "the client closed its connection before the end"),
 )
-REFUSED = (
-    ("no_key", "no API key was sent, and one is required"),
-    ("wrong_key", "the API key is none of the valid ones"),
-    ("connections", "too many connections are open"),
-    ("body_too_large", "the body is larger than limits.max_body_bytes"),
-    ("body_slow", "the body was not complete in deadlines.client_body"),
-    ("no_space", "no space for the body: limits.max_buffered_bytes"),
-    ("head_too_large", "the head is larger than limits.max_header_bytes"),
-    ("head_slow", "the head was not complete in deadlines.client_head"),
-    ("path_too_long", "the path is longer than that of any route"),
-    ("bad_http", "what came is not a valid HTTP request"),
-)
 ALONE = (
     ("n", "several choices, which only one engine alone can sample"),
     ("echo", "the client wants its prompt back"),
@@ -179,12 +167,6 @@ REQUESTS = _counter(
     Label("model", text='a model that an engine lists and that was served; else "other"'),
     Label("endpoint", text="the route's path"),
     Label("outcome", OUTCOMES),
-)
-REFUSALS = _counter(
-    "pdproxy_refused_total",
-    "refusals",
-    "Requests and connections that were refused before their body was complete, and requests without a valid key",
-    Label("reason", REFUSED),
 )
 REFUSALS_NOT_LOGGED = _counter(
     "pdproxy_refused_not_logged_total", "refusals", "Refusals without a log line, since too many came within a second"

@@ -1,10 +1,22 @@
-"""The rows of the table of metrics (`observe.catalog`) about requests that are refused now and may be served later. Only data."""
+"""The rows of the table of metrics (`observe.catalog`) about requests that are refused, and about what bounds them. Only data."""
 
 from __future__ import annotations
 
 from pdproxy.kit.errors import Reason
 from pdproxy.observe.description import NODE, Description, Kind, Label
 
+REFUSED = (
+    ("no_key", "no API key was sent, and one is required"),
+    ("wrong_key", "the API key is none of the valid ones"),
+    ("connections", "too many connections are open"),
+    ("body_too_large", "the body is larger than limits.max_body_bytes"),
+    ("body_slow", "the body was not complete in deadlines.client_body"),
+    ("no_space", "no space for the body: limits.max_buffered_bytes"),
+    ("head_too_large", "the head is larger than limits.max_header_bytes"),
+    ("head_slow", "the head was not complete in deadlines.client_head"),
+    ("path_too_long", "the path is longer than that of any route"),
+    ("bad_http", "what came is not a valid HTTP request"),
+)
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
     (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
@@ -28,6 +40,13 @@ REASONS = (
 """Each reason with its status and its meaning."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 
+REFUSALS = Description(
+    "pdproxy_refused_total",
+    Kind.COUNTER,
+    "Requests and connections that were refused before their body was complete, and requests without a valid key",
+    "refusals",
+    (Label("reason", REFUSED),),
+)
 CAPACITY = Description(
     "pdproxy_capacity",
     Kind.GAUGE,

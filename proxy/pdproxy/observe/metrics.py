@@ -194,7 +194,7 @@ class Metrics:
                 self._count(catalog.TOKENIZED, event.source, event.result)
                 self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
             case Refused(reason):
-                self._count(catalog.REFUSALS, reason)
+                self._count(catalog_refusals.REFUSALS, reason)
                 if event.overload is not None:
                     self._overload(event.overload)
             case StreamContinued(result, reason, seconds):

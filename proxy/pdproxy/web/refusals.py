@@ -30,7 +30,7 @@ _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
 
 
 def reason_of(error: PdproxyError) -> str:
-    """Return the reason of a refusal: one of `catalog.REFUSED`."""
+    """Return the reason of a refusal: one of `catalog_refusals.REFUSED`."""
     if isinstance(error, UnauthorizedError):
         return "no_key" if error.code is None else "wrong_key"
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "bad_http")

@@ -276,8 +276,7 @@ class Exchange:
             self._without += (action.exclude,)
         if action.avoid is not None:
             self._avoid += (action.avoid,)
-        if not isinstance(action, Retry):
-            self._alone = action.reason
+        self._alone = self._alone if isinstance(action, Retry) else action.reason
         return action
 
     async def _go_on(self, failed: DecodeFailed) -> None:

@@ -10,7 +10,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.kit.errors import (
@@ -29,7 +28,6 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.quotas import Quotas
-from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -37,38 +35,18 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of
+from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
-from pdproxy.wire.body_bounds import Body
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
 """`metadata` is where vLLM describes an answer of `encoding_format: "bytes"`; the last one comes with chats and completions."""
-
-
-@dataclass(frozen=True, slots=True)
-class IncomingPassthrough:
-    """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
-
-    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
-    `hints`: the header lines for the proxy itself.
-    """
-
-    entry: RouteEntry
-    request_id: str | None
-    authorization: bytes | None
-    content_type: str
-    forward: tuple[tuple[bytes, bytes], ...]
-    body: Body
-    client: str | None = None
-    key: str | None = None
-    session: str | None = None
-    hints: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class Passthrough:

@@ -25,9 +25,10 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_of, timeout_of
+from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
-from pdproxy.serving.request.passthrough import IncomingPassthrough, Passthrough, PassthroughRequest
+from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter

@@ -1,0 +1,28 @@
+"""A request that one engine serves whole, as it came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdproxy.serving.access.routes import RouteEntry
+from pdproxy.wire.body_bounds import Body
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingPassthrough:
+    """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
+
+    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
+    `hints`: the header lines for the proxy itself.
+    """
+
+    entry: RouteEntry
+    request_id: str | None
+    authorization: bytes | None
+    content_type: str
+    forward: tuple[tuple[bytes, bytes], ...]
+    body: Body
+    client: str | None = None
+    key: str | None = None
+    session: str | None = None
+    hints: tuple[tuple[bytes, bytes], ...] = ()
