@@ -12,7 +12,7 @@ from pdproxy.scheduling.waits import Waits
 def test_nothing_is_said_before_something_has_ended() -> None:
     waits = Waits()
     assert waits.wait(5.0, 100.0) is None
-    assert waits.service(100) == 0.0
+    assert waits.service(100) == (0.0, 0.0)
 
 
 def test_the_wait_is_the_work_ahead_by_the_rate_at_which_work_ends() -> None:
@@ -43,16 +43,16 @@ def test_a_rate_is_forgotten_as_time_goes_on() -> None:
     assert waits.wait(610.0, 5000.0) is None
 
 
-def test_the_time_of_service_is_what_a_quarter_of_like_requests_needs() -> None:
-    """Prompts of other sizes do not count, and a request for less of an answer needs less."""
+def test_the_times_of_service_are_those_of_like_requests() -> None:
+    """Of a quarter, and of nine in ten. Prompts of other sizes do not count, and a request for less of an answer needs less."""
     waits, chance = Waits(), random.Random(1)
     for _ in range(5000):
         waits.served(100, chance.uniform(1.0, 5.0))
         waits.served(5000, 60.0)
-    assert waits.service(100) == pytest.approx(2.0, rel=0.2)
-    assert waits.service(5000) == pytest.approx(60.0, rel=0.05)
-    assert waits.service(100, 0.5) == pytest.approx(1.0, rel=0.2)
-    assert waits.service(1_000_000) == 0.0
+    assert waits.service(100) == (pytest.approx(2.0, rel=0.2), pytest.approx(4.6, rel=0.2))
+    assert waits.service(100, 0.5) == (pytest.approx(1.0, rel=0.2), pytest.approx(2.3, rel=0.2))
+    assert waits.service(5000) == (pytest.approx(60.0, rel=0.05), pytest.approx(60.0, rel=0.05))
+    assert waits.service(1_000_000) == (0.0, 0.0)
 
 
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:

@@ -1,8 +1,10 @@
 """How long a request would wait for a place, and how long it would be served then: by requests that have ended. Pure.
 
-Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that end per second. The time of
-being served is an optimistic one, since requests are refused by it: what a quarter of the requests with prompts of that size
-needs. Nothing is said before enough requests have ended.
+Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that end per second. Two times of
+being served are known by the size of prompts: the one in which a quarter of the requests is answered, by which a request is
+refused while there are places; and the one in which nine of ten are, by which requests leave the queue: otherwise, under
+overload, places would go to the oldest requests, which just miss their deadlines. Nothing is said before enough requests have
+ended.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ _MEAN_OVER = 10.0
 """Seconds over which ended requests are averaged."""
 _CLASSES = 32
 _ENOUGH = 8
-_QUARTER = 0.25
+_QUANTILES = (0.25, 0.9)
 _GAIN = 0.02
 _APART = 0.1
 """Seconds between two requests that are learned from."""
@@ -31,8 +33,8 @@ class Waits:
         """The cost of requests that have ended since."""
         self._began: float | None = None
         self._ended = 0.0
-        self._logs = [0.0] * _CLASSES
-        """By the class of a prompt (powers of 2): the logarithm of the seconds in which a quarter of the requests are served."""
+        self._logs = tuple([0.0] * _CLASSES for _ in _QUANTILES)
+        """By the class of a prompt (powers of 2): the logarithm of the seconds in which that part of the requests is served."""
         self._counts = [0] * _CLASSES
 
     def ended(self, now: float, cost: float, seconds: float) -> bool:
@@ -49,15 +51,16 @@ class Waits:
         return True
 
     def served(self, prompt: int, seconds: float) -> None:
-        """Learn from a request that was answered. `prompt`: its prompts' tokens."""
+        """Learn from a request that was answered, or that was not in so many seconds. `prompt`: its prompts' tokens."""
         size = min(prompt.bit_length(), _CLASSES - 1)
         self._counts[size] = count = self._counts[size] + 1
         found = math.log(max(seconds, 1e-3))
-        if count == 1:
-            self._logs[size] = found
-        else:
-            gain = max(_GAIN, 1 / count)
-            self._logs[size] += gain * (_QUARTER if found > self._logs[size] else _QUARTER - 1)
+        gain = max(_GAIN, 1 / count)
+        for part, logs in zip(_QUANTILES, self._logs, strict=True):
+            if count == 1:
+                logs[size] = found
+            else:
+                logs[size] += gain * (part if found > logs[size] else part - 1)
 
     def wait(self, now: float, ahead: float) -> float | None:
         """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes."""
@@ -68,13 +71,16 @@ class Waits:
         rate = self._rate / max(seen, 0.01)
         return ahead / rate if rate > 1e-6 else None
 
-    def service(self, prompt: int, part: float = 1.0) -> float:
-        """Return the least seconds that a request with a place is likely to need, 0 if that is not known.
+    def service(self, prompt: int, part: float = 1.0) -> tuple[float, float]:
+        """Return the seconds in which a request with a place is answered at best, and almost surely; (0, 0) if they aren't known.
 
         `part`: how much of the usual answer it wants at most, 1 for all of it.
         """
         size = min(prompt.bit_length(), _CLASSES - 1)
-        return math.exp(self._logs[size]) * part if self._counts[size] >= _ENOUGH else 0.0
+        if self._counts[size] < _ENOUGH:
+            return 0.0, 0.0
+        best, surely = (math.exp(logs[size]) * part for logs in self._logs)
+        return best, surely
 
     def _fold(self, now: float) -> None:
         self._rate = self._rate * math.exp((self._ended - now) / _MEAN_OVER) + self._counted / _MEAN_OVER

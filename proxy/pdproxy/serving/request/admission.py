@@ -42,12 +42,16 @@ class Place:
         """Note when the place was granted."""
         self._since = now
 
-    def leave(self, prompt: int | None = None, completion: int | None = None) -> None:
+    def leave(self, prompt: int | None = None, completion: int | None = None, *, late: bool = False) -> None:
         """Release the place: it is granted to a request that waits, if there is one.
 
-        `prompt`, `completion`: the tokens that the request had, None where no engine has reported any.
+        `prompt`, `completion`: the tokens that the request had, None where no engine has reported any. `late`: whether it missed
+        a deadline.
         """
-        self._admission.left(self, self._demand, self._since, self._expected, prompt, completion)
+        admission = self._admission
+        if late:
+            admission.missed(self._demand, self._since)
+        admission.left(self, self._demand, self._since, self._expected, prompt, completion)
 
 
 class Admission:
@@ -162,6 +166,10 @@ class Admission:
         self._queue.leave(entry, cost)
         self._check_drained()
 
+    def missed(self, demand: Demand, since: float) -> None:
+        """A request has missed a deadline. For `Place.leave` only."""
+        self._waits.served(demand.prompt, self._clock.now() - since)
+
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
@@ -224,22 +232,21 @@ class Admission:
             place.wake.set_exception(LimitError(text, Reason.SHARE))
 
     def _check(self, client: Client, demand: Demand, deadline: float) -> float:
-        """Return the least seconds that a request is likely to need with a place.
+        """Return the seconds that a request almost surely needs with a place.
 
         Raises:
             OverloadedError: it can't be done by its deadline.
         """
         usual = self._outputs.expected(demand.prompt)
         part = 1.0 if demand.limit is None else min(demand.limit / usual, 1.0)
-        service = max(self._waits.service(demand.prompt, part), LEAST_SERVICE)
-        now = self._clock.now()
-        if now + service > deadline:
+        best, surely = self._waits.service(demand.prompt, part)
+        surely = max(surely, LEAST_SERVICE)
+        left = deadline - self._clock.now()
+        if left < max(best, LEAST_SERVICE):
             raise self._too_late(client)
-        if self._queue.waiting:
-            wait = self._waits.wait(now, self._queue.cost_ahead(client.name, client.weight))
-            if wait is not None and now + wait * OPTIMISM + service > deadline:
-                raise self._too_late(client)
-        return service
+        if self._queue.waiting and left < (self._wait_of(client) or 0.0) * OPTIMISM + surely:
+            raise self._too_late(client)
+        return surely
 
     def _wait_of(self, client: Client) -> float | None:
         """Return the predicted wait of a new request of a client, None if nothing is known."""

@@ -174,7 +174,8 @@ class Lifecycle:
                 if use is not None:
                     use.end(request.tokens_used())
                 if place is not None:
-                    place.leave(request.totals.prompt_tokens, request.totals.completion_tokens)
+                    tokens = request.totals.prompt_tokens, request.totals.completion_tokens
+                    place.leave(*tokens, late=isinstance(error, EngineTimeoutError))
             try:
                 if error is not None:
                     await request.answer_error(error)
