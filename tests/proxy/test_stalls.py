@@ -222,6 +222,21 @@ async def test_an_engine_that_goes_on_gets_one_request_and_then_more() -> None:
         assert state() == "up"
 
 
+async def test_one_rank_of_an_engine_that_stands_still() -> None:
+    """Its other rank answers. The request that it got is served elsewhere, and the engine gets no more."""
+    async with watched(d={"data_parallel_size": 2}) as w:
+        wanted = await text_of(w.pair)
+        w.pair.d.freeze_core_now(0.0, 1)
+        asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion())) for _ in range(4)]
+        await asyncio.wait(asked, timeout=0.5)
+        await w.pass_(AFTER)
+        assert [answer.text for answer in await asyncio.wait_for(asyncio.gather(*asked), 20)] == [wanted] * 4
+        assert w.stalled == [w.pair.d.url]
+        await w.pair.d.thaw_core()
+        await w.pass_(3 * LOOK)
+        assert w.stalled == []
+
+
 async def test_engines_that_are_slow_and_work_are_left_alone() -> None:
     """Long prompts in their queues: they answer canaries, or their metrics move."""
     slow = {"hardware": Hardware(prefill_tokens_per_s=500.0, decode_step_s=0.0, transfer_latency_s=0.0)}

@@ -172,10 +172,9 @@ async def test_an_engine_without_legs_is_not_asked() -> None:
     await pool.close()
 
 
-@pytest.mark.parametrize("metrics", [True, False])
-async def test_new_requests_do_not_hide_a_stall(metrics: bool) -> None:
+async def test_new_requests_do_not_hide_a_stall() -> None:
     """A leg is no sign. Clients that give up after a second, and others that come, keep the engine without any."""
-    pool = Pool("d1", "d2", metrics=metrics)
+    pool = Pool("d1", "d2")
     pool.frozen.add("d1")
     legs = [pool.leg("d1")]
 
@@ -197,7 +196,7 @@ async def test_new_requests_do_not_hide_a_stall(metrics: bool) -> None:
 async def test_what_clears_a_silent_engine(metrics: bool, canaries: bool, stalled: bool) -> None:
     """It answers a canary, or its metrics move. Without both, silence alone decides: the legs must go on."""
     pool = Pool("d1", "d2", metrics=metrics, canaries=canaries)
-    leg = pool.leg("d1")
+    leg = pool.leg("d1", sign=pool.now + 0.5)
     await pool.look(5 * AFTER)
     assert bool(pool.stalled) is bool(leg.failed) is stalled
     await pool.close()
@@ -206,7 +205,7 @@ async def test_what_clears_a_silent_engine(metrics: bool, canaries: bool, stalle
 async def test_where_nothing_can_be_asked_only_legs_that_must_go_on_count() -> None:
     """A leg that waits for KV or for its client may be silent for ever; and no role loses its last engine by silence alone."""
     pool = Pool("d1", "d2", "a1", metrics=False, canaries=False)
-    waits = pool.leg("d1", must_progress=False)
+    waits = pool.leg("d1", must_progress=False, sign=pool.now + 0.5)
     await pool.look(4 * AFTER)
     assert pool.stalled == []
     pool.ledger.mark_down("d2", "gone", pool.now)
@@ -223,12 +222,27 @@ async def test_a_refused_canary_shows_nothing() -> None:
     """An engine with a full queue, or without that route: its legs and its metrics decide."""
     pool = Pool("d1", "d2", metrics=False)
     pool.refuse = True
-    waits = pool.leg("d1", must_progress=False)
+    waits = pool.leg("d1", must_progress=False, sign=pool.now + 0.5)
     await pool.look(4 * AFTER)
     assert pool.stalled == []
     waits.must_progress = True
     await pool.look(2 * AFTER)
     assert pool.stalled == ["d1"]
+    await pool.close()
+
+
+async def test_an_engine_without_metrics_may_be_full_of_answers_that_are_not_streamed() -> None:
+    """Then a canary waits, too. It gets the longest time; a prefill engine, or one whose streams fall silent, does not."""
+    pool = Pool("d1", "d2", "d3", "d4", "p1", "p2", metrics=False)
+    pool.frozen |= {"d1", "d2", "p1"}
+    whole = pool.leg("d1")
+    pool.leg("d2", sign=pool.now + 0.5)
+    pool.leg("p1")
+    await pool.look(2 * AFTER)
+    assert sorted(pool.stalled) == ["d2", "p1"]
+    assert not whole.failed
+    await pool.look(110)
+    assert sorted(pool.stalled) == ["d1", "d2", "p1"]
     await pool.close()
 
 

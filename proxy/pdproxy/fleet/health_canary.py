@@ -98,6 +98,11 @@ class Enquiry:
         return f"<Enquiry at {self._engine.url}, {len(self._running)} running>"
 
     @property
+    def shows_progress(self) -> bool:
+        """Whether the engine has metrics that move as it works."""
+        return bool(self._progress)
+
+    @property
     def last_sign(self) -> float:
         """When the engine has shown last that it works, 0 if it has not: of several ranks, each must have.
 

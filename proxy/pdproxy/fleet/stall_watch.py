@@ -6,7 +6,8 @@ another engine must send, is a silence too. So it raises a suspicion, and then t
     silent for 3/8 of the time allowed      its metrics are read, and it is asked for a token, as well as an engine whose KV its
                                             silent legs wait for: that one may be to blame, and has no leg any more
     a sign of it                            it works; the length of the silence is learned (`scheduling.pace`)
-    silent for all of the time allowed      it stands still: it gets no more requests, and its legs end
+    silent for all of the time allowed      it stands still: it gets no more requests, and its legs end. (The longest time is
+                                            allowed to one without metrics whose legs have shown nothing yet.)
     a sign of it behind that                one request shows whether it serves again
 
 Times allowed are looked at eight times, so that all of this is over within them.
@@ -22,6 +23,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import Enquiry
 from pdproxy.fleet.open_legs import OpenLeg
 from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.pace import Pace
 
 LOOKS = 8
@@ -150,8 +152,20 @@ class Watch:
         for leg in legs:
             if (url := leg.waits_for) is not None and now - leg.since >= SUSPECT * allowed:
                 self._verdicts.suspect(url, max(leg.since, since))
+        if not self._is_telling(enquiry, legs):
+            allowed = max(allowed, most)
         if silence >= VERDICT * allowed and now - enquiry.began >= SUSPECT * allowed:
             self._stall(legs, silence, now)
+
+    def _is_telling(self, enquiry: Enquiry, legs: list[OpenLeg]) -> bool:
+        """Return whether its silence says more than that it is busy.
+
+        One without metrics may be full, for minutes, of answers that are not streamed: then a canary waits, too.
+        """
+        node = self.engine.node
+        # The number of blocks comes from the same metrics, at an earlier time: it may not answer now.
+        has_metrics = enquiry.shows_progress or (node.evidence is not None and node.evidence.kv_blocks is not None)
+        return has_metrics or node.role is Role.PREFILL or any(leg.last_sign() > leg.since for leg in legs)
 
     def _note_signs(self, legs: list[OpenLeg], now: float) -> None:
         """Note the last sign of the engine; learn from a silence that has ended."""
