@@ -202,7 +202,8 @@ async def test_ids_that_the_client_asks_for(path: str) -> None:
     """Each of them comes once, the prompt's before them. In the middle of a letter a stream ends: the client has some of it."""
 
     def ids(answer: Answer) -> tuple[list[Any], list[Any]]:
-        prompts, made = [], []
+        prompts: list[Any] = []
+        made: list[Any] = []
         for event in answer.events[:-1]:
             body = json.loads(event[6:])
             prompts += [body[name] for name in ("prompt_token_ids",) if body.get(name)]
