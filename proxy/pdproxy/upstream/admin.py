@@ -112,6 +112,7 @@ class EngineAdmin:
     """Asks engines for their state. `timeout` in seconds limits each request.
 
     `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
+    `connector` makes the session's connector; None: aiohttp's own.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class EngineAdmin:
         timeout: float,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], ssl.SSLContext | None] = lambda _: None,
+        connector: Callable[[], aiohttp.BaseConnector] | None = None,
     ) -> None:
+        self._connector = connector
         self._timeout = timeout
         self._key = key
         self._tls = tls
@@ -250,7 +253,11 @@ class EngineAdmin:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
-                trust_env=False, cookie_jar=jar, auto_decompress=False, skip_auto_headers=("Accept-Encoding",)
+                connector=None if self._connector is None else self._connector(),
+                trust_env=False,
+                cookie_jar=jar,
+                auto_decompress=False,
+                skip_auto_headers=("Accept-Encoding",),
             )
         headers = {"content-type": "application/json"} if body is not None else {}
         if authorization is not None:

@@ -26,6 +26,7 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 
@@ -177,7 +178,7 @@ class EngineClient:
         self._key = key
         self._tls = tls
         self._idle: list[EngineConnection] = []
-        self._all: set[EngineConnection] = set()
+        self._all: OrderedSet[EngineConnection] = OrderedSet()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
