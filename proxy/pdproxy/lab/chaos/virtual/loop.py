@@ -16,8 +16,10 @@ from pdproxy.lab.chaos.virtual.transport import VirtualTransport
 
 BEGIN = 1000.0
 """Seconds that the clock shows at first: code that subtracts a duration from the time gets no negative numbers."""
+TURN = 1e-6
+"""Seconds that a turn of the loop takes. Code that waits until a time and then misses it by a rounding error goes on."""
 MAX_TURNS = 200_000
-"""Turns of the loop in a row without any time: more of them are work without an end."""
+"""Turns of the loop in a row of which none waits for a timer: more of them are work without an end."""
 
 
 class StuckError(Exception):
@@ -25,7 +27,7 @@ class StuckError(Exception):
 
 
 class SpinningError(Exception):
-    """The loop turned `MAX_TURNS` times, and no time passed."""
+    """The loop turned `MAX_TURNS` times and never waited for a timer."""
 
 
 class _Waiting:
@@ -42,9 +44,10 @@ class _Waiting:
             self._turns = 0
             self._loop.pass_time(timeout)
         else:
+            self._loop.pass_time(TURN)
             self._turns += 1
             if self._turns > MAX_TURNS:
-                raise SpinningError(f"{MAX_TURNS} turns of the event loop, and no time passed")
+                raise SpinningError(f"{MAX_TURNS} turns of the event loop, and none waited")
         return ()
 
 
