@@ -69,7 +69,12 @@ class Clock:
         self._next: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Clock {sum(map(len, self._slots.values()))} timers>"
+        return f"<Clock {self.timers} timers>"
+
+    @property
+    def timers(self) -> int:
+        """How many timers are set."""
+        return sum(map(len, self._slots.values()))
 
     def after(self, seconds: float, then: Callable[[], None]) -> Timer:
         """Call `then` after `seconds`, or up to a tick later."""

@@ -6,6 +6,7 @@ Owns the phases and their times. `lab.chaos.child` runs it in a process of its o
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 
 import msgspec
@@ -26,8 +27,10 @@ _RECOVERY = 12.0
 """Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died."""
 _BURSTS, _BURST, _BETWEEN = 10, 8, 3.0
 """The calm: so many times so many requests at once, with so many seconds between."""
-_QUIET = LEASE + 8.0
-"""Seconds until nothing may be held any more: leases, and connections that engines close after 5 s."""
+_LEAVE_AFTER = (0.0, 300.0)
+"""Some of them leave after so many bytes, or before any."""
+_QUIET = 8.0
+"""Seconds until nothing may be held any more: engines close idle connections after 5 s."""
 _POLLS, _POLL = 100, 0.05
 
 
@@ -93,15 +96,36 @@ class _Course:
         await world.begin()
         asked = bodies(self._options.seed, MODEL)
         await ask_judge(self._network, world.judge.host, PORT, asked)
+        names, timers = self._names(own), world.proxy.front.clock.timers
+        gc.freeze()
         await self._under_faults(world, Visitors(self._network, (PROXY, PORT), asked, PATIENCE))
         await self._calm(world, Visitors(self._network, (PROXY, PORT), asked, PATIENCE))
         await self._quiet(world)
+        self.findings += await self._lasting(world, names, timers, own)
+        self.findings += invariants.balanced(world, self._trace.events)
+        self.findings += invariants.garbage()
         self._phase("end")
         await world.end()
         await asyncio.sleep(1.0)
         left = sorted(task.get_name() for task in asyncio.all_tasks() if task is not own)
         self.findings += invariants.ended(left, [repr(one) for one in self._network.open])
         self.findings += invariants.logged(world.errors)
+
+    @staticmethod
+    def _names(own: asyncio.Task[object] | None) -> list[str]:
+        return [task.get_name().partition("Task-")[0] for task in asyncio.all_tasks() if task is not own]
+
+    async def _lasting(
+        self, world: World, names: list[str], timers: int, own: asyncio.Task[object] | None
+    ) -> list[Finding]:
+        """Compare tasks and timers with those before; a probe may be under way."""
+        found: list[Finding] = []
+        for _ in range(_POLLS):
+            found = invariants.lasting(names, self._names(own), timers, world.proxy.front.clock.timers)
+            if not found:
+                break
+            await asyncio.sleep(_POLL)
+        return found
 
     def _phase(self, name: str) -> None:
         self.phase = name
@@ -136,15 +160,20 @@ class _Course:
         self._phase("calm")
         for engine in world.engines:
             engine.sim.requests.clear()
+        expired = sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
         for burst in range(_BURSTS):
             async with asyncio.TaskGroup() as group:
                 for place in range(_BURST):
                     number = burst * _BURST + place
                     call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
+                    if place < len(_LEAVE_AFTER):
+                        call = Call(-1, 0.0, "leaves" if number % 2 else "resets", (number % BODIES,), _LEAVE_AFTER[place])
                     group.create_task(visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place + 1}"))
             await asyncio.sleep(_BETWEEN)
+        await asyncio.sleep(LEASE)
+        expired -= sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
         served = {engine.name: len(engine.sim.requests) for engine in world.engines}
-        self.findings += invariants.calm(visitors.outcomes, served)
+        self.findings += invariants.calm(visitors.outcomes, served, -expired)
         self.findings += invariants.reported([*self._load, *visitors.outcomes], self._trace.events)
 
     async def _quiet(self, world: World) -> None:

@@ -5,10 +5,13 @@ Each check is a function that returns findings. A finding names the rule that wa
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.world import DEADLINES, World
@@ -46,13 +49,18 @@ def answered(outcomes: Iterable[Outcome], phase: str = "") -> list[Finding]:
     return _shortened(found)
 
 
-def calm(outcomes: Iterable[Outcome], served: Mapping[str, int]) -> list[Finding]:
-    """Without faults each request is right, and each engine serves. `served`: generating requests by engine, in the calm."""
+def calm(outcomes: Iterable[Outcome], served: Mapping[str, int], expired: int) -> list[Finding]:
+    """Without faults each request is right unless its client leaves, each engine serves, and no KV is left to its lease.
+
+    `served`: generating requests by engine; `expired`: leases that ended by their time.
+    """
     found = [
         Finding("without faults each request is right", f"request {one.ident}: {one.how} {one.detail}")
         for one in outcomes
-        if one.how != "right"
+        if one.how not in ("right", "left")
     ]
+    if expired:
+        found.append(Finding("without faults KV is released", f"{expired} handles were left to their leases"))
     found += [
         Finding("each engine serves again", f"{name} got no request") for name, count in served.items() if not count
     ]
@@ -76,8 +84,55 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
             found.append(Finding("reports are true", f"request {one.ident} was right, its report says {own[0].outcome}"))
         elif own and one.how == "error" and own[0].outcome == "ok":
             found.append(Finding("reports are true", f"request {one.ident} was an error, its report says ok"))
+        found += [
+            Finding("no request outlives deadlines.total", f"request {one.ident} took {report.total_s:.2f} s")
+            for report in own
+            if report.total_s > DEADLINES.total + SLACK
+        ]
     found += [Finding("each report has its request", f"report of {name}") for name in reports]
     return _shortened(found)
+
+
+def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
+    """The metrics count what was reported: requests by outcome, and handles that ended."""
+    counts = Counter(type(event).__name__ for event in events)
+    sums: Counter[str] = Counter()
+    for family in text_string_to_metric_families(world.proxy.metrics.page().decode()):
+        for sample in family.samples:
+            sums[sample.name] += int(sample.value)
+    pairs = (("pdproxy_requests_total", "RequestEnded"), ("pdproxy_kv_handles_ended_total", "HandleEnded"))
+    return [
+        Finding("books balance", f"{name} is {sums[name]}, events {kind}: {counts[kind]}")
+        for name, kind in pairs
+        if sums[name] != counts[kind]
+    ]
+
+
+def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timers: int) -> list[Finding]:
+    """There are no more tasks and timers than before the load, by their names."""
+    more = Counter(now) - Counter(before)
+    found = [Finding("tasks end", f"{count} more of {name}") for name, count in more.items()]
+    if timers > timers_before:
+        found.append(Finding("timers are cancelled", f"{timers} instead of {timers_before}"))
+    return _shortened(found)
+
+
+def garbage() -> list[Finding]:
+    """Nothing of the proxy is left to the garbage collector: what is in reference cycles would pause the loop later.
+
+    Collects what came since `gc.freeze`.
+    """
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    kinds = Counter(type(one).__qualname__ if not isinstance(one, FrameType) else one.f_code.co_qualname for one in gc.garbage if _is_ours(one))
+    gc.set_debug(0)
+    gc.garbage.clear()
+    return _shortened([Finding("no garbage", f"{count} of {kind}") for kind, count in sorted(kinds.items())])
+
+
+def _is_ours(one: object) -> bool:
+    name = one.f_code.co_filename.replace("/", ".") if isinstance(one, FrameType) else type(one).__module__
+    return "pdproxy." in name and "pdproxy.sim." not in name and "pdproxy.lab." not in name
 
 
 def quiet(world: World) -> list[Finding]:
