@@ -26,6 +26,7 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
@@ -235,9 +236,10 @@ class EngineClient:
                 async with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))
                     return await pending.answered()
-            except StaleConnectionError:
+            except StaleConnectionError as stale:
                 if last:
                     raise
+                drop_traceback(stale)  # its frames refer to `pending`, which refers to it
             except TimeoutError:
                 raise EngineTimeoutError(f"{self.url} did not answer in {timeout:g} s", wait=wait) from None
             finally:

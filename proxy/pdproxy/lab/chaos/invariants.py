@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import FrameType
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdproxy.fleet.engine import Engine
+from pdproxy.kit.tasks import Failures
 from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.world import DEADLINES, World
 from pdproxy.observe.events import Event, RequestEnded
@@ -118,21 +119,28 @@ def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timer
 
 
 def garbage() -> list[Finding]:
-    """Nothing of the proxy is left to the garbage collector: what is in reference cycles would pause the loop later.
+    """No request leaves objects of the proxy to the garbage collector: what is in reference cycles would pause the loop later.
 
-    Collects what came since `gc.freeze`.
+    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and so is its probe: that is once per removal.
     """
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
-    kinds = Counter(type(one).__qualname__ if not isinstance(one, FrameType) else one.f_code.co_qualname for one in gc.garbage if _is_ours(one))
+    known = {id(one) for one in gc.garbage}
+    removed = [one for one in gc.garbage if isinstance(one, Engine | Failures)]
+    while removed:
+        if id(one := removed.pop()) in known:
+            known.discard(id(one))
+            removed += [part for part in gc.get_referents(one) if id(part) in known]
+    kinds = Counter(
+        type(one).__qualname__ for one in gc.garbage if id(one) in known and _is_ours(type(one).__module__)
+    )
     gc.set_debug(0)
     gc.garbage.clear()
     return _shortened([Finding("no garbage", f"{count} of {kind}") for kind, count in sorted(kinds.items())])
 
 
-def _is_ours(one: object) -> bool:
-    name = one.f_code.co_filename.replace("/", ".") if isinstance(one, FrameType) else type(one).__module__
-    return "pdproxy." in name and "pdproxy.sim." not in name and "pdproxy.lab." not in name
+def _is_ours(module: str) -> bool:
+    return module.startswith("pdproxy.") and not module.startswith(("pdproxy.sim.", "pdproxy.lab."))
 
 
 def quiet(world: World) -> list[Finding]:

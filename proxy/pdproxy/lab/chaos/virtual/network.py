@@ -173,7 +173,7 @@ class VirtualNetwork:
         """
         source = source or HOST.get()
         there, back = self.link(source, host), self.link(host, source)
-        waiter: asyncio.Future[None] = self.loop.create_future()
+        waiter: asyncio.Future[bool] = self.loop.create_future()
         names = ((source, self.free_port()), (host, port))
         made: list[VirtualTransport] = []
         context = copy_context()
@@ -205,20 +205,21 @@ class VirtualNetwork:
             if waiter.done():
                 made[0].abort()
             else:
-                waiter.set_result(None)
+                waiter.set_result(True)
 
         def refused() -> None:
             if not waiter.done():
-                text = f"Connect call failed {(host, port)}"
-                waiter.set_exception(ConnectionRefusedError(errno.ECONNREFUSED, text))
+                waiter.set_result(False)
 
         over(there, asked)
         try:
-            await waiter
+            connected = await waiter
         except asyncio.CancelledError:
             for transport in made:
                 transport.abort()
             raise
+        if not connected:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"Connect call failed {(host, port)}")
         return made[0]
 
     def _made(
