@@ -38,7 +38,10 @@ def whole(body: object, status: int = 200, allowed: frozenset[int] = frozenset()
 def test_right_answers() -> None:
     assert streamed(GOOD) == ("right", "")
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    assert whole({"choices": [{"index": 0, "text": "one two", "finish_reason": "length"}], "usage": usage}) == ("right", "")
+    assert whole({"choices": [{"index": 0, "text": "one two", "finish_reason": "length"}], "usage": usage}) == (
+        "right",
+        "",
+    )
     chat = {"choices": [{"index": 0, "message": {"content": "one two"}, "finish_reason": "length"}], "usage": usage}
     assert whole(chat) == ("right", "")
 

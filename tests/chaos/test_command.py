@@ -43,7 +43,19 @@ def test_a_planted_defect_is_found(tmp_path: Path) -> None:
     text = admission.read_text()
     assert text.count(old) == 1
     admission.write_text(text.replace(old, old.replace("is not None", "is not None and error is None")))
-    command = [sys.executable, "-m", "pdproxy.cli.main", "chaos", "--seed", "3", "--seconds", "5", "--faults", "3", "--no-shrink"]
+    command = [
+        sys.executable,
+        "-m",
+        "pdproxy.cli.main",
+        "chaos",
+        "--seed",
+        "3",
+        "--seconds",
+        "5",
+        "--faults",
+        "3",
+        "--no-shrink",
+    ]
     done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "places are given back" in done.stdout

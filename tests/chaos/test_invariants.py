@@ -15,7 +15,7 @@ from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import World
+from pdproxy.lab.chaos.world import DEADLINES, World
 from pdproxy.observe.events import Gaps, RequestEnded
 from pdproxy.serving.access.clients import Client
 from tests.chaos.virtual import run
@@ -73,7 +73,7 @@ def test_reports() -> None:
     assert rules(invariants.reported(fine, [report("a", "engine"), events[1]])) == {"reports are true"}
     assert rules(invariants.reported(fine, [events[0], report("b")])) == {"reports are true"}
     assert rules(invariants.reported(fine, [*events, report("x")])) == {"each report has its request"}
-    late = invariants.reported(fine, [report("a", total=invariants.DEADLINES.total + 3), events[1]])
+    late = invariants.reported(fine, [report("a", total=DEADLINES.total + 3), events[1]])
     assert rules(late) == {"no request outlives deadlines.total"}
 
 

@@ -77,7 +77,13 @@ def test_two_engines_hand_kv_over_and_one_restarts() -> None:
         ports = VirtualPorts(network)
         engines = [
             SimServer(
-                Facts(role=role, eos_every=0, side_channel_host=host, side_channel_port=5600, hardware=Hardware()),
+                Facts(
+                    role=role,  # type: ignore[arg-type]
+                    eos_every=0,
+                    side_channel_host=host,
+                    side_channel_port=5600,
+                    hardware=Hardware(),
+                ),
                 host=host,
                 port=8000,
                 chance=7,

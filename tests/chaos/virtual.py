@@ -52,9 +52,7 @@ class Recorder(asyncio.Protocol):
         self.error = error
 
 
-async def pair(
-    network: VirtualNetwork, *, keeps: bool = False, window: int = 65536
-) -> tuple[Recorder, Recorder]:
+async def pair(network: VirtualNetwork, *, keeps: bool = False, window: int = 65536) -> tuple[Recorder, Recorder]:
     """A client's and a server's end of one connection."""
     server = Recorder(keeps=keeps)
     network.listen("10.0.0.1", 80).accept(lambda: server)

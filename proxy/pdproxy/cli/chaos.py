@@ -22,10 +22,10 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "chaos",
         help="search for defects of the proxy: simulated engines, load and faults by a seed, in virtual time",
-        description="Run the proxy and simulated engines in one process in virtual time, under load and faults that a seed decides,"
-        " and check that each request ends once and rightly and that nothing is left behind. A seed repeats exactly. For one that"
-        " fails, the shortest schedule that still fails is searched for. The exit code is 0, 1 if a rule was broken, 2 if the"
-        " options are wrong, or 130 if it was interrupted.",
+        description="Run the proxy and simulated engines in one process in virtual time, under load and faults that a seed"
+        " decides, and check that each request ends once and rightly and that nothing is left behind. A seed repeats exactly."
+        " For one that fails, the shortest schedule that still fails is searched for. The exit code is 0, 1 if a rule was"
+        " broken, 2 if the options are wrong, or 130 if it was interrupted.",
         usage="pdproxy chaos [--seed N] [--seconds S] [option ...]",
         epilog=examples(
             "pdproxy chaos --seed 17 --seconds 60",
@@ -37,7 +37,11 @@ def add(commands: Commands) -> None:
         "--seed", metavar="N", type=typed(reading.whole(0, _MAX_SEED)), default=0, help="the seed (default: 0)"
     )
     parser.add_argument(
-        "--seeds", metavar="K", type=typed(reading.whole(1, 100_000)), default=1, help="so many seeds from --seed on (default: 1)"
+        "--seeds",
+        metavar="K",
+        type=typed(reading.whole(1, 100_000)),
+        default=1,
+        help="so many seeds from --seed on (default: 1)",
     )
     parser.add_argument(
         "--seconds",
@@ -69,12 +73,17 @@ def add(commands: Commands) -> None:
         help="faults per virtual second (default: 1.5)",
     )
     parser.add_argument(
-        "--only", metavar="NUMBERS", type=typed(_numbers), help="let only these items of the schedule happen (default: all)"
+        "--only",
+        metavar="NUMBERS",
+        type=typed(_numbers),
+        help="let only these items of the schedule happen (default: all)",
     )
     parser.add_argument(
         "--jobs", metavar="N", type=typed(reading.whole(1, 64)), default=1, help="processes at once (default: 1)"
     )
-    parser.add_argument("--trace", metavar="FILE", help="write what happens, a line each; for one seed (default: no file)")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write what happens, a line each; for one seed (default: no file)"
+    )
     parser.add_argument(
         "--no-shrink", action="store_true", help="do not search for the shortest schedule of a seed that fails"
     )

@@ -126,7 +126,11 @@ def _json(data: bytes) -> dict[str, Any]:
 def _add(found: Told, event: dict[str, Any], *, whole: bool) -> None:
     if "error" in event:
         error = event["error"]
-        if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= set(error) or not error["message"]:
+        if (
+            not isinstance(error, dict)
+            or not {"message", "type", "param", "code"} <= set(error)
+            or not error["message"]
+        ):
             raise MalformedError(f"an error {str(error)[:80]}")
         found.error = error
         return

@@ -22,8 +22,8 @@ _PIECES = 3
 class Outcome(msgspec.Struct, frozen=True):
     """How one request ended for its client.
 
-    `how`: right, error (a well-formed one), wrong, cut (the connection ended within the answer), refused (there was no connection),
-    silent (nothing came in time), or left (it left itself). `sent`: whether the request was sent whole.
+    `how`: right, error (a well-formed one), wrong, cut (the connection ended within the answer), refused (there was no
+    connection), silent (nothing came in time), or left (it left itself). `sent`: whether the request was sent whole.
     """
 
     ident: str

@@ -167,7 +167,9 @@ class _Course:
                     number = burst * _BURST + place
                     call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
                     if place < len(_LEAVE_AFTER):
-                        call = Call(-1, 0.0, "leaves" if number % 2 else "resets", (number % BODIES,), _LEAVE_AFTER[place])
+                        call = Call(
+                            -1, 0.0, "leaves" if number % 2 else "resets", (number % BODIES,), _LEAVE_AFTER[place]
+                        )
                     group.create_task(visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place + 1}"))
             await asyncio.sleep(_BETWEEN)
         await asyncio.sleep(LEASE)

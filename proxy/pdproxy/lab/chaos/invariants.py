@@ -35,7 +35,7 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
-def answered(outcomes: Iterable[Outcome], phase: str = "") -> list[Finding]:
+def answered(outcomes: Iterable[Outcome]) -> list[Finding]:
     """No client gets a wrong answer, half of one, or none."""
     rules = {
         "wrong": "an answer is wrong",
@@ -43,10 +43,11 @@ def answered(outcomes: Iterable[Outcome], phase: str = "") -> list[Finding]:
         "silent": "no answer in time",
         "refused": "the proxy took no connection",
     }
-    found = []
-    for one in outcomes:
-        if one.how in rules and not (one.slow and one.how in ("cut", "silent")):
-            found.append(Finding(rules[one.how], f"{phase}item {one.item}, request {one.ident}: {one.detail}"))
+    found = [
+        Finding(rules[one.how], f"item {one.item}, request {one.ident}: {one.detail}")
+        for one in outcomes
+        if one.how in rules and not (one.slow and one.how in ("cut", "silent"))
+    ]
     return _shortened(found)
 
 
@@ -82,7 +83,9 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
         elif not own and (one.how == "right" or (one.how == "error" and one.detail not in _REFUSED)):
             found.append(Finding("each request is reported", f"request {one.ident} ({one.how}) has no report"))
         elif own and one.how == "right" and own[0].outcome != "ok":
-            found.append(Finding("reports are true", f"request {one.ident} was right, its report says {own[0].outcome}"))
+            found.append(
+                Finding("reports are true", f"request {one.ident} was right, its report says {own[0].outcome}")
+            )
         elif own and one.how == "error" and own[0].outcome == "ok":
             found.append(Finding("reports are true", f"request {one.ident} was an error, its report says ok"))
         found += [
@@ -121,7 +124,8 @@ def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timer
 def garbage() -> list[Finding]:
     """No request leaves objects of the proxy to the garbage collector: what is in reference cycles would pause the loop later.
 
-    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and so is its probe: that is once per removal.
+    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and so is its probe, but these
+    are few.
     """
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
@@ -131,9 +135,7 @@ def garbage() -> list[Finding]:
         if id(one := removed.pop()) in known:
             known.discard(id(one))
             removed += [part for part in gc.get_referents(one) if id(part) in known]
-    kinds = Counter(
-        type(one).__qualname__ for one in gc.garbage if id(one) in known and _is_ours(type(one).__module__)
-    )
+    kinds = Counter(type(one).__qualname__ for one in gc.garbage if id(one) in known and _is_ours(type(one).__module__))
     gc.set_debug(0)
     gc.garbage.clear()
     gc.collect()  # frees it
@@ -161,7 +163,11 @@ def quiet(world: World) -> list[Finding]:
         found.append(Finding("abandoned prefills end", repr(proxy.custodian.orphans)))
     if proxy.admission.inflight or proxy.admission.waiting:
         found.append(Finding("places are given back", repr(proxy.admission)))
-    for name, budget in (("bodies", proxy.body_budget), ("answers", proxy.answer_budget), ("unread", proxy.unread_answers)):
+    for name, budget in (
+        ("bodies", proxy.body_budget),
+        ("answers", proxy.answer_budget),
+        ("unread", proxy.unread_answers),
+    ):
         if held := budget.held:
             found.append(Finding("bytes are given back", f"{name}: {held}"))
     if proxy.connections.open:

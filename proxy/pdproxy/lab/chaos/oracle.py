@@ -1,4 +1,4 @@
-"""What is right: the requests of a seed with the answers of an engine alone that nothing happens to, and the judgement by them."""
+"""What is right: the requests of a seed with the answers of an engine alone that nothing happens to, and the judge."""
 
 from __future__ import annotations
 
@@ -131,4 +131,6 @@ def judge(answer: Answer, body: Body, allowed: frozenset[int] = frozenset()) -> 
 def _differ(text: str, right: str) -> str:
     at = next((place for place, (one, two) in enumerate(zip(text, right, strict=False)) if one != two), None)
     at = min(len(text), len(right)) if at is None else at
-    return f"from character {at} on {text[at : at + 40]!r} instead of {right[at : at + 40]!r}, {len(text)} of {len(right)}"
+    return (
+        f"from character {at} on {text[at : at + 40]!r} instead of {right[at : at + 40]!r}, {len(text)} of {len(right)}"
+    )

@@ -36,7 +36,7 @@ def run_one(options: Options, trace: str | None = None) -> Result:
     """Run one seed in a child process. `trace`: a file for its trace. A process that dies is a finding."""
     environment = {**os.environ, "PYTHONHASHSEED": "0"} | ({TRACE: trace} if trace else {})
     try:
-        done = subprocess.run(  # noqa: S603 - this interpreter, with a module of ours
+        done = subprocess.run(
             [sys.executable, "-m", "pdproxy.lab.chaos.child"],
             input=msgspec.json.encode(options),
             capture_output=True,
@@ -61,7 +61,7 @@ def run_all(options: Options, seeds: Sequence[int], jobs: int) -> Iterator[tuple
 
 
 def shortest(options: Options, first: Result, say: Callable[[str], None]) -> Shortest | None:
-    """Return the shortest schedule that breaks a rule that `first` broke; None if a second run of all of it breaks none of them."""
+    """Return the shortest schedule that breaks a rule that `first` broke; None if all of it, run again, breaks none of them."""
     rules = {finding.rule for finding in first.findings}
     runs = 0
 

@@ -18,7 +18,9 @@ _CLIENTS: dict[Client, int] = {
     "plain": 60, "kept": 10, "leaves": 8, "resets": 6, "reads_slowly": 6, "sends_slowly": 4, "pipelines": 6,
 }  # fmt: skip
 """How often clients are of each kind."""
-Trouble = Literal["arm", "restart", "kill", "terminate", "freeze", "dead_core", "cut", "half_cut", "slow_link", "remove"]
+Trouble = Literal[
+    "arm", "restart", "kill", "terminate", "freeze", "dead_core", "cut", "half_cut", "slow_link", "remove"
+]
 _TROUBLES: dict[Trouble, int] = {
     "arm": 60, "restart": 6, "kill": 6, "terminate": 5, "freeze": 6, "dead_core": 4, "cut": 4, "half_cut": 3,
     "slow_link": 4, "remove": 2,

@@ -1,6 +1,6 @@
 """The proxy and its engines in one virtual network: how they begin, and how they end.
 
-Owns all of them. The proxy is the one that serves, made from settings by `app.compose`; only sockets, clock and chance are others.
+Owns all of them. The proxy is the one that serves, made from settings by `app.compose`, but for sockets, clock and chance.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class World:
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.start())
         await self.in_proxy(self._begin_proxy())
-        while not all(node.probed for node in self.proxy.ledger.nodes):
+        while not all(node.probed for node in self.proxy.ledger.nodes):  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.05)
 
     async def _begin_proxy(self) -> None:
@@ -144,9 +144,7 @@ class World:
         )
         loop = asyncio.get_running_loop()
         chance = random.Random(f"{self.options.seed}/proxy")
-        watch = Watch(
-            observers=(self._observer,), connector=VirtualConnector, now=loop.time, chance=chance.random
-        )
+        watch = Watch(observers=(self._observer,), connector=VirtualConnector, now=loop.time, chance=chance.random)
         self.proxy = Proxy.build(settings, watch=watch)
         config = uvicorn_config(self.proxy, _Late(self.proxy))
         config.load()
@@ -176,7 +174,7 @@ class World:
     async def end(self) -> None:
         """Stop everything."""
         self.network.unlisten(PROXY, PORT)
-        await self.in_proxy(self.proxy.drain(self.state.tasks))  # type: ignore[arg-type]
+        await self.in_proxy(self.proxy.drain(self.state.tasks))
         for connection in list(self.state.connections):
             connection.transport.abort()
         await self.in_proxy(self.proxy.stop())

@@ -81,7 +81,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     # -- connections
 
-    async def create_connection(  # type: ignore[override]
+    async def create_connection(
         self,
         protocol_factory: Callable[[], asyncio.BaseProtocol],
         host: str | None = None,
@@ -129,7 +129,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         listening.accept(protocol_factory)
         return VirtualServer(self.network, (address, listening.port))
 
-    async def getaddrinfo(self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> Any:  # noqa: A002
+    async def getaddrinfo(self, host: Any, port: Any, **_: int) -> Any:
         """Return the addresses of a host, as the network knows them.
 
         Raises:
@@ -137,7 +137,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """
         kind = socket.SOCK_STREAM
         return [
-            (socket.AF_INET, kind, socket.IPPROTO_TCP, "", (address, port)) for address in self.network.resolve(str(host))
+            (socket.AF_INET, kind, socket.IPPROTO_TCP, "", (address, port))
+            for address in self.network.resolve(str(host))
         ]
 
     # -- threads
@@ -180,6 +181,17 @@ class VirtualServer(asyncio.AbstractServer):
     def is_serving(self) -> bool:
         """Return whether connections are accepted."""
         return self._open
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop."""
+        return self._network.loop
+
+    async def start_serving(self) -> None:
+        """Return at once: it serves from the beginning."""
+
+    async def serve_forever(self) -> None:
+        """Serve until cancelled."""
+        await self._network.loop.create_future()
 
     async def wait_closed(self) -> None:
         """Return at once."""

@@ -34,9 +34,7 @@ class VirtualPorts:
 
 
 class _Listener:
-    def __init__(
-        self, network: VirtualNetwork, host: str, port: int, factory: Callable[[], asyncio.Protocol]
-    ) -> None:
+    def __init__(self, network: VirtualNetwork, host: str, port: int, factory: Callable[[], asyncio.Protocol]) -> None:
         self._network = network
         self.host, self.port = host, port
         self._factory = factory

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 
 WINDOW = 64 << 10
-"""Bytes that a direction holds between the write of one side and the read of the other, unless a connection has its own number."""
+"""Bytes that a direction holds between one side's write and the other's read, unless a connection has its own number."""
 MAX_READ = 256 << 10
 """Bytes of one read, as in asyncio."""
 _HIGH = 64 << 10
@@ -78,7 +78,7 @@ class VirtualTransport(asyncio.Transport):
         self._network = network
         self._loop = network.loop
         self._link = link
-        self._context = context
+        self.context = context
         self._window = window
         self._protocol: Any = None
         # what leaves
@@ -124,7 +124,7 @@ class VirtualTransport(asyncio.Transport):
 
     # -- writing
 
-    def write(self, data: bytes | bytearray | memoryview) -> None:  # type: ignore[override]
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send bytes, or keep them until there is room.
 
         Raises:
@@ -142,7 +142,7 @@ class VirtualTransport(asyncio.Transport):
                 self._writing_paused = True
                 self._protocol.pause_writing()
 
-    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:  # type: ignore[override]
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
         """Send all of these."""
         self.write(b"".join(list_of_data))
 
@@ -189,6 +189,12 @@ class VirtualTransport(asyncio.Transport):
             if self._closing:
                 self._lose_soon(None)
 
+    def was_read(self, size: int) -> None:
+        """The peer has read so many bytes."""
+        self._on_the_way -= size
+        if self._unsent or self._writing_paused:
+            self._loop.call_soon(self._room, context=self.context)
+
     def _room(self) -> None:
         """Go on: the peer has read."""
         if self._gone:
@@ -205,31 +211,31 @@ class VirtualTransport(asyncio.Transport):
             due = max(due, self._air[-1][0])
         self._air.append((due, what))
         if self._landing is None:
-            self._landing = self._loop.call_at(due, self._land, context=self.peer._context)
+            self._landing = self._loop.call_at(due, self._land, context=self.peer.context)
 
     def _land(self) -> None:
         """Hand what is due to the peer."""
         self._landing = None
         if self._link.down:
-            self._link.when_up(self._land, self.peer._context)
+            self._link.when_up(self._land, self.peer.context)
             return
         now, peer = self._loop.time(), self.peer
         while self._air and self._air[0][0] <= now + 1e-9:
             what = self._air.popleft()[1]
             self._network.delivered(self.number, len(what) if isinstance(what, bytes) else 0)
-            if not peer._gone:
-                peer._arrived.append(what)
-            elif isinstance(what, bytes):
-                peer._refuse()
+            peer.arrived(what)
         if self._air:
-            self._landing = self._loop.call_at(self._air[0][0], self._land, context=peer._context)
-        peer._read()
-
-    def _refuse(self) -> None:
-        """Answer bytes to a closed socket with an RST."""
-        self._take_off(_End(_reset()))
+            self._landing = self._loop.call_at(self._air[0][0], self._land, context=peer.context)
+        peer.read()
 
     # -- reading
+
+    def arrived(self, what: bytes | _End) -> None:
+        """Take what the peer has sent; bytes to a closed socket are answered with an RST."""
+        if not self._gone:
+            self._arrived.append(what)
+        elif isinstance(what, bytes):
+            self._take_off(_End(_reset()))
 
     def is_reading(self) -> bool:
         """Return whether data is passed on."""
@@ -247,9 +253,9 @@ class VirtualTransport(asyncio.Transport):
 
     def _read_soon(self) -> None:
         if self._arrived:
-            self._loop.call_soon(self._read, context=self._context)
+            self._loop.call_soon(self.read, context=self.context)
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Pass on what has come, as one read does."""
         if self._protocol is None or not self._reading or self._closing or not self._arrived:
             return
@@ -266,9 +272,7 @@ class VirtualTransport(asyncio.Transport):
             pieces.append(piece)
             size += len(piece)
             self._arrived.popleft()
-        self.peer._on_the_way -= size
-        if self.peer._unsent or self.peer._writing_paused:
-            self._loop.call_soon(self.peer._room, context=self.peer._context)
+        self.peer.was_read(size)
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if isinstance(self._protocol, asyncio.BufferedProtocol):
             self._guarded(self._fill, data)
@@ -291,7 +295,9 @@ class VirtualTransport(asyncio.Transport):
             return call(*arguments)
         except Exception as error:
             text = f"Fatal error: protocol.{call.__name__}() call failed."
-            self._loop.call_exception_handler({"message": text, "exception": error, "transport": self, "protocol": self._protocol})
+            self._loop.call_exception_handler(
+                {"message": text, "exception": error, "transport": self, "protocol": self._protocol}
+            )
             self._force_close(error)
             return None
 
@@ -328,7 +334,7 @@ class VirtualTransport(asyncio.Transport):
     def _lose_soon(self, error: Exception | None) -> None:
         if not self._losing:
             self._losing = True
-            self._loop.call_soon(self._lose, error, context=self._context)
+            self._loop.call_soon(self._lose, error, context=self.context)
 
     def _lose(self, error: Exception | None) -> None:
         """Close the socket, and tell the protocol. Bytes that nobody has read turn the FIN into an RST."""
