@@ -85,7 +85,9 @@ def add(commands: Commands) -> None:
         "--trace", metavar="FILE", help="write what happens, a line each; for one seed (default: no file)"
     )
     parser.add_argument(
-        "--no-shrink", action="store_true", help="do not search for the shortest schedule of a seed that fails"
+        "--no-shrink",
+        action="store_true",
+        help="do not search for the shortest schedule of a seed that fails (default: search)",
     )
     parser.set_defaults(run=run)
 
