@@ -36,7 +36,7 @@ class ManualClock(Clock):
         """Call `then` once the test has advanced the clock by `seconds`."""
         self._number += 1
         timer = Timer(self._slots, self._number, then)
-        self._slots[self._number] = {timer}
+        self._slots[self._number] = {timer: None}
         self._set[self._number] = (self._time + seconds, seconds)
         return timer
 

@@ -58,7 +58,7 @@ async def test_a_cancellation_from_elsewhere_is_no_deadline() -> None:
 
     task = asyncio.ensure_future(work())
     await asyncio.sleep(0)
-    clock._slots[next(iter(clock._slots))].pop().then()
+    clock._slots[next(iter(clock._slots))].popitem()[0].then()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -88,20 +88,20 @@ class Proxy(Parts):
 
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool)
-        ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None)
+        ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None, watch.chance)
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
         engines.watch(MetricsOfEngines(metrics))
         lines = LogObserver(log)
         observers = Observers([metrics, lines])
-        tasks = TaskOwner("fleet")
+        tasks = TaskOwner("fleet", now=watch.now)
         deadline_failures = tasks.watch("deadlines")
-        clock = clock or Clock(deadline_failures.failed)
+        clock = clock or Clock(deadline_failures.failed, watch.now)
         now = clock.now
 
         answer_budget = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
         setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client, profiles)
-        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
+        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
         auditor = Auditor(engines, ledger, observers)
         scraped = Scraped(auditor)
         prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now)
@@ -197,6 +197,7 @@ class Proxy(Parts):
             budget=answer_budget,
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
+            connector=watch.connector,
         )
         body_budget = BodyBudget(limits.max_buffered_bytes, observers)
         unread_answers = UnreadAnswers(limits.max_buffered_answer_bytes, observers)

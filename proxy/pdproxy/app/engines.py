@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from random import Random
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
@@ -79,7 +79,12 @@ def _read(name: str | None) -> Profile | None:
         raise SettingsError(str(error)) from None
 
 
-def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None = None) -> Ledger:
+def build_ledger(
+    settings: Settings,
+    profiles: Profiles,
+    cached: Cached | None = None,
+    chance: Callable[[], float] = random.random,
+) -> Ledger:
     """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes."""
     limits, pool = settings.limits, settings.pool
     policy = pool.policy
@@ -91,7 +96,7 @@ def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None =
         policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
         placement=_placement(pool, profiles, cached),
-        chance=Random().random,
+        chance=chance,
         cached=cached,
     )
 

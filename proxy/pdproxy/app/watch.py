@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import aiohttp
 
 from pdproxy.observe.events import Observer
 from pdproxy.upstream.client import EngineClient
@@ -11,10 +15,17 @@ from pdproxy.upstream.client import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """`observers` get all events, after the proxy's own; `client` makes the engines' clients, and may record what they send."""
+    """`observers` get all events, after the proxy's own; `client` makes the engines' clients, and may record what they send.
+
+    `connector` makes the connectors of aiohttp's sessions, inside the event loop; None: aiohttp's own. `now`: seconds of a steady
+    clock, for durations. `chance`: draws for choices among engines.
+    """
 
     observers: Sequence[Observer] = ()
     client: Callable[..., EngineClient] = EngineClient
+    connector: Callable[[], aiohttp.BaseConnector] | None = None
+    now: Callable[[], float] = time.monotonic
+    chance: Callable[[], float] = random.random
 
 
 UNWATCHED = Watch()

@@ -19,6 +19,7 @@ COMMANDS = (
     "calibrate",
     "simulate",
     "plan",
+    "chaos",
     "health",
     "notifier",
     "config",

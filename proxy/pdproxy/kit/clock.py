@@ -30,7 +30,7 @@ class Timer:
 
     __slots__ = ("_number", "_slots", "then")
 
-    def __init__(self, slots: dict[int, set[Timer]], number: int, then: Callable[[], None]) -> None:
+    def __init__(self, slots: dict[int, dict[Timer, None]], number: int, then: Callable[[], None]) -> None:
         self._slots = slots
         self._number = number
         self.then = then
@@ -40,7 +40,7 @@ class Timer:
         self.then = _nothing  # `then` often refers to the owner of this timer: no reference cycle stays
         slot = self._slots.get(self._number)
         if slot is not None:
-            slot.discard(self)
+            slot.pop(self, None)
             if not slot:
                 del self._slots[self._number]
 
@@ -52,13 +52,15 @@ class Clock:
     shorter: that time counts for no timer, and sockets are read between it and the next timer.
     """
 
-    def __init__(self, failed: Callable[[Exception], None] | None = None) -> None:
+    def __init__(
+        self, failed: Callable[[Exception], None] | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         """Make one. `failed` gets each exception that a timer's function raised; None: it is logged here."""
-        self.now: Callable[[], float] = time.monotonic
+        self.now = now
         """Returns seconds of a steady clock, for durations. Timers count these seconds less those of hold-ups."""
         self._failed = failed or _log
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._slots: dict[int, set[Timer]] = {}
+        self._slots: dict[int, dict[Timer, None]] = {}
         self._done = 0
         self._due = 0.0
         """When the next tick is due, in seconds of the loop's time less `_lost`."""
@@ -67,7 +69,12 @@ class Clock:
         self._next: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Clock {sum(map(len, self._slots.values()))} timers>"
+        return f"<Clock {self.timers} timers>"
+
+    @property
+    def timers(self) -> int:
+        """How many timers are set."""
+        return sum(map(len, self._slots.values()))
 
     def after(self, seconds: float, then: Callable[[], None]) -> Timer:
         """Call `then` after `seconds`, or up to a tick later."""
@@ -77,9 +84,9 @@ class Clock:
         number = int((loop.time() - self._lost + seconds) / TICK) + 1
         slot = self._slots.get(number)
         if slot is None:
-            slot = self._slots[number] = set()
+            slot = self._slots[number] = {}
         timer = Timer(self._slots, number, then)
-        slot.add(timer)
+        slot[timer] = None
         if self._next is None:
             self._done = int((loop.time() - self._lost) / TICK)
             self._tick_at((self._done + 1) * TICK, read=False)
@@ -114,7 +121,7 @@ class Clock:
             slot = self._slots.pop(number, None)
             while slot:
                 try:
-                    slot.pop().then()
+                    slot.popitem()[0].then()
                 except Exception as error:  # the other deadlines of the process still count
                     self._failed(error)
         self._next = None

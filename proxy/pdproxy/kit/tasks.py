@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from pdproxy.kit.frames import drop_traceback, frames
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.text import truncate
 
 logger = logging.getLogger("pdproxy")
@@ -101,7 +102,7 @@ class TaskOwner:
         self._name = name
         self._pauses = pauses or Pauses()
         self._now = now
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: OrderedSet[asyncio.Task[None]] = OrderedSet()
         self._failures: list[Failures] = []
         self._kept: dict[asyncio.Task[None], Failures] = {}
 
@@ -179,8 +180,8 @@ class TaskOwner:
         while self._tasks:  # one that ends may have spawned another
             if (left := end - loop.time()) <= 0:
                 break
-            await asyncio.wait(set(self._tasks), timeout=left)
-        pending = set(self._tasks)
+            await asyncio.wait(list(self._tasks), timeout=left)
+        pending = list(self._tasks)
         for task in pending:
             task.cancel()
         if pending:

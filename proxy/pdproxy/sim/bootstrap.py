@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pdproxy.sim.listener import Listener
+from pdproxy.sim.network import Network
 from pdproxy.sim.side_channel import LinkError
 
 _CANCEL_TIMEOUT = 1.0
@@ -44,7 +44,7 @@ Workers = dict[int, dict[str, Any]]
 class Bootstrap:
     """One bootstrap server. `answer`: bytes that `/query` answers with instead of the truth."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, network: Network) -> None:
         self.workers: Workers = {}
         self.answer: bytes | None = None
         self._state = ServerState()
@@ -63,7 +63,7 @@ class Bootstrap:
             proxy_headers=False,
         )
         self._config.load()
-        self._listener = Listener(host, port, lambda: HttpToolsProtocol(self._config, self._state, {}))
+        self._listener = network.listener(host, port, lambda: HttpToolsProtocol(self._config, self._state, {}))
 
     @property
     def url(self) -> str:

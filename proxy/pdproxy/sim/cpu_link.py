@@ -14,7 +14,7 @@ import msgspec
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.cpu import Cpu, FindReceiver, Part, SendPart
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.reserved_port import ReservedPort
+from pdproxy.sim.network import EnginePort
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
@@ -45,12 +45,14 @@ async def _ask(host: str, port: int, question: _Question) -> str:
 
 
 class CpuLink:
-    """P's connections, and D's port. `connector` returns the running core's; `changed` is called when the core has work."""
+    """P's connections, and D's `port`. `connector` returns the running core's; `changed` is called when the core has work."""
 
-    def __init__(self, facts: Facts, connector: Callable[[], Cpu], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, facts: Facts, connector: Callable[[], Cpu], changed: Callable[[], None], port: EnginePort
+    ) -> None:
         self._facts, self._connector, self._changed = facts, connector, changed
-        self._reserved = ReservedPort()
-        self._server: asyncio.Server | None = None
+        self._reserved = port
+        self._server: asyncio.AbstractServer | None = None
         self._answering = TaskOwner("CPU link")
         self._awake = asyncio.Event()
         self._awake.set()

@@ -25,6 +25,7 @@ from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.kv_events import KvEventPublishers
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
 from pdproxy.sim.mooncake_link import MooncakeLink, bootstrap_of
+from pdproxy.sim.network import Network, Sockets
 from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.output_stream import OutputStream
@@ -42,11 +43,15 @@ _MAX_LAG = 0.05
 class Engine:
     """One simulated engine. `start` it inside a running event loop, `stop` it there."""
 
-    def __init__(self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None) -> None:
+    def __init__(
+        self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None, network: Network | None = None
+    ) -> None:
         """Make an engine; `chance` seeds all draws (sampling without a seed, ids); None: different in each run.
 
         `storage`: where a connector shares KV with other engines of this process; None: as `shared_storage_path` says.
+        `network`: where its ports are; None: on this machine.
         """
+        self.network = network or Sockets()
         self.facts = facts
         self.tokenizer = Tokenizer(facts.add_bos)
         self.rank_stats = [Stats() for _ in range(facts.data_parallel_size)]
@@ -64,12 +69,12 @@ class Engine:
         self._streams: dict[str, OutputStream] = {}
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("engine")
-        self.bootstrap = bootstrap_of(facts)
+        self.bootstrap = bootstrap_of(facts, self.network)
         """P's bootstrap server with Mooncake."""
         self._links = self._made_links()
         self._sending = Sending()
         self._receiving = Receiving(self._pd, self.wake)
-        self._cpu_link = CpuLink(facts, self._cpu, self.wake)
+        self._cpu_link = CpuLink(facts, self._cpu, self.wake, self.network.reserved_port())
         self.link = RegisteredLink(facts, lambda: self._live_core().connector, self.wake)
         """The link of a connector whose engines register."""
         self.http_address = ""

@@ -18,6 +18,7 @@ from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import Page
 from pdproxy.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
+from pdproxy.sim.network import Network
 from pdproxy.sim.nixl_link import Driver
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
@@ -235,8 +236,8 @@ class MooncakeLink:
         return self._facts.hardware.transfer_s(blocks * self._facts.block_size)
 
 
-def bootstrap_of(facts: Facts) -> Bootstrap | None:
+def bootstrap_of(facts: Facts, network: Network) -> Bootstrap | None:
     """Return the bootstrap server of an engine with Mooncake, None if it has none."""
     if facts.connector != "mooncake" or facts.mooncake_role == "kv_consumer":
         return None
-    return Bootstrap(facts.side_channel_host, facts.mooncake.bootstrap_port)
+    return Bootstrap(facts.side_channel_host, facts.mooncake.bootstrap_port, network)

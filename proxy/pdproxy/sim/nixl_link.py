@@ -12,6 +12,7 @@ from typing import Protocol
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import Page
+from pdproxy.sim.network import Network
 from pdproxy.sim.nixl import Greeting, Handshake, PeerNotice, Pull
 from pdproxy.sim.nixl_push import NixlPush, Push, Register, Registration
 from pdproxy.sim.receiving_line import ReceivingLine
@@ -33,6 +34,7 @@ class Driver(Protocol):
     """What steps the core."""
 
     facts: Facts
+    network: Network
 
     @property
     def dead(self) -> bool:
@@ -56,7 +58,7 @@ class NixlLink:
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._facts = driver, driver.facts
-        self.side = SideChannel(self)
+        self.side = SideChannel(self, driver.network.reserved_port())
         self._line = ReceivingLine(self._facts.hardware)
         self._core: Core | None = None
 

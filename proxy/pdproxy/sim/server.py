@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.admin import AdminPort
 from pdproxy.sim.api.app import create_app
@@ -26,7 +27,7 @@ from pdproxy.sim.facts import Facts
 from pdproxy.sim.fault_middleware import FaultMiddleware
 from pdproxy.sim.faults.book import Fault, FaultBook, Situation
 from pdproxy.sim.journal import Journal, Request
-from pdproxy.sim.listener import Listener
+from pdproxy.sim.network import Network, Sockets
 from pdproxy.sim.reply import Script
 from pdproxy.sim.script import Scripts
 from pdproxy.sim.storage import Storage
@@ -69,6 +70,7 @@ class SimServer:
     the engine (None: different in each run) and those of faults. `make_app` makes the application; None: vLLM's API.
     `keep_alive`: seconds that an idle connection is kept. `tls`: the context of its connections, None: plain HTTP.
     `storage`: what it shares with other engines of this process (`shared`, `lmcache-mp`); None: the facts' folder, if any.
+    `network`: where its ports are; None: on this machine, as the admin port always is.
     """
 
     def __init__(
@@ -84,9 +86,10 @@ class SimServer:
         keep_alive: int = 5,
         tls: ssl.SSLContext | None = None,
         storage: Storage | None = None,
+        network: Network | None = None,
     ) -> None:
         self.facts = facts if facts is not None else Facts()
-        self.engine = WatchedEngine(self.facts, chance=chance, storage=storage)
+        self.engine = WatchedEngine(self.facts, chance=chance, storage=storage, network=network)
         self.engine.notice_sender.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
         self.engine.kv_events.faults = lambda moment, rank: self.faults.due(moment, Situation(rank=rank))
         self.faults = Faults(chance or 0)
@@ -98,6 +101,7 @@ class SimServer:
         """Connections accepted so far."""
         self.life: Life = "down"
         self._state = ServerState()
+        self._state.connections, self._state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]
         self._connection: type[SimProtocol] = protocol_class(self)
         self._config = uvicorn.Config(
             FaultMiddleware((make_app or create_app)(self.engine), self),
@@ -110,7 +114,7 @@ class SimServer:
             timeout_keep_alive=keep_alive,
         )
         self._config.load()
-        self._listener = Listener(host, port, self._protocol, tls)
+        self._listener = (network or Sockets()).listener(host, port, self._protocol, tls)
         self._admin = AdminPort(self, host, admin_port) if admin_port is not None else None
         self._tasks = TaskOwner("simulated engine")
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -217,7 +221,7 @@ class SimServer:
         for connection in self._open():
             connection.drop()
         await self.engine.stop()
-        tasks = {task for task in self._state.tasks if task is not asyncio.current_task()}
+        tasks = [task for task in self._state.tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:

@@ -17,10 +17,10 @@ import msgspec
 
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.memory import Page
+from pdproxy.sim.network import EnginePort
 from pdproxy.sim.nixl import Greeting, Handshake, Peer
 from pdproxy.sim.nixl_push import Push, Register, Registration
 from pdproxy.sim.request import EngineDeadError
-from pdproxy.sim.reserved_port import ReservedPort
 
 _MAX_FRAME = 1 << 28
 _HEADER = 4
@@ -196,13 +196,13 @@ class Owner(Protocol):
 
 
 class SideChannel:
-    """Answers other engines."""
+    """Answers other engines on a port."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, port: EnginePort) -> None:
         self._owner = owner
         self._engine_id, self._agent = "", ""
-        self._reserved = ReservedPort()
-        self._server: asyncio.Server | None = None
+        self._reserved = port
+        self._server: asyncio.AbstractServer | None = None
         self._answering = TaskOwner("side channel")
         self._awake = asyncio.Event()
         self._awake.set()

@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Iterator
 from email.utils import formatdate
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -31,6 +31,14 @@ class Rendered:
     def __init__(self) -> None:
         self.data = b""
         self.closes = False
+
+
+@runtime_checkable
+class Resets(Protocol):
+    """A transport without a socket that can close with an RST."""
+
+    def reset(self) -> None:
+        """Close now with an RST."""
 
 
 class Wire(asyncio.Transport):
@@ -69,6 +77,9 @@ class Wire(asyncio.Transport):
     def reset(self) -> None:
         """Close now with an RST; held or not."""
         if self._real.is_closing():
+            return
+        if isinstance(self._real, Resets):
+            self._real.reset()
             return
         descriptor = self._real.get_extra_info("socket").fileno()
         # A duplicate, since the event loop keeps the socket itself to itself.

@@ -17,6 +17,7 @@ from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.moriio import Read, Report
+from pdproxy.sim.network import Network
 from pdproxy.sim.request import EngineOutput, EngineRequest
 from pdproxy.sim.storage import Storage
 
@@ -28,8 +29,10 @@ watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 class WatchedEngine(Engine):
     """An engine that calls watchers at its requests' `prefilling` and, for decode, `handed_over`."""
 
-    def __init__(self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None) -> None:
-        super().__init__(facts, chance=chance, storage=storage)
+    def __init__(
+        self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None, network: Network | None = None
+    ) -> None:
+        super().__init__(facts, chance=chance, storage=storage, network=network)
         self._watchers: dict[str, Watcher] = {}
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:

@@ -116,6 +116,7 @@ class EngineAdmin:
     """Asks engines for their state. `timeout` in seconds limits each request.
 
     `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
+    `connector` makes the session's connector; None: aiohttp's own.
     """
 
     def __init__(
@@ -124,7 +125,9 @@ class EngineAdmin:
         timeout: float,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], ssl.SSLContext | None] = lambda _: None,
+        connector: Callable[[], aiohttp.BaseConnector] | None = None,
     ) -> None:
+        self._connector = connector
         self._timeout = timeout
         self._key = key
         self._tls = tls
@@ -272,7 +275,11 @@ class EngineAdmin:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
-                trust_env=False, cookie_jar=jar, auto_decompress=False, skip_auto_headers=("Accept-Encoding",)
+                connector=None if self._connector is None else self._connector(),
+                trust_env=False,
+                cookie_jar=jar,
+                auto_decompress=False,
+                skip_auto_headers=("Accept-Encoding",),
             )
         headers = dict(more or ())
         if body is not None:

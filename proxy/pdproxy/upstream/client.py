@@ -26,6 +26,8 @@ from pdproxy.kit.errors import (
     Wait,
     no_more_files,
 )
+from pdproxy.kit.frames import drop_traceback
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 from pdproxy.upstream.sockets import watch_peer
@@ -186,7 +188,7 @@ class EngineClient:
         self._tls = tls
         self._unacknowledged = unacknowledged
         self._idle: list[EngineConnection] = []
-        self._all: set[EngineConnection] = set()
+        self._all: OrderedSet[EngineConnection] = OrderedSet()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
@@ -243,9 +245,10 @@ class EngineClient:
                 async with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))
                     return await pending.answered()
-            except StaleConnectionError:
+            except StaleConnectionError as stale:
                 if last:
                     raise
+                drop_traceback(stale)  # its frames refer to `pending`, which refers to it
             except TimeoutError:
                 raise EngineTimeoutError(f"{self.url} did not answer in {timeout:g} s", wait=wait) from None
             finally:

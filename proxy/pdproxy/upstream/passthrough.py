@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from ssl import SSLContext
 
 import aiohttp
@@ -58,6 +59,7 @@ class PassthroughLegs:
     """Opens legs. `connect_timeout` in seconds; all other deadlines belong to the caller.
 
     `key` and `tls` are called with an engine's URL for each request; None: it has none.
+    `connector` makes the session's connector; None: aiohttp's own.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class PassthroughLegs:
         budget: AnswerBudget,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
+        connector: Callable[[], aiohttp.BaseConnector] | None = None,
     ) -> None:
+        self._connector = connector or partial(aiohttp.TCPConnector, limit=0, force_close=True)
         self._connect_timeout = connect_timeout
         self._budget = budget
         self._key = key
@@ -106,7 +110,7 @@ class PassthroughLegs:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:  # made inside its event loop
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                connector=self._connector(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),

@@ -100,6 +100,7 @@ class DataPathProtocol(GuardedProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+        self.pipeline.clear()
         self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other: only the garbage collector would free them
         self.scope = {}  # type: ignore[typeddict-item]  # it refers to this connection
 

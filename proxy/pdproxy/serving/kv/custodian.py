@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -42,7 +43,7 @@ class Custodian:
         self._observers = observers
         self.now = now
         self.clock = clock
-        self._live: set[Custody] = set()
+        self._live: OrderedSet[Custody] = OrderedSet()
         self._has_notices = contract.handle_from_notice is not None
         self.decode_waits = contract.holder.decode_waits
         """Whether decode engines wait for a push under this contract."""

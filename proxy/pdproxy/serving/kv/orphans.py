@@ -14,6 +14,7 @@ import msgspec
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, Observers
 from pdproxy.serving.kv.buffers import BufferSpace
@@ -176,7 +177,10 @@ class Orphans:
         try:
             async with self._clock.within(timeout):
                 await pending.answered()
-        except (TimeoutError, EngineError):
+        except TimeoutError:
+            return
+        except EngineError as error:
+            drop_traceback(error)  # its frames refer to `pending`, which refers to it
             return
         finally:
             pending.close()
@@ -195,6 +199,7 @@ class Orphans:
         except EngineError as error:
             self.forget(leg.id or "")
             leg.nothing_kept(error.message)
+            drop_traceback(error)
             return
         finally:
             self.count -= 1

@@ -19,6 +19,7 @@ from typing import Protocol
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -138,6 +139,7 @@ class Release(ABC):
         except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
                 self._resources.observers.notify(DeadlinePassed(error.wait.value, decode))
+            drop_traceback(error)  # its frames refer to the request, which refers to it
             return None if isinstance(error, EngineTimeoutError) else 0
         return answer.status
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Observers, TurnReleased
@@ -127,5 +128,6 @@ class TurnReleases:
         except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
                 self._observers.notify(DeadlinePassed(error.wait.value, url))
+            drop_traceback(error)  # its frames refer to the request, which refers to it
             return 0
         return answer.status

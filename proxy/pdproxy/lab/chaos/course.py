@@ -1,0 +1,189 @@
+"""The course of one run: load with faults, the end of the faults, calm, quiet, the end. In a virtual loop.
+
+Owns the phases and their times. `lab.chaos.child` runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+
+import msgspec
+
+from pdproxy.lab.chaos import invariants
+from pdproxy.lab.chaos.clients import Outcome, Visitors
+from pdproxy.lab.chaos.invariants import PATIENCE, Finding
+from pdproxy.lab.chaos.options import Options
+from pdproxy.lab.chaos.oracle import BODIES, ask_judge, bodies
+from pdproxy.lab.chaos.schedule import Call, Fault, Item, schedule
+from pdproxy.lab.chaos.trace import Trace
+from pdproxy.lab.chaos.troubles import Troubles
+from pdproxy.lab.chaos.virtual.loop import SpinningError, StuckError, VirtualLoop
+from pdproxy.lab.chaos.virtual.network import VirtualNetwork
+from pdproxy.lab.chaos.world import CLIENTS, LEASE, MODEL, PORT, PROXY, World
+
+_RECOVERY = 12.0
+"""Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died."""
+_BURSTS, _BURST, _BETWEEN = 10, 8, 3.0
+"""The calm: so many times so many requests at once, with so many seconds between."""
+_LEAVE_AFTER = (0.0, 300.0)
+"""Some of them leave after so many bytes, or before any."""
+_QUIET = 8.0
+"""Seconds until nothing may be held any more: engines close idle connections after 5 s."""
+_POLLS, _POLL = 100, 0.05
+
+
+class Result(msgspec.Struct):
+    """What came of a run. `cpu`, seconds, is left to whoever measures it."""
+
+    findings: list[Finding]
+    digest: str = ""
+    calls: dict[str, int] = {}
+    """How many requests ended in which way, under faults."""
+    faults: dict[str, int] = {}
+    virtual: float = 0.0
+    cpu: float = 0.0
+    deliveries: int = 0
+
+
+def run(options: Options, trace: Trace) -> Result:
+    """Run it all in a loop of its own."""
+    network = VirtualNetwork(trace.delivered)
+    loop = VirtualLoop(network)
+    asyncio.set_event_loop(loop)
+    course = _Course(options, network, trace)
+    try:
+        loop.run_until_complete(course.run())
+    except (StuckError, SpinningError) as error:
+        course.findings.append(Finding("the loop goes on", f"{error}, in phase {course.phase}: {course.state()}"))
+    return course.result(loop.time())
+
+
+class _Course:
+    def __init__(self, options: Options, network: VirtualNetwork, trace: Trace) -> None:
+        self._options = options
+        self._network = network
+        self._trace = trace
+        self.phase = "begin"
+        self.findings: list[Finding] = []
+        self._load: list[Outcome] = []
+        self._faults: Counter[str] = Counter()
+        self._begun = 0.0
+
+    def state(self) -> str:
+        """Return what waits, in words."""
+        return ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self._network.loop))[:20])
+
+    def result(self, now: float) -> Result:
+        """Return what came of it so far."""
+        calls = Counter(one.how if one.how != "error" else f"error {one.detail}" for one in self._load)
+        return Result(
+            self.findings,
+            self._trace.digest,
+            dict(calls.most_common()),
+            dict(self._faults.most_common()),
+            now - self._begun,
+            0.0,
+            self._trace.deliveries,
+        )
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._begun = loop.time()
+        own = asyncio.current_task()
+        world = World(self._options, self._network, self._trace)
+        await world.begin()
+        asked = bodies(self._options.seed, MODEL)
+        await ask_judge(self._network, world.judge.host, PORT, asked)
+        names, timers = self._names(own), world.proxy.front.clock.timers
+        gc.freeze()
+        await self._under_faults(world, Visitors(self._network, (PROXY, PORT), asked, PATIENCE))
+        await self._calm(world, Visitors(self._network, (PROXY, PORT), asked, PATIENCE))
+        await self._quiet(world)
+        self.findings += await self._lasting(world, names, timers, own)
+        self.findings += invariants.balanced(world, self._trace.events)
+        self.findings += invariants.garbage()
+        self._phase("end")
+        await world.end()
+        await asyncio.sleep(1.0)
+        left = sorted(task.get_name() for task in asyncio.all_tasks() if task is not own)
+        self.findings += invariants.ended(left, [repr(one) for one in self._network.open])
+        self.findings += invariants.logged(world.errors)
+
+    @staticmethod
+    def _names(own: asyncio.Task[object] | None) -> list[str]:
+        return [task.get_name().partition("Task-")[0] for task in asyncio.all_tasks() if task is not own]
+
+    async def _lasting(
+        self, world: World, names: list[str], timers: int, own: asyncio.Task[object] | None
+    ) -> list[Finding]:
+        """Compare tasks and timers with those before; a probe may be under way."""
+        found: list[Finding] = []
+        for _ in range(_POLLS):
+            found = invariants.lasting(names, self._names(own), timers, world.proxy.front.clock.timers)
+            if not found:
+                break
+            await asyncio.sleep(_POLL)
+        return found
+
+    def _phase(self, name: str) -> None:
+        self.phase = name
+        self._trace.mark(f"phase {name}")
+
+    async def _under_faults(self, world: World, visitors: Visitors) -> None:
+        self._phase("load")
+        items = schedule(self._options)
+        self._faults = Counter(one.spec.partition(":")[0] or one.what for one in items if isinstance(one, Fault))
+        troubles = Troubles(world)
+        begun = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for item in items:
+                group.create_task(self._at(begun, item, visitors, troubles), name=f"chaos:item {item.number}")
+        self._load = visitors.outcomes
+        for outcome in self._load:
+            self._trace.ended(outcome)
+        self.findings += invariants.answered(self._load)
+        await world.heal()
+
+    async def _at(self, begun: float, item: Item, visitors: Visitors, troubles: Troubles) -> None:
+        await asyncio.sleep(begun + item.at - asyncio.get_running_loop().time())
+        self._trace.mark(f"item {item.number}")
+        if isinstance(item, Call):
+            await visitors.visit(item, f"call-{item.number}", f"{CLIENTS[:-1]}{item.number % 8 + 1}")
+        else:
+            await troubles.happen(item)
+
+    async def _calm(self, world: World, visitors: Visitors) -> None:
+        self._phase("recovery")
+        await asyncio.sleep(_RECOVERY)
+        self._phase("calm")
+        for engine in world.engines:
+            engine.sim.requests.clear()
+        expired = sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
+        for burst in range(_BURSTS):
+            async with asyncio.TaskGroup() as group:
+                for place in range(_BURST):
+                    number = burst * _BURST + place
+                    call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
+                    if place < len(_LEAVE_AFTER):
+                        call = Call(
+                            -1, 0.0, "leaves" if number % 2 else "resets", (number % BODIES,), _LEAVE_AFTER[place]
+                        )
+                    group.create_task(visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place + 1}"))
+            await asyncio.sleep(_BETWEEN)
+        await asyncio.sleep(LEASE)
+        expired -= sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
+        served = {engine.name: len(engine.sim.requests) for engine in world.engines}
+        self.findings += invariants.calm(visitors.outcomes, served, -expired)
+        self.findings += invariants.reported([*self._load, *visitors.outcomes], self._trace.events)
+
+    async def _quiet(self, world: World) -> None:
+        self._phase("quiet")
+        await asyncio.sleep(_QUIET)
+        self.findings += invariants.quiet(world)
+        for _ in range(_POLLS):  # a probe may be under way
+            if not self._network.open:
+                return
+            await asyncio.sleep(_POLL)
+        self.findings += invariants.ended([], [repr(one) for one in self._network.open])

@@ -1,0 +1,86 @@
+"""Carries out the faults of a schedule: on engines, on links, on the pool. Each one ends what it began."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from pdproxy.lab.chaos.schedule import Fault
+from pdproxy.lab.chaos.virtual.transport import Link
+from pdproxy.lab.chaos.world import PROXY, ChaosEngine, World
+
+_SLOW = 0.4
+"""Seconds that a slow link takes more."""
+
+
+class Troubles:
+    """Makes faults happen in a world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._engines = {engine.name: engine for engine in world.engines}
+
+    async def happen(self, fault: Fault) -> None:
+        """Let one happen, and end it."""
+        engine = self._engines[fault.engine]
+        match fault.what:
+            case "arm":
+                number = engine.sim.faults.add(fault.spec)
+                await asyncio.sleep(max(fault.seconds, 2.0))
+                engine.sim.faults.remove(number)
+                await self._back(engine, 0.0)
+            case "restart":
+                await engine.run(engine.sim.restart(min(fault.seconds, 1.0)))
+            case "kill":
+                await engine.run(engine.sim.kill())
+                await self._back(engine, fault.seconds)
+            case "terminate":
+                await engine.run(engine.sim.terminate())
+                await self._back(engine, fault.seconds)
+            case "dead_core":
+                engine.sim.engine.kill_core()
+                await self._back(engine, fault.seconds)
+            case "freeze":
+                engine.sim.freeze_now(0.0)
+                await asyncio.sleep(fault.seconds)
+                await engine.run(engine.sim.thaw())
+            case "cut" | "half_cut" | "slow_link":
+                await self._disturb(fault, engine)
+            case "remove":
+                await self._remove(engine, fault.seconds)
+
+    async def _back(self, engine: ChaosEngine, seconds: float) -> None:
+        """Start an engine again after some seconds, as its supervisor would, unless something else did."""
+        await asyncio.sleep(seconds)
+        if engine.sim.life in ("down", "terminated") or engine.sim.engine.dead:
+            await engine.run(engine.sim.restart())
+
+    async def _disturb(self, fault: Fault, engine: ChaosEngine) -> None:
+        other = PROXY if fault.other == "proxy" else self._engines[fault.other].host
+        network = self._world.network
+        links: list[Link] = [network.link(other, engine.host)]
+        if fault.what != "half_cut":
+            links.append(network.link(engine.host, other))
+        for link in links:
+            if fault.what == "slow_link":
+                link.latency += _SLOW
+            else:
+                link.cut()
+        await asyncio.sleep(fault.seconds)
+        for link in links:
+            if fault.what == "slow_link":
+                link.latency -= _SLOW
+            else:
+                link.up(asyncio.get_running_loop())
+
+    async def _remove(self, engine: ChaosEngine, seconds: float) -> None:
+        """Take an engine out of the pool, and put it back."""
+        setup = self._world.proxy.setup
+        with contextlib.suppress(KeyError):  # another fault has removed it
+            setup.remove(engine.url)
+        await asyncio.sleep(seconds)
+        await self._world.in_proxy(self._add(engine))
+
+    async def _add(self, engine: ChaosEngine) -> None:
+        with contextlib.suppress(ValueError):  # it is there
+            self._world.proxy.setup.add(self._world.nodes[engine.name])

@@ -1,0 +1,131 @@
+"""Reading and judging what a client was told: what is right passes, and each way of being wrong is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pdproxy.lab.chaos.answers import Answer, MalformedError, Told, read_answer, told
+from pdproxy.lab.chaos.oracle import Body, judge
+
+RIGHT = Told({0: "one two"}, {0: "length"}, (3, 2, 5))
+ERROR = {"message": "m", "type": "t", "param": None, "code": 502}
+
+
+def event(text: str = "", end: str | None = None, **more: object) -> str:
+    choice = {"index": 0, "text": text, "finish_reason": end}
+    return "data: " + json.dumps({"choices": [choice], **more}) + "\n\n"
+
+
+USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}\n\n'
+DONE = "data: [DONE]\n\n"
+FAILED = "data: " + json.dumps({"error": ERROR}) + "\n\n"
+GOOD = event("one") + event(" two", "length") + USAGE + DONE
+
+
+def streamed(body: str) -> tuple[str, str]:
+    answer = Answer(200, "text/event-stream; charset=utf-8", False, bytearray(body.encode()), True)
+    return judge(answer, Body("/v1/completions", {"stream": True}, RIGHT))
+
+
+def whole(body: object, status: int = 200, allowed: frozenset[int] = frozenset()) -> tuple[str, str]:
+    answer = Answer(status, "application/json", False, bytearray(json.dumps(body).encode()), True)
+    return judge(answer, Body("/v1/completions", {}, RIGHT), allowed)
+
+
+def test_right_answers() -> None:
+    assert streamed(GOOD) == ("right", "")
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert whole({"choices": [{"index": 0, "text": "one two", "finish_reason": "length"}], "usage": usage}) == (
+        "right",
+        "",
+    )
+    chat = {"choices": [{"index": 0, "message": {"content": "one two"}, "finish_reason": "length"}], "usage": usage}
+    assert whole(chat) == ("right", "")
+
+
+def test_well_formed_errors() -> None:
+    assert streamed(event("one") + FAILED) == ("error", "event 502")
+    assert streamed(event("one") + FAILED + DONE) == ("error", "event 502")
+    assert whole({"error": {**ERROR, "reason": "more may stand there"}}, 503) == ("error", "503")
+    assert whole({"error": ERROR}, 408, frozenset({408})) == ("error", "408")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        event("one") + event(" two", "length") + DONE,  # no usage
+        event("one") + event("one") + event(" two", "length") + USAGE + DONE,  # repeated
+        event(" two", "length") + USAGE + DONE,  # lost
+        event("one two", "stop") + USAGE + DONE,
+        event("one two") + USAGE + DONE,  # no finish reason
+        GOOD + DONE,
+        GOOD[:-1],
+        event("one") + event(" two", "length") + USAGE,  # no end
+        event("one two", "length") + event("x") + USAGE + DONE,
+        event("one", "length") + event(" two", "length") + USAGE + DONE,
+        event("two") + FAILED,  # wrong before the error
+        FAILED + event("one"),
+        'data: {"error": {"message": "m"}}\n\n',
+        "data: {no json}\n\n" + DONE,
+        "data: 1\n\n" + DONE,
+        "event: x\n\n" + DONE,
+        "",
+        DONE,
+        event("one two", "length").replace('"index": 0', '"index": 1') + GOOD,
+    ],
+)
+def test_wrong_streams(body: str) -> None:
+    assert streamed(body)[0] == "wrong"
+
+
+def test_wrong_bodies() -> None:
+    assert whole({"error": ERROR})[0] == "wrong", "an error with status 200"
+    assert whole({"error": ERROR}, 400)[0] == "wrong", "the request was good"
+    assert whole({"error": ERROR}, 408)[0] == "wrong"
+    assert whole({"detail": "x"}, 500)[0] == "wrong"
+    assert whole([], 500)[0] == "wrong"
+
+
+def _read(data: bytes) -> Answer:
+    async def main() -> Answer:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        answer = Answer()
+        await read_answer(reader, answer)
+        return answer
+
+    return asyncio.run(main())
+
+
+def test_http_is_read() -> None:
+    answer = _read(b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\nconnection: close\r\ncontent-type: a/b\r\n\r\nabc")
+    assert (answer.status, bytes(answer.body), answer.closes, answer.content_type) == (200, b"abc", True, "a/b")
+    answer = _read(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n")
+    assert bytes(answer.body) == b"abcde"
+    assert answer.complete
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nab", EOFError),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", EOFError),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcXY0\r\n\r\n", MalformedError),
+        (b"HTTP/1.1 200 OK\r\n\r\nabc", MalformedError),
+        (b"nonsense\r\n\r\n", MalformedError),
+        (b"", EOFError),
+    ],
+)
+def test_answers_that_break_off_or_are_no_http(data: bytes, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        _read(data)
+
+
+def test_told_keeps_choices_apart() -> None:
+    body = event("a") + event("b").replace('"index": 0', '"index": 1') + event("c", "stop") + DONE
+    answer = Answer(200, "text/event-stream", False, bytearray(body.encode()), True)
+    assert told(answer) == Told({0: "ac", 1: "b"}, {0: "stop"})

@@ -1,0 +1,117 @@
+"""`pdproxy chaos`: a seed passes and replays exactly in another process; a defect is found, shrunk and repeated."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import pdproxy
+from pdproxy.cli.main import main
+from pdproxy.lab.chaos import run as runner
+from pdproxy.lab.chaos.course import Result
+from pdproxy.lab.chaos.invariants import Finding
+from pdproxy.lab.chaos.options import Options
+
+PACKAGE = Path(pdproxy.__file__).parent
+
+
+@pytest.mark.timeout(300)
+def test_a_seed_passes_and_replays_exactly_in_another_process() -> None:
+    options = Options(seed=3, seconds=5, faults=3)
+    first, second = runner.run_one(options), runner.run_one(options)
+    assert first.findings == []
+    assert first.calls["right"] > 20
+    assert sum(first.faults.values()) == 15
+    assert (first.digest, first.deliveries, first.virtual) == (second.digest, second.deliveries, second.virtual)
+    other = runner.run_one(msgspec.structs.replace(options, seed=4))
+    assert other.digest != first.digest
+
+
+@pytest.mark.timeout(300)
+def test_a_planted_defect_is_found(tmp_path: Path) -> None:
+    """A copy of the package whose ledger forgets to close leases of failed prefills."""
+    copy = tmp_path / "pdproxy"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    admission = copy / "serving" / "request" / "lifecycle.py"
+    old = "            if request.admitted is not None:\n                self._admission.leave"
+    text = admission.read_text()
+    assert text.count(old) == 1
+    admission.write_text(text.replace(old, old.replace("is not None", "is not None and error is None")))
+    command = [
+        sys.executable,
+        "-m",
+        "pdproxy.cli.main",
+        "chaos",
+        "--seed",
+        "3",
+        "--seconds",
+        "5",
+        "--faults",
+        "3",
+        "--no-shrink",
+    ]
+    done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "places are given back" in done.stdout
+    assert "repeat it: pdproxy chaos --seed 3 --seconds 5 --faults 3\n" in done.stdout
+
+
+def _broken(guilty: set[int]) -> object:
+    def run_one(options: Options, trace: str | None = None) -> Result:
+        broken = guilty <= (options.only if options.only is not None else guilty)
+        return Result([Finding("a rule", "text")] if broken else [], "digest", {"right": 1}, {})
+
+    return run_one
+
+
+def test_the_shortest_schedule_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runner, "run_one", _broken({7, 50}))
+    assert main(["chaos", "--seed", "5", "--seconds", "6"]) == 1
+    said = capsys.readouterr().out
+    assert "a rule: text" in said
+    assert "has 2 items" in said
+    assert re.search(r"^    7: at .* a client ", said, re.MULTILINE)
+    assert re.search(r"^    50: at ", said, re.MULTILINE)
+    assert said.endswith("  repeat it: pdproxy chaos --seed 5 --seconds 6 --only 7,50\n")
+
+
+def test_a_failure_that_does_not_repeat_is_said_to_be_flaky(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = iter([Result([Finding("a rule", "text")]), Result([])])
+    monkeypatch.setattr(runner, "run_one", lambda options, trace=None: next(results))
+    assert main(["chaos", "--seconds", "6"]) == 1
+    assert "this failure is flaky" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (found,) = runner.run_one(Options()).findings
+    assert found.rule == "the run ends"
+    assert "exit code 1" in found.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--seconds", "0"],
+        ["--seed", "-1"],
+        ["--only", "3,x"],
+        ["--prefill", "0"],
+        ["--seeds", "2", "--only", "3"],
+        ["--seeds", "2", "--trace", "file"],
+    ],
+)
+def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["chaos", *wrong])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2
+    assert capsys.readouterr().err.startswith("pdproxy chaos: ")

@@ -1,0 +1,50 @@
+"""Schedules: the same seed gives the same items, and leaving some out changes no other."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+
+from pdproxy.lab.chaos.options import Options
+from pdproxy.lab.chaos.schedule import ANSWERS, Call, Client, Fault, Trouble, schedule
+from pdproxy.sim.faults.book import parse
+
+
+def test_leaving_items_out_changes_no_other() -> None:
+    options = Options(seed=5, seconds=20)
+    whole = schedule(options)
+    assert whole == schedule(options)
+    assert len(whole) == 190
+    kept = frozenset(range(3, 190, 7))
+    assert schedule(msgspec.structs.replace(options, only=kept)) == [one for one in whole if one.number in kept]
+    assert schedule(msgspec.structs.replace(options, seed=6)) != whole
+
+
+def test_times_are_in_order_and_within_the_load() -> None:
+    items = schedule(Options(seed=1, seconds=10))
+    assert [one.at for one in items] == sorted(one.at for one in items)
+    assert items[0].at >= 0
+    assert items[-1].at <= 10
+
+
+def test_over_some_seeds_every_kind_of_client_and_fault_happens() -> None:
+    items = [item for seed in range(40) for item in schedule(Options(seed=seed))]
+    assert {one.client for one in items if isinstance(one, Call)} == set(get_args(Client))
+    assert {one.what for one in items if isinstance(one, Fault)} == set(get_args(Trouble))
+    specs = {one.spec.partition(":")[0] for one in items if isinstance(one, Fault) and one.spec}
+    assert specs == {spec for specs in ANSWERS.values() for spec in specs}
+
+
+def test_the_simulator_takes_every_fault() -> None:
+    for item in schedule(Options(seed=2, seconds=600)):
+        if isinstance(item, Fault) and item.spec:
+            parse(item.spec)
+        assert item.words()
+
+
+def test_the_command_repeats_the_run() -> None:
+    options = Options(seed=17, seconds=12.5, decode=2, faults=3.0)
+    assert options.command() == "pdproxy chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
+    assert options.command(frozenset({41, 3})).endswith("--only 3,41")
+    assert Options().command() == "pdproxy chaos --seed 0 --seconds 60"
