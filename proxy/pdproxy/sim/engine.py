@@ -48,8 +48,7 @@ class Engine:
     ) -> None:
         """Make an engine; `chance` seeds all draws (sampling without a seed, ids); None: different in each run.
 
-        `storage`: where a connector shares KV with other engines of this process; None: as `shared_storage_path` says.
-        `network`: where its ports are; None: on this machine.
+        `storage`: where a connector shares KV within this process, else `shared_storage_path`. `network`: of its ports.
         """
         self.network = network or Sockets()
         self.facts = facts
@@ -213,10 +212,7 @@ class Engine:
         self.wake()
 
     def freeze(self, rank: int | None = None) -> None:
-        """Stop stepping and stop answering on the side channel; sockets stay open (what SIGSTOP does to the core).
-
-        `rank`: only the core of this data-parallel rank; None: all.
-        """
+        """Stop the core of a data-parallel rank (None: of all) and its side channel; sockets stay open, as by SIGSTOP."""
         self.stops.freeze(rank)
 
     def thaw(self, rank: int | None = None) -> None:
@@ -239,8 +235,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches, as vLLM's route of this name does. Return whether that was possible: no request may run."""
-        done = [core.pool.reset() for core in self._cores]
-        return all(done)
+        return False not in [core.pool.reset() for core in self._cores]
 
     def fail_loads(self, count: int = 1) -> None:
         """Let the next `count` KV transfers that this engine begins fail: pulls, registrations, pushes."""
