@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from pdproxy.scheduling.auto.demand import Demand
-from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.auto.loads import MEMORY_S, EngineLoad
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.weights import Weights
 from pdproxy.scheduling.slo import Slo
@@ -160,7 +160,7 @@ class Kept:
         engines = len(loads) + (0 if fixed > prefill else -1)
         self.count = sum(load.kept for load in loads)
         if self.count > engines:  # others went down
-            self._keep(engines, loads, at_once=True)
+            self._keep(engines, loads, now, at_once=True)
         work, tokens = demand.rate * demand.alone_s, demand.rate * demand.output
         numbers = {0, max(self.count - 1, 0), self.count, min(self.count + 1, engines)}
         changed = max(abs(work - self._work) / work, abs(tokens - self._tokens) / max(tokens, 1.0))
@@ -175,10 +175,10 @@ class Kept:
         if gain < _SLIGHTLY:
             self._slightly = now
         if gain > _BETTER or now - self._slightly > _PATIENCE_S:
-            self._keep(best, loads)
+            self._keep(best, loads, now)
         self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
 
-    def _keep(self, best: int, loads: Sequence[EngineLoad], *, at_once: bool = False) -> None:
+    def _keep(self, best: int, loads: Sequence[EngineLoad], now: float, *, at_once: bool = False) -> None:
         """Go most of the way to the best number, or all of it."""
         self.changes += 1
         self._compared = -math.inf
@@ -192,6 +192,6 @@ class Kept:
             chosen = sorted((load for load in loads if load.kept), key=lambda load: load.free_at)
         for load in chosen[:change]:
             load.kept = more
-            if not more:
-                load.delay = 0.0  # what its sequences waited for was the prefill for others
+            if not more:  # what its sequences waited for was the prefill for others: only what is waiting now is to come
+                load.delay, load.delay_at = load.pending_s / MEMORY_S, now
         self.count += change if more else -change
