@@ -79,12 +79,11 @@ _FREE = frozenset(
     | {"truncate_prompt_tokens", "truncation_side"}  # the prompt's ids are the truncated ones
 )
 """Fields with any value. The other ones must be neutral."""
-_SENT = (
-    *(name for name in SAME_IN_COMPLETIONS if name not in ("model", "min_tokens")),
+_SENT = frozenset(SAME_IN_COMPLETIONS) - {"model", "min_tokens"} | {
     "stop",
     "include_stop_str_in_output",
     "stream_options",
-)
+}
 _MAX_STOPS = 64
 _GREEDY = 1e-5
 """vLLM takes temperatures below this for 0."""
@@ -185,7 +184,10 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
     if not shown and not parsed.adds_ids:
         return _why_no_ids(parsed)
     fields = parsed.fields
+    sent: Fields = {}
     for name, value in fields.items():
+        if name in _SENT:
+            sent[name] = value
         if name in _FREE:
             continue
         text = bytes(value)
@@ -210,7 +212,6 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
         return Reason.UNKNOWN_FIELD
     if limit is None and parsed.route is Route.COMPLETIONS:
         return Reason.NO_LIMIT
-    sent = {name: fields[name] for name in _SENT if name in fields}
     return Continuable(
         parsed.route,
         parsed.model,

@@ -294,7 +294,6 @@ class Exchange:
         return exchange
 
     def _drop_record(self) -> None:
-        request, records = self._request, self._dispatcher.resources.records
-        if records is not None and isinstance(request.record, Record) and request.record.prompt_ids:
-            records.drop(request.record)
-        request.record = None
+        record, self._request.record = self._request.record, None
+        if isinstance(record, Record) and (records := self._dispatcher.resources.records) is not None:
+            records.drop(record)

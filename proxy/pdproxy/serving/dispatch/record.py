@@ -21,21 +21,18 @@ class Record:
     `is_parsed`: as of `Beginning`.
     """
 
-    __slots__ = ("is_parsed", "kept", "new_relay", "prompt_ids")
+    __slots__ = ("is_parsed", "kept", "new_relay", "prompt_ids", "size")
 
     def __init__(self, kept: Continuable, new_relay: Callable[[], Relay]) -> None:
         self.kept = kept
         self.new_relay = new_relay
         self.prompt_ids = b""
         self.is_parsed = False
+        self.size = 0
+        """Bytes that count."""
 
     def __repr__(self) -> str:
         return f"<Record of {self.size} bytes>"
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        return len(self.prompt_ids) + len(self.kept.sampling) + _OVERHEAD
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,13 +61,14 @@ class Records:
         """Complete a record and count it, until `drop`. Return why it is not kept, if it is not."""
         if not prompt_ids:
             return Reason.NO_IDS
-        record.prompt_ids = prompt_ids
-        size = record.size
+        size = len(prompt_ids) + len(record.kept.sampling) + _OVERHEAD
         if self.held + size > self._max_bytes:
             return Reason.MEMORY
+        record.prompt_ids, record.size = prompt_ids, size
         self.held += size
         return record
 
     def drop(self, record: Record) -> None:
         """Count a record no more."""
         self.held -= record.size
+        record.size = 0

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from pdproxy.wire import tokens
 
-_PARSED = re.compile(rb'"delta": ?\{\}|"reasoning(?:_content)?": ?"|"tool_calls": ?\[')
+_DELTA = b'"delta":'
+_PARSED = (
+    b'"delta":{}',
+    b'"delta": {}',
+    b'"reasoning":"',
+    b'"reasoning": "',
+    b'"reasoning_content":',
+    b'"tool_calls":',
+)
+"""In a chat's events, where a quote cannot be a model's text. Searched one by one: that is faster than a pattern."""
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -31,4 +38,5 @@ def split(batch: bytes, *, takes_ids: bool = True) -> tuple[bytes, Beginning]:
     `takes_ids`: without the prompt's ids, thousands in one event.
     """
     rest, prompt_ids = tokens.split_prompt(batch)
-    return rest if takes_ids else batch, Beginning(prompt_ids, _PARSED.search(rest) is not None)
+    is_parsed = _DELTA in rest and any(mark in rest for mark in _PARSED)
+    return rest if takes_ids else batch, Beginning(prompt_ids, is_parsed)
