@@ -61,7 +61,8 @@ class HealthCanary:
             return False
         except OverloadedError:
             return None
-        return prefill_answer(answer) is not None
+        found = prefill_answer(answer)
+        return found is not None and bool(found.choices)
 
 
 class Enquiry:
