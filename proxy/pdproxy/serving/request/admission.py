@@ -152,8 +152,9 @@ class Admission:
         if prompt is not None or completion is not None:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
-            if self._waits.ended(self._clock.now(), cost, seconds):
-                self._waits.served(demand.prompt, seconds)
+            now = self._clock.now()
+            if self._waits.ended(now, cost, seconds):
+                self._waits.served(now, demand.prompt, seconds)
                 if completion and demand.answers:
                     self._outputs.add(demand.prompt, completion // demand.answers)
         entry = place.entry
@@ -163,7 +164,7 @@ class Admission:
 
     def missed(self, demand: Demand, seconds: float) -> None:
         """A request has missed a deadline. For `Place.leave` only."""
-        self._waits.served(demand.prompt, seconds)
+        self._waits.served(self._clock.now(), demand.prompt, seconds, late=True)
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
@@ -234,9 +235,10 @@ class Admission:
         """
         usual = self._outputs.expected(demand.prompt)
         part = 1.0 if demand.limit is None else min(demand.limit / usual, 1.0)
-        best, surely = self._waits.service(demand.prompt, part)
+        now = self._clock.now()
+        best, surely = self._waits.service(now, demand.prompt, part)
         surely = max(surely, LEAST_SERVICE)
-        left = deadline - self._clock.now()
+        left = deadline - now
         if left < max(best, LEAST_SERVICE):
             raise self._too_late(client)
         if self._queue.waiting and left < (self._wait_of(client) or 0.0) * OPTIMISM + surely:
