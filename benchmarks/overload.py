@@ -1,6 +1,6 @@
 """Many times more requests than the engines can do: goodput, whose requests are served, how late the event loop is.
 
-Usage: overload.py [--seconds 60] [--times 10] [--batch 16] [--tokens 64] [--url URL --keys A,B] [--out results.json]
+Usage: overload.py [--seconds 60] [--times 10] [--batch 16] [--tokens 64] [--windows] [--url URL --keys A,B] [--out FILE]
 
 Without `--url`: a simulated prefill and a decode engine that runs `--batch` requests at once, and a proxy with as many places,
 whose keys a and b have the weights 3 and 1. With it: a proxy that is there; `--batch` is then what its engines run at once.
@@ -162,12 +162,14 @@ class Load:
 
 
 @contextmanager
-def fleet(batch: int) -> Iterator[str]:
-    """Run a prefill and a decode engine with a proxy in front; yield its URL."""
+def fleet(batch: int, *, windows: bool) -> Iterator[str]:
+    """Run a prefill and a decode engine with a proxy in front; yield its URL. `windows`: the number of places is learned."""
     prefill, decode, proxy = free_ports(3)
     engines = ["--eos-every", "0", "--model", "sim", "--profile", "h200-8b", "--no-enable-prefix-caching"]
     with ExitStack() as stack:
-        keys = Path(stack.enter_context(TemporaryDirectory())) / "keys"
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        keys, file = folder / "keys", folder / "pdproxy.yaml"
+        file.write_text("limits: {engine_requests: auto}\n")
         keys.write_text(
             "".join(f"{name}:sk-{name} weight={weight}\n" for name, weight in zip("ab", WEIGHTS, strict=True))
         )
@@ -176,7 +178,8 @@ def fleet(batch: int) -> Iterator[str]:
             ("sim", "--role", "decode", "--port", str(decode), "--max-num-seqs", str(batch), *engines),
             ("serve", "--port", str(proxy), "--log-level", "error", "--api-keys-file", str(keys)),
         ]
-        urls = ("--prefill", f"127.0.0.1:{prefill}", "--decode", f"127.0.0.1:{decode}", "--max-inflight", str(batch))
+        places = ("--config", str(file)) if windows else ("--max-inflight", str(batch))
+        urls = ("--prefill", f"127.0.0.1:{prefill}", "--decode", f"127.0.0.1:{decode}", *places)
         processes = [stack.enter_context(simulated.running(*arguments)) for arguments in started[:2]]
         processes.append(stack.enter_context(simulated.running(*started[2], *urls)))
         url = f"http://127.0.0.1:{proxy}"
@@ -240,12 +243,15 @@ def main() -> None:
     parser.add_argument("--model", default="sim")
     parser.add_argument("--url", help="a proxy that is there; otherwise one is started in front of simulated engines")
     parser.add_argument("--keys", default="sk-a,sk-b", help="two keys of it, with the weights 3 and 1")
+    parser.add_argument(
+        "--windows", action="store_true", help="limits.engine_requests: auto, in place of `--batch` places"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     raise_files()
     first, _, second = options.keys.partition(",")
     with ExitStack() as stack:
-        url = options.url or stack.enter_context(fleet(options.batch))
+        url = options.url or stack.enter_context(fleet(options.batch, windows=options.windows))
         found = {"machine": machine(), **asyncio.run(measured(options, url, (first, second)))}
     text = json.dumps(found, indent=1)
     print(text)

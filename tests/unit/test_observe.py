@@ -35,7 +35,7 @@ from pdproxy.observe.events import (
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
 from pdproxy.observe.logs import LogObserver, access_fields
-from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, Gauge, Metrics
+from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, MAX_TENANTS, Gauge, Metrics
 
 
 def ended(model: str | None = "m", outcome: str = "ok", **fields: object) -> RequestEnded:
@@ -347,3 +347,15 @@ def test_no_exceptions_words_reach_the_log(log_format: str) -> None:
     assert sum("TypeError at " in line for line in lines) == 1
     if log_format == "json":
         assert all(json.loads(line)["level"] for line in lines)
+
+
+def test_tenants_are_labels_up_to_a_bound() -> None:
+    """What no tenant uses is not counted; beyond the bound they are counted together."""
+    metrics = Metrics()
+    for number in range(MAX_TENANTS + 5):
+        metrics.notify(ended(tenant=f"t{number}"))
+    metrics.notify(ended())
+    metrics.notify(ended(tenant="t0", prompt_tokens=None, completion_tokens=None))
+    found = metrics._counts["pdproxy_tenant_tokens_total"]
+    assert len(found) == MAX_TENANTS + 1
+    assert (found["t0",], found["other",]) == (66, 5 * 66)

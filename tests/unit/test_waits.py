@@ -12,7 +12,7 @@ from pdproxy.scheduling.waits import Waits
 def test_nothing_is_said_before_something_has_ended() -> None:
     waits = Waits()
     assert waits.wait(5.0, 100.0) is None
-    assert waits.service(100) == (0.0, 0.0)
+    assert waits.service(0.0, 100) == (0.0, 0.0)
 
 
 def test_the_wait_is_the_work_ahead_by_the_rate_at_which_work_ends() -> None:
@@ -47,12 +47,33 @@ def test_the_times_of_service_are_those_of_like_requests() -> None:
     """Of a quarter, and of nine in ten. Prompts of other sizes do not count, and a request for less of an answer needs less."""
     waits, chance = Waits(), random.Random(1)
     for _ in range(5000):
-        waits.served(100, chance.uniform(1.0, 5.0))
-        waits.served(5000, 60.0)
-    assert waits.service(100) == pytest.approx((2.0, 4.6), rel=0.2)
-    assert waits.service(100, 0.5) == pytest.approx((1.0, 2.3), rel=0.2)
-    assert waits.service(5000) == pytest.approx((60.0, 60.0), rel=0.05)
-    assert waits.service(1_000_000) == (0.0, 0.0)
+        waits.served(0.0, 100, chance.uniform(1.0, 5.0))
+        waits.served(0.0, 5000, 60.0)
+    assert waits.service(0.0, 100) == (pytest.approx(2.0, rel=0.2), pytest.approx(4.6, rel=0.2))
+    assert waits.service(0.0, 100, 0.5) == (pytest.approx(1.0, rel=0.2), pytest.approx(2.3, rel=0.2))
+    assert waits.service(0.0, 5000) == (pytest.approx(60.0, rel=0.05), pytest.approx(60.0, rel=0.05))
+    assert waits.service(0.0, 1_000_000) == (0.0, 0.0)
+
+
+def test_what_is_refused_by_a_time_does_not_keep_it() -> None:
+    """Times are forgotten while nothing is learned: otherwise a client that they refuse would be refused for ever."""
+    waits = Waits()
+    for _ in range(20):
+        waits.served(100.0, 100, 8.0)
+    assert waits.service(100.0, 100) == (pytest.approx(8.0, rel=0.1), pytest.approx(8.0, rel=0.1))
+    assert waits.service(105.0, 100) == (pytest.approx(4.0, rel=0.1), pytest.approx(4.0, rel=0.1))
+    assert max(waits.service(150.0, 100)) < 0.01
+
+
+def test_late_requests_say_nothing_of_the_best_time() -> None:
+    """Only that others take longer: while there are places, requests are not refused for those that were late."""
+    waits = Waits()
+    for number in range(400):
+        waits.served(0.0, 100, 1.0)
+        waits.served(0.0, 100, 2.0, late=bool(number))
+    best, surely = waits.service(0.0, 100)
+    assert best == pytest.approx(1.0, rel=0.1)
+    assert surely == pytest.approx(2.0, rel=0.2)
 
 
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:

@@ -4,7 +4,7 @@ Owns these estimates. A wait is the cost of the requests ahead, divided by the c
 being served are known by the size of prompts: the one in which a quarter of the requests is answered, by which a request is
 refused while there are places; and the one in which nine of ten are, by which requests leave the queue: otherwise, under
 overload, places would go to the oldest requests, which just miss their deadlines. Nothing is said before enough requests have
-ended.
+ended, and less and less once none end any more: what is refused by a time teaches nothing about it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _CLASSES = 32
 _ENOUGH = 8
 _QUANTILES = (0.25, 0.9)
 _GAIN = 0.02
+_HALF_LIFE = 5.0
+"""Seconds without a request of a size after which its times count half."""
 _APART = 0.1
 """Seconds between two requests that are learned from."""
 
@@ -24,7 +26,7 @@ _APART = 0.1
 class Waits:
     """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
 
-    __slots__ = ("_began", "_counted", "_counts", "_ended", "_logs", "_rate")
+    __slots__ = ("_began", "_counted", "_counts", "_ended", "_logs", "_rate", "_seen")
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -36,6 +38,8 @@ class Waits:
         self._logs = tuple([0.0] * _CLASSES for _ in _QUANTILES)
         """By the class of a prompt (powers of 2): the logarithm of the seconds in which that part of the requests is served."""
         self._counts = [0] * _CLASSES
+        self._seen = [0.0] * _CLASSES
+        """When the last request of a class was learned from."""
 
     def ended(self, now: float, cost: float, seconds: float) -> bool:
         """Note a request that was answered, `seconds` after it got its place. Return whether `served` is to be called for it.
@@ -50,16 +54,17 @@ class Waits:
         self._fold(now)
         return True
 
-    def served(self, prompt: int, seconds: float) -> None:
-        """Learn from a request that was answered, or that was not in so many seconds. `prompt`: its prompts' tokens."""
+    def served(self, now: float, prompt: int, seconds: float, *, late: bool = False) -> None:
+        """Learn from a request that was answered, or that was not in so many seconds (`late`). `prompt`: its prompts' tokens."""
         size = min(prompt.bit_length(), _CLASSES - 1)
+        self._seen[size] = now
         self._counts[size] = count = self._counts[size] + 1
         found = math.log(max(seconds, 1e-3))
         gain = max(_GAIN, 1 / count)
         for part, logs in zip(_QUANTILES, self._logs, strict=True):
             if count == 1:
                 logs[size] = found
-            else:
+            elif not late or logs is self._logs[-1]:  # at best they are as short as those that were answered
                 logs[size] += gain * (part if found > logs[size] else part - 1)
 
     def wait(self, now: float, ahead: float) -> float | None:
@@ -71,7 +76,7 @@ class Waits:
         rate = self._rate / max(seen, 0.01)
         return ahead / rate if rate > 1e-6 else None
 
-    def service(self, prompt: int, part: float = 1.0) -> tuple[float, float]:
+    def service(self, now: float, prompt: int, part: float = 1.0) -> tuple[float, float]:
         """Return the seconds in which a request with a place is answered at best, and almost surely; (0, 0) if they aren't known.
 
         `part`: how much of the usual answer it wants at most, 1 for all of it.
@@ -79,6 +84,7 @@ class Waits:
         size = min(prompt.bit_length(), _CLASSES - 1)
         if self._counts[size] < _ENOUGH:
             return 0.0, 0.0
+        part *= 0.5 ** ((now - self._seen[size]) / _HALF_LIFE)
         best, surely = (math.exp(logs[size]) * part for logs in self._logs)
         return best, surely
 

@@ -27,31 +27,28 @@ OPTIMISM = 0.5
 class Place:
     """A request's place, or its wait for one. Released by one `leave`."""
 
-    __slots__ = ("_admission", "_demand", "_expected", "_since", "entry", "wake")
+    __slots__ = ("_admission", "_demand", "_expected", "entry", "wake")
 
     def __init__(self, admission: Admission, demand: Demand, expected: float) -> None:
         self._admission = admission
         self._demand = demand
         self._expected = expected
-        self._since = 0.0
         self.entry: Entry[Place]
         self.wake: asyncio.Future[None] | None = None
         """Done once the place is granted or refused. None if it was free."""
 
-    def began(self, now: float) -> None:
-        """Note when the place was granted."""
-        self._since = now
-
-    def leave(self, prompt: int | None = None, completion: int | None = None, *, late: bool = False) -> None:
+    def leave(
+        self, seconds: float = 0.0, prompt: int | None = None, completion: int | None = None, *, late: bool = False
+    ) -> None:
         """Release the place: it is granted to a request that waits, if there is one.
 
-        `prompt`, `completion`: the tokens that the request had, None where no engine has reported any. `late`: whether it missed
-        a deadline.
+        `seconds`: for how long it was taken. `prompt`, `completion`: the tokens that the request had, None where no engine has
+        reported any. `late`: whether it missed a deadline.
         """
         admission = self._admission
         if late:
-            admission.missed(self._demand, self._since)
-        admission.left(self, self._demand, self._since, self._expected, prompt, completion)
+            admission.missed(self._demand, seconds)
+        admission.left(self, self._demand, self._expected, seconds, prompt, completion)
 
 
 class Admission:
@@ -145,11 +142,10 @@ class Admission:
                 text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
                 raise OverloadedError(text, Reason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
             await self._wait(client, place, deadline, service)
-        place.began(self._clock.now())
         return place
 
     def left(
-        self, place: Place, demand: Demand, since: float, expected: float, prompt: int | None, completion: int | None
+        self, place: Place, demand: Demand, expected: float, seconds: float, prompt: int | None, completion: int | None
     ) -> None:
         """A request ends its place. For `Place.leave` only."""
         cost = None
@@ -157,8 +153,8 @@ class Admission:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
             now = self._clock.now()
-            if self._waits.ended(now, cost, now - since):
-                self._waits.served(demand.prompt, now - since)
+            if self._waits.ended(now, cost, seconds):
+                self._waits.served(now, demand.prompt, seconds)
                 if completion and demand.answers:
                     self._outputs.add(demand.prompt, completion // demand.answers)
         entry = place.entry
@@ -166,9 +162,9 @@ class Admission:
         self._queue.leave(entry, cost)
         self._check_drained()
 
-    def missed(self, demand: Demand, since: float) -> None:
+    def missed(self, demand: Demand, seconds: float) -> None:
         """A request has missed a deadline. For `Place.leave` only."""
-        self._waits.served(demand.prompt, self._clock.now() - since)
+        self._waits.served(self._clock.now(), demand.prompt, seconds, late=True)
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
@@ -239,9 +235,10 @@ class Admission:
         """
         usual = self._outputs.expected(demand.prompt)
         part = 1.0 if demand.limit is None else min(demand.limit / usual, 1.0)
-        best, surely = self._waits.service(demand.prompt, part)
+        now = self._clock.now()
+        best, surely = self._waits.service(now, demand.prompt, part)
         surely = max(surely, LEAST_SERVICE)
-        left = deadline - self._clock.now()
+        left = deadline - now
         if left < max(best, LEAST_SERVICE):
             raise self._too_late(client)
         if self._queue.waiting and left < (self._wait_of(client) or 0.0) * OPTIMISM + surely:

@@ -174,8 +174,9 @@ class Lifecycle:
                 if use is not None:
                     use.end(request.tokens_used())
                 if place is not None:
+                    seconds = resources.now() - (request.admitted or request.received)
                     tokens = request.totals.prompt_tokens, request.totals.completion_tokens
-                    place.leave(*tokens, late=isinstance(error, EngineTimeoutError))
+                    place.leave(seconds, *tokens, late=isinstance(error, EngineTimeoutError))
             try:
                 if error is not None:
                     await request.answer_error(error)
