@@ -41,6 +41,7 @@ _SIDE_PORT = 5600
 MODEL = "tiny"
 LEASE = 10.0
 """Seconds for which a prefill engine keeps KV that nobody fetches."""
+# Each wait of a stream ends long before `total`: a deadline that is missing shows.
 DEADLINES = Deadlines(
     connect=1.0,
     client_head=5.0,
@@ -53,10 +54,11 @@ DEADLINES = Deadlines(
     abandoned_prefill=3.0,
     release=3.0,
     drain=10.0,
-    total=30.0,
+    total=120.0,
     probe=1.0,
 )
-LIMITS = Limits(max_inflight=64, max_queue=64, min_read_rate=256, breaker_cooldown=3.0)
+LIMITS = Limits(max_inflight=12, max_queue=24, min_read_rate=256, breaker_cooldown=3.0)
+"""So few that requests wait for places once some engines stand still."""
 HARDWARE = Hardware(prefill_tokens_per_s=4000.0, decode_step_s=0.02, request_overhead_s=0.001)
 """Slow enough that many requests are under way at once."""
 
