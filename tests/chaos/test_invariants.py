@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdproxy.lab.chaos import invariants
@@ -73,6 +74,8 @@ def test_reports() -> None:
     assert rules(invariants.reported(fine, [report("a", "engine"), events[1]])) == {"reports are true"}
     assert rules(invariants.reported(fine, [events[0], report("b")])) == {"reports are true"}
     assert rules(invariants.reported(fine, [*events, report("x")])) == {"each report has its request"}
+    stream = msgspec.structs.replace(report("a", total=invariants.STREAM + 1), stream=True)
+    assert rules(invariants.reported(fine, [stream, events[1]])) == {"each wait of a stream has its deadline"}
     late = invariants.reported(fine, [report("a", total=DEADLINES.total + 3), events[1]])
     assert rules(late) == {"no request outlives deadlines.total"}
 

@@ -113,7 +113,8 @@ class _Course:
 
     @staticmethod
     def _names(own: asyncio.Task[object] | None) -> list[str]:
-        return [task.get_name().partition("Task-")[0] for task in asyncio.all_tasks() if task is not own]
+        names = [task.get_name() for task in asyncio.all_tasks() if task is not own]
+        return ["a task without a name" if name.startswith("Task-") else name for name in names]
 
     async def _lasting(
         self, world: World, names: list[str], timers: int, own: asyncio.Task[object] | None

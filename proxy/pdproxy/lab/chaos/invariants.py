@@ -15,13 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.tasks import Failures
 from pdproxy.lab.chaos.clients import Outcome
-from pdproxy.lab.chaos.world import DEADLINES, World
+from pdproxy.lab.chaos.world import DEADLINES, LIMITS, World
 from pdproxy.observe.events import Event, RequestEnded
 
 SLACK = 2.0
 """Seconds beyond the deadlines: links that are slow, ticks of the clock, the abort of what is late."""
 PATIENCE = DEADLINES.queue + DEADLINES.total + SLACK + DEADLINES.client_body
 """Seconds in which a client has its whole answer or an error, whatever happens."""
+STREAM = DEADLINES.queue + LIMITS.attempts * (DEADLINES.connect + DEADLINES.prefill + DEADLINES.first_token) + 4 * SLACK
+"""Seconds in which a stream that its client reads is over: its deadlines, and the time of its tokens."""
 _REFUSED = ("408",)
 """Statuses of requests that were refused before they were whole, of which there is another event."""
 _MANY = 5
@@ -92,6 +94,11 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
             Finding("no request outlives deadlines.total", f"request {one.ident} took {report.total_s:.2f} s")
             for report in own
             if report.total_s > DEADLINES.total + SLACK
+        ]
+        found += [
+            Finding("each wait of a stream has its deadline", f"request {one.ident} took {report.total_s:.2f} s")
+            for report in own
+            if report.stream and not one.slow and report.total_s > STREAM
         ]
     found += [Finding("each report has its request", f"report of {name}") for name in reports]
     return _shortened(found)

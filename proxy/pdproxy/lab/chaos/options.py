@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-CONNECTORS = ("nixl",)
-"""Those whose engines use no sockets of their own beside the virtual network's."""
-
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Times are virtual seconds."""
@@ -14,7 +11,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     seconds: float = 60.0
     """How long load and faults last."""
-    connector: str = "nixl"
     prefill: int = 3
     decode: int = 3
     rate: float = 8.0
@@ -28,7 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command line that repeats the run, with these items only."""
         words = ["pdproxy chaos", f"--seed {self.seed}", f"--seconds {self.seconds:g}"]
         usual = Options()
-        for name in ("connector", "prefill", "decode", "rate", "faults"):
+        for name in ("prefill", "decode", "rate", "faults"):
             value = getattr(self, name)
             if value != getattr(usual, name):
                 words.append(f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}")

@@ -28,7 +28,7 @@ from pdproxy.observe.events import Event, Observer
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Listen, Node, Pool, Settings
-from pdproxy.sim.facts import Facts, Role
+from pdproxy.sim.facts import ConnectorName, Facts, Role
 from pdproxy.sim.server import SimServer
 from pdproxy.web.app import create_app
 
@@ -41,6 +41,7 @@ _SIDE_PORT = 5600
 MODEL = "tiny"
 LEASE = 10.0
 """Seconds for which a prefill engine keeps KV that nobody fetches."""
+# Each wait of a stream ends long before `total`: a deadline that is missing shows.
 DEADLINES = Deadlines(
     connect=1.0,
     client_head=5.0,
@@ -53,10 +54,11 @@ DEADLINES = Deadlines(
     abandoned_prefill=3.0,
     release=3.0,
     drain=10.0,
-    total=30.0,
+    total=120.0,
     probe=1.0,
 )
-LIMITS = Limits(max_inflight=64, max_queue=64, min_read_rate=256, breaker_cooldown=3.0)
+LIMITS = Limits(max_inflight=12, max_queue=24, min_read_rate=256, breaker_cooldown=3.0)
+"""So few that requests wait for places once some engines stand still."""
 HARDWARE = Hardware(prefill_tokens_per_s=4000.0, decode_step_s=0.02, request_overhead_s=0.001)
 """Slow enough that many requests are under way at once."""
 
@@ -64,14 +66,16 @@ HARDWARE = Hardware(prefill_tokens_per_s=4000.0, decode_step_s=0.02, request_ove
 class ChaosEngine:
     """One simulated engine on a host of its own."""
 
-    def __init__(self, name: str, role: Role, host: str, ports: VirtualPorts, chance: int, connector: str) -> None:
+    def __init__(
+        self, name: str, role: Role, host: str, ports: VirtualPorts, chance: int, connector: ConnectorName
+    ) -> None:
         self.name = name
         self.role: Role = role
         self.host = host
         facts = Facts(
             role=role,
             model=MODEL,
-            connector=connector,  # type: ignore[arg-type]
+            connector=connector,
             hardware=HARDWARE,
             eos_every=0,
             kv_lease_duration=LEASE,
@@ -108,7 +112,7 @@ class World:
             *((f"D{number}", "decode", f"10.0.0.{50 + number}") for number in range(options.decode)),
         ]
         self.engines = [
-            ChaosEngine(name, role, host, ports, options.seed * 100 + number, options.connector)
+            ChaosEngine(name, role, host, ports, options.seed * 100 + number, "nixl")
             for number, (name, role, host) in enumerate(roles)
         ]
         self.judge = ChaosEngine("judge", "aggregated", JUDGE, ports, options.seed * 100 + 99, "none")
@@ -137,7 +141,7 @@ class World:
     async def _begin_proxy(self) -> None:
         settings = Settings(
             listen=Listen(host=PROXY, port=PORT),
-            pools=(Pool(connector=self.options.connector, nodes=tuple(self.nodes.values())),),
+            pools=(Pool(nodes=tuple(self.nodes.values())),),
             deadlines=DEADLINES,
             limits=LIMITS,
             probes=Probes(interval=1.0, scrape_interval=4.0),
