@@ -36,7 +36,7 @@ async def heard(pair: Pair) -> None:
             await asyncio.sleep(0.1)
     await until(lambda: not pair.world.busy())
     await nothing_held(pair)
-    await asyncio.sleep(0.3)
+    await pair.noticed()
     pair.world._recorder.events.clear()
 
 
