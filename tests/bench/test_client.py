@@ -84,7 +84,7 @@ async def test_a_server_that_stalls_is_late_for_all_that_were_due_then(session: 
     """Requests go on being sent while nothing answers, and each counts from when it was due."""
     async with SimServer(FAST, chance=1) as sim:
         run = made(session, sim.url)
-        going = asyncio.create_task(run.go([Planned(0.05 * number, 8, 3) for number in range(40)]))
+        going = asyncio.create_task(run.go([Planned(0.05 * number, 8, 3) for number in range(80)]))
         while len(sim.requests) < 5:
             await asyncio.sleep(0.01)
         await sim.freeze()
@@ -92,7 +92,7 @@ async def test_a_server_that_stalls_is_late_for_all_that_were_due_then(session: 
         thawed = time.perf_counter() - run._start
         await sim.thaw()
         seen = await going
-    assert [outcome.error for outcome in seen.outcomes] == [None] * 40
+    assert [outcome.error for outcome in seen.outcomes] == [None] * 80
     waited = [outcome for outcome in seen.outcomes if outcome.times[0] >= thawed and outcome.due < thawed]
     assert len(waited) >= 10
     assert sum(outcome.sent < thawed for outcome in waited) >= 5, "the load waited for answers"

@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -408,12 +410,32 @@ async def test_requests_of_others_are_noted(bench):
     assert "3 other requests" in (await bench.check())["busy"].says
 
 
-async def test_frozen_engines_are_asked_at_once_and_do_not_add_up(bench):
-    for role in ("prefill", "decode", "decode", "decode", "decode", "decode"):
-        await (await bench.start(role)).freeze()
-    async with asyncio.timeout(11):  # one after the other they would take 12 s
-        checked = await bench.check(options=structs.replace(QUICK, timeout=2.0))
+async def test_engines_that_never_answer_are_asked_at_once(bench):
+    """So their deadlines do not add up."""
+    asked, most = Counter[int](), 0
+
+    def silent(number):
+        async def serve(reader, writer):
+            nonlocal most
+            asked[number] += 1
+            most = max(most, len(+asked))
+            with suppress(ConnectionError):
+                await reader.read()  # until the client gives up
+            asked[number] -= 1
+            writer.close()
+
+        return serve
+
+    servers = [await asyncio.start_server(silent(number), "127.0.0.1", 0) for number in range(6)]
+    urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    first, *others = urls
+    more = (EngineFlag("prefill", first), *(EngineFlag("decode", url) for url in others))
+    settings = bench.settings(more=more)
+    checked = await bench.check(settings, structs.replace(QUICK, timeout=2.0))
     assert [one.code for one in checked.findings] == ["engine_down"] * 6
+    assert most == 6
+    for server in servers:
+        server.close()
 
 
 def _keep_names_off_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,12 +66,15 @@ async def test_the_printed_python_gets_an_answer() -> None:
 
 
 async def test_its_own_traffic_is_answered_and_moves_kv() -> None:
-    async with running("--port", "0", "--prefill", "1", "--decode", "1", "--seconds", "4") as demo:
-        assert await demo.ended() == 0
-        last = next(line for line in reversed(demo.printed) if "engines 2/2 up" in line)
-        assert "failed 0" in last
-        assert "KV 0 moved" not in last
-        assert await demo.errors() == ""
+    for seconds in (4, 30):  # a busy machine needs longer
+        async with running("--port", "0", "--prefill", "1", "--decode", "1", "--seconds", str(seconds)) as demo:
+            assert await demo.ended() == 0
+            assert await demo.errors() == ""
+        last = next((line for line in reversed(demo.printed) if "engines 2/2 up" in line), "KV 0 moved")
+        if "KV 0 moved" not in last:
+            break
+    assert "failed 0" in last
+    assert "KV 0 moved" not in last
 
 
 async def test_quiet_sends_nothing_and_shows_nothing() -> None:

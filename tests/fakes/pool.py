@@ -59,6 +59,11 @@ class Pair:
         finally:
             client.close()
 
+    async def noticed(self) -> None:
+        """Wait until the proxy has read all notices that its engines have sent so far."""
+        sent = sum(one.engine.notice_sender.counts["sent"] for one in (self.p, self.d, *self.more))
+        await until(lambda: self.world.metric("pdproxy_kv_notices_total") >= sent)
+
     @property
     def loaded(self) -> float:
         """Prompt tokens that D had from elsewhere."""

@@ -171,7 +171,12 @@ async def test_without_a_replay_endpoint_a_gap_forgets_all(stack: AsyncExitStack
     read.add(sim.url)
     read.up(sim.url)
     await until(lambda: read.metric("pdproxy_kv_event_sources", state="connected"))
-    await asyncio.sleep(0.2)  # ZMQ says nowhere when a subscription has arrived
+    number = 10
+    while not read.known(sim.url):  # ZMQ says nowhere when a subscription has arrived
+        await complete(sim, prompt(number))
+        await asyncio.sleep(0.01)
+        number += 1
+    assert sim.engine.reset_prefix_cache()
     await complete(sim, prompt(0))
     await read.agrees(sim)
     sim.faults.add("lost_kv_events")

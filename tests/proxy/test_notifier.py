@@ -36,7 +36,7 @@ async def heard(pair: Pair) -> None:
             await asyncio.sleep(0.1)
     await until(lambda: not pair.world.busy())
     await nothing_held(pair)
-    await asyncio.sleep(0.3)
+    await pair.noticed()
     pair.world._recorder.events.clear()
 
 
@@ -92,18 +92,29 @@ async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: boo
         assert pair.world.events(LegFailed) == []
 
 
-async def test_kv_of_a_prefill_that_was_given_up_is_given_back() -> None:
+async def test_kv_of_a_prefill_that_was_given_up_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer never came, and with it no handle; the notice has it."""
     clock = ManualClock()
     async with pool("nixl", deadlines={"prefill": 7, "abandoned_prefill": 3}, clock=clock) as pair:
         await heard(pair)
-        pair.p.faults.add("late_notice:delay=1.5")
+        sender, late = pair.p.engine.notice_sender, list[tuple[bytes, int]]()
+
+        def later(delay: float, payload: bytes, rank: int) -> None:
+            if delay:
+                late.append((payload, rank))  # it is sent below
+            else:
+                sender._send(payload, rank)
+
+        monkeypatch.setattr(sender, "_later", later)
+        pair.p.faults.add("late_notice:delay=1")
         pair.p.faults.add("stall@handed_over")
         asked = asyncio.create_task(pair.ask(COMPLETIONS, completion()))
         await clock.reach(7)
         await clock.reach(3)
         answer = await asked
         assert answer.status == 200
+        await until(lambda: late)
+        sender._send(*late[0])
         await until(lambda: "released" in endings(pair))
         await nothing_held(pair)
         assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}

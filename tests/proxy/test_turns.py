@@ -52,7 +52,7 @@ async def talking(turns: dict[str, Any] | None = None, **more: Any) -> AsyncIter
         kept_ = pair.world.proxy.turns
         assert kept_ is not None
         await quiet(pair)
-        await asyncio.sleep(0.1)
+        await pair.noticed()
         kept_.kept.drop_all("evicted")
         await quiet(pair)
         pair.world._recorder.events.clear()
@@ -67,7 +67,7 @@ async def heard(pair: Pair) -> None:
         while not kinds <= {event.event for event in pair.world.events(KvNoticed)}:
             await pair.ask(COMPLETIONS, {"model": "tiny", "prompt": TEXT, "max_tokens": 2})
             await asyncio.sleep(0.1)
-    await asyncio.sleep(0.3)
+    await pair.noticed()
 
 
 async def quiet(pair: Pair) -> None:

@@ -155,12 +155,12 @@ async def test_an_engine_that_starts_again_has_another_id_and_another_worker(ses
 
 
 async def test_decode_waits_longer_than_prefill_for_a_worker_that_is_gone(session, monkeypatch):
-    monkeypatch.setattr("pdproxy.sim.mooncake_link.LONGER_THAN_PREFILL", 0.05)
     async with SimServer(facts("prefill"), chance=1) as p, SimServer(facts("decode", timeout=0.1), chance=2) as d:
         await post(session, p, max_tokens=1, kv_transfer_params=to_prefill())
         status, _ = await post(session, d, kv_transfer_params=to_decode(p))
         assert status == 200
         params = to_decode(p, "xfer-2")
+        monkeypatch.setattr("pdproxy.sim.mooncake_link.LONGER_THAN_PREFILL", 0.05)
         await p.kill()
         status, body = await post(session, d, kv_transfer_params=params, prompt="another")
         assert status == 500, body

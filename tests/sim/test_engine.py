@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack, aclosing
 
 import pytest
+from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.engine import Engine
@@ -106,7 +107,7 @@ async def test_a_frozen_engine_says_nothing_until_it_is_thawed(start):
 
 
 async def test_a_frozen_prefill_engine_is_waited_for_without_end_once_it_is_known(start):
-    p, d = await start(), await start(handshake_timeout=0.05)
+    p, d = await start(), await start()
     for number in range(2):
         _, prefilled = await answer(
             p, 1, dict(PREFILL), prompt=tuple(range(300 + number, 400 + number)), id=f"p{number}"
@@ -118,6 +119,8 @@ async def test_a_frozen_prefill_engine_is_waited_for_without_end_once_it_is_know
         )
         if not number:
             await running
+            (link,) = d._links
+            link._facts = structs.replace(d.facts, handshake_timeout=0.05)
     done, _ = await asyncio.wait({running}, timeout=0.2)
     assert not done
     p.thaw()

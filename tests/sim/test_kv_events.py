@@ -43,6 +43,14 @@ class Subscriber:
             self._dealer.connect(source.replay_endpoint)
         self.messages: list[tuple[str, int, list[Any]]] = []
 
+    async def subscribed(self, publisher: Any) -> None:
+        """Wait until a publisher has the subscription. ZMQ says nowhere when: messages are sent until one comes, and dropped."""
+        while not self._socket.poll(0):
+            publisher.send_multipart([b"t", b"not yet"])
+            await asyncio.sleep(0.01)
+        publisher.send_multipart([b"t", b"the last"])
+        await until(lambda: self._socket.poll(0) and self._socket.recv_multipart()[1] == b"the last")
+
     def collect(self) -> list[tuple[str, int, list[Any]]]:
         while self._socket.poll(0):
             topic, number, payload = self._socket.recv_multipart()
@@ -88,7 +96,7 @@ async def subscriber(stack: AsyncExitStack, sim: SimServer, rank: int = 0) -> Su
     """One whose subscription the engine has."""
     made = Subscriber(sim.engine.kv_events.sources[rank], "t")
     stack.callback(made.close)
-    await asyncio.sleep(0.2)  # ZMQ says nowhere when a subscription has arrived
+    await made.subscribed(sim.engine.kv_events.ranks[rank]._publisher)
     return made
 
 

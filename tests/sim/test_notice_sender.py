@@ -331,13 +331,20 @@ async def test_reports_that_nobody_takes_are_dropped(start):
 async def test_the_notifier_tells_of_a_transfer(start, proxy):
     p = await start("prefill", notify=proxy.address)
     d = await start("decode", notify=proxy.address)
-    await asyncio.sleep(0.2)  # what is told before the connection stands is lost, as it is by the real one
-    handle = (await post(p, {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": PREFILL}, ident="pd-7"))[
-        "kv_transfer_params"
-    ]
-    body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True, "kv_transfer_params": handle}
-    assert (await post(d, body, ident="client"))["choices"][0]["token_ids"] == plain()
-    found = await proxy.got(3)
+
+    async def transfer(ident):
+        body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": PREFILL}
+        handle = (await post(p, body, ident=ident))["kv_transfer_params"]
+        body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True, "kv_transfer_params": handle}
+        assert (await post(d, body, ident="client"))["choices"][0]["token_ids"] == plain()
+
+    # What is reported before the connection stands is lost, as it is by the real one.
+    async with asyncio.timeout(60):
+        while not {"loaded", "released"} <= {one["event"] for one in await proxy.got(0)}:
+            await transfer("before")
+    await transfer("pd-7")
+    sent = sum(one.engine.notice_sender.counts["sent"] for one in (p, d))
+    found = [one for one in await proxy.got(sent) if one["req_id"] != "before"]
     assert sorted(one["event"] for one in found) == ["loaded", "ready", "released"]
     assert {one["req_id"] for one in found} == {"pd-7"}
     assert all(one["t"] > 0 and one["wall"] > 1e9 for one in found)

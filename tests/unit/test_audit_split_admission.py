@@ -320,7 +320,7 @@ async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_req
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
-    await asyncio.wait_for(closing, 1)
+    await asyncio.wait_for(closing, 30)
     assert (admission.inflight, admission.waiting) == (0, 0)
 
 
@@ -340,7 +340,7 @@ async def test_a_place_granted_before_the_shutdown_is_served() -> None:
         await admission.enter(one)
     assert (admission.inflight, closing.done()) == (1, False)
     second.leave()
-    await asyncio.wait_for(closing, 1)
+    await asyncio.wait_for(closing, 30)
     with pytest.raises(OverloadedError, match="shutting down"):
         await admission.enter(one)
     assert admission.inflight == 0, "a free place is not taken either"
@@ -361,7 +361,7 @@ async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next()
     timer.then()
     with pytest.raises(OverloadedError, match="no place came free in 60 s"):
         await late
-    await asyncio.wait_for(following, 1)
+    await asyncio.wait_for(following, 30)
     assert (admission.inflight, admission.waiting) == (1, 0)
     assert heard.events == [DeadlinePassed("queue")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -167,9 +166,9 @@ def test_a_large_body_is_not_copied() -> None:
     assert isinstance(client.request("/v1/completions", (), b"x" * 60_000), bytes)
 
 
-async def test_what_came_during_a_hold_up_is_in_time() -> None:
+async def test_what_came_during_a_hold_up_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that stood still reads its sockets before it judges a deadline."""
-    heard, held_up = threading.Event(), threading.Event()
+    heard, held_up, said = threading.Event(), threading.Event(), threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -179,18 +178,22 @@ async def test_what_came_during_a_hold_up_is_in_time() -> None:
                 heard.set()
                 held_up.wait(30)
                 taken.sendall(WHOLE)
+                said.set()
                 taken.recv(4096)
 
-        serving = asyncio.get_running_loop().run_in_executor(None, serve)
+        loop = asyncio.get_running_loop()
+        serving = loop.run_in_executor(None, serve)
         port = listener.getsockname()[1]
         client = EngineClient(
             f"http://127.0.0.1:{port}", connect_timeout=30, keepalive=60, clock=Clock(), budget=AnswerBudget()
         )
-        asked = asyncio.ensure_future(client.whole(request(client), 0.5, Wait.RELEASE))
+        asked = asyncio.ensure_future(client.whole(request(client), 60, Wait.RELEASE))
         while not heard.is_set():
             await asyncio.sleep(0.001)
         held_up.set()
-        time.sleep(0.8)
+        assert said.wait(30)
+        time_of = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time_of() + 100)  # the loop has stood still for so long
         assert (await asked).body == b"ok"
         client.close()
         await serving

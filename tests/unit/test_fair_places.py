@@ -246,7 +246,7 @@ async def test_a_place_passes_over_a_cancelled_request() -> None:
     cancelled.cancel()
     shared.leave("a")
     assert (shared.taken, shared.waiting) == (1, 0)
-    await asyncio.wait_for(following, 1)
+    await asyncio.wait_for(following, 30)
     assert cancelled.cancelled()
     shared.leave("c")
     assert (shared.taken, shared.waiting, shared._clients, shared._queue) == (0, 0, {}, {})

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,20 @@ async def post(url: str, **body: Any) -> tuple[bytes, asyncio.StreamReader, asyn
     return await reader.readuntil(b"\r\n"), reader, writer
 
 
+async def enough(
+    url: str, count: int, chunks: int, seen: Callable[[dict[str, Any]], bool], key: str | None = None
+) -> dict[str, Any]:
+    """Run honest clients; on a busy machine for longer, until enough is seen. Return their results."""
+    seconds = 0.4
+    while not seen(found := await honest.clients(url, count, chunks, seconds, key)) and seconds < 30:
+        seconds *= 4
+    return found
+
+
 async def test_honest_clients_take_right_answers() -> None:
     """Streamed and whole, chats and completions: the mock engine's answers count as right."""
     async with engine() as url:
-        found = await honest.clients(url, 4, CHUNKS, 0.5)
+        found = await enough(url, 4, CHUNKS, lambda found: found["right"] > 4)
     assert found["right"] > 4
     assert (found["wrong"], found["refused"]) == ({}, 0)
     assert found["first_p99_ms"] is not None
@@ -65,8 +75,9 @@ async def test_honest_clients_take_right_answers() -> None:
 async def test_honest_clients_detect_wrong_answers() -> None:
     """A text that is one word too short counts as wrong, for each kind of request."""
     async with engine() as url:
-        found = await honest.clients(url, 4, CHUNKS + 1, 0.3)
-    assert {"WrongError another text", "WrongError another text in a stream"} <= set(found["wrong"])
+        both = {"WrongError another text", "WrongError another text in a stream"}
+        found = await enough(url, 4, CHUNKS + 1, lambda found: both <= set(found["wrong"]))
+    assert both <= set(found["wrong"])
 
 
 async def test_delayed_health_requests_count() -> None:
@@ -156,7 +167,8 @@ async def test_honest_clients_report_why_they_were_refused() -> None:
         writer.write(b"HTTP/1.1 503 x\r\ncontent-length: 4\r\nconnection: close\r\n\r\nfull")
 
     server = await asyncio.start_server(full, "127.0.0.1", 0)
-    found = await honest.clients(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 2, CHUNKS, 0.4, "a key")
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    found = await enough(url, 2, CHUNKS, lambda found: found["refused"] > 2, "a key")
     server.close()
     assert found["refused"] > 2
     assert [text for _, text in found["refusals"]] == ["full", "full"]

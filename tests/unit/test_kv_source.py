@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from pdproxy.fleet import kv_events, kv_source
 from pdproxy.fleet.kv_events import Feed, SourceCounts
-from pdproxy.fleet.kv_source import COOLDOWN, HELD_BYTES, MAX_IN_VAIN, MAX_REPLAY_S, QUIET, Source, SourceParts
+from pdproxy.fleet.kv_source import (
+    COOLDOWN,
+    HELD_BYTES,
+    MAX_IN_VAIN,
+    MAX_PAUSE,
+    MAX_REPLAY_S,
+    QUIET,
+    Source,
+    SourceParts,
+)
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
 from tests.fakes.clock import ManualClock
@@ -657,13 +666,24 @@ async def test_without_replays_another_connection_may_be_another_run() -> None:
     assert stage.counts.replays == {"unavailable": 1}
 
 
+async def over(stage: Stage) -> None:
+    """Let time pass until no replay runs, and replays may be asked for again."""
+    for _ in range(100):
+        await turns(30)
+        if not len(stage.tasks):
+            break
+        await stage.clock.advance(2.0)
+    assert not len(stage.tasks)
+    await stage.clock.advance(MAX_PAUSE + COOLDOWN)
+
+
 OPERATIONS = st.sampled_from(
     ["deliver", "deliver", "deliver", "lose", "restart", "reconnect", "wait", "lossy", "no end", "evict", "silent"]
 )
 KINDS = st.sampled_from(["replays", "no replays", "connects"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(OPERATIONS, max_size=40), st.randoms(use_true_random=False), KINDS)
 def test_whatever_is_lost_the_end_is_what_the_engine_has(
     operations: list[str], chance: random.Random, kind: str
@@ -737,13 +757,9 @@ def test_whatever_is_lost_the_end_is_what_the_engine_has(
             await turns(chance.randrange(4))
         engine.lost, engine.lost_ends, engine.silent = [], 0, False
         probe()
-        for _ in range(80):
-            await turns(60)
-            await stage.clock.advance(2.0)
+        await over(stage)
         stage.send(store())
-        for _ in range(4):
-            await turns(60)
-            await stage.clock.advance(2.0)
+        await over(stage)
         incomplete = {result for result in stage.counts.replays if result not in ("complete", "too_old")}
         known = stage.index.hashes
         assert known <= held

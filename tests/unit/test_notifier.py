@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pickle
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -539,10 +540,10 @@ def test_a_proxy_that_is_not_there(nixl: Any, listen: Callable[..., Inbox]) -> N
     address = inbox.address
     inbox.close()
     sender = nixl.Sender([address])
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     for _ in range(10_000):
         sender.send({"n": 1})
-    assert time.monotonic() - began < 10
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before < 1000  # a thread that waits lets others run
     inbox = listen(address)
     deadline = time.monotonic() + 30
     sent = 10_000

@@ -14,6 +14,7 @@ CAUSES = (
     ("eof", "the connection closed, or the stream ended without its end mark"),
     ("unreachable", "the engine could not be reached"),
     ("deadline", "the engine sent nothing in time"),
+    ("stalled", "the engine stands still"),
     ("aborted", "the engine gave the answer up"),
     ("error_event", "the engine sent an error"),
 )
@@ -42,6 +43,7 @@ REASONS = (
     ("unknown_field", "the request has a field that may depend on the answer so far"),
     ("no_limit", "it is not known how many tokens the answer may still have"),
     ("none_left", "limits.continuations"),
+    ("retry_budget", "no place of the retry budget came free in deadlines.retry"),
     ("deadline", "no data in deadlines.continuation, or in another deadline before"),
     ("no_engine", "no engine could be leased for it"),
     ("refused", "the engine that was to go on failed, or refused it"),

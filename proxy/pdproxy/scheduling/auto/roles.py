@@ -192,6 +192,8 @@ class Kept:
             chosen = sorted((load for load in loads if load.kept), key=lambda load: load.free_at)
         for load in chosen[:change]:
             load.kept = more
-            if not more:  # what its sequences waited for was the prefill for others: only what is waiting now is to come
+            if (
+                not more
+            ):  # what its sequences waited for was the prefill for others: only what is waiting now is to come
                 load.delay, load.delay_at = load.pending_s / MEMORY_S, now
         self.count += change if more else -change

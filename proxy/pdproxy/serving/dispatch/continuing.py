@@ -13,6 +13,7 @@ from pdproxy.kit.errors import (
     EngineUnreachableError,
     OverloadedError,
     PdproxyError,
+    Wait,
 )
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.cut import Cut, find_cut
@@ -186,7 +187,7 @@ def finish(relay: Relay, record: Record) -> bool:
 def cause_of(error: EngineError) -> str:
     """Return the kind of failure that cut a stream: a label of `pdproxy_continuations_total{reason}`."""
     if isinstance(error, EngineTimeoutError):
-        return "deadline"
+        return "stalled" if error.wait is Wait.STALLED else "deadline"
     if isinstance(error, EngineUnreachableError):
         return "unreachable"
     if isinstance(error, GivenUpError):
