@@ -7,9 +7,11 @@ kept. Of an exchange that has ended, its answer and its totals are kept.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 
-from pdproxy.kit.errors import EngineRefusedError
+from pdproxy.kit.errors import EngineRefusedError, PdproxyError
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.serving.dispatch.exchange import Dispatcher
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
@@ -115,4 +117,6 @@ async def in_order(count: int, one: Callable[[int], Awaitable[None]]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, PdproxyError) and ended is not sys.exception():
+                drop_traceback(ended)  # of a second one that has failed: its frames refer to it
