@@ -65,17 +65,6 @@ def test_what_is_refused_by_a_time_does_not_keep_it() -> None:
     assert max(waits.service(150.0, 100)) < 0.01
 
 
-def test_late_requests_say_nothing_of_the_best_time() -> None:
-    """Only that others take longer: while there are places, requests are not refused for those that were late."""
-    waits = Waits()
-    for number in range(400):
-        waits.served(0.0, 100, 1.0)
-        waits.served(0.0, 100, 2.0, late=bool(number))
-    best, surely = waits.service(0.0, 100)
-    assert best == pytest.approx(1.0, rel=0.1)
-    assert surely == pytest.approx(2.0, rel=0.2)
-
-
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:
     """Each counts for the rate; one in a tenth of a second is looked at."""
     waits = Waits()

@@ -54,8 +54,8 @@ class Waits:
         self._fold(now)
         return True
 
-    def served(self, now: float, prompt: int, seconds: float, *, late: bool = False) -> None:
-        """Learn from a request that was answered, or that was not in so many seconds (`late`). `prompt`: its prompts' tokens."""
+    def served(self, now: float, prompt: int, seconds: float) -> None:
+        """Learn from a request that was answered, or that was not in so many seconds. `prompt`: its prompts' tokens."""
         size = min(prompt.bit_length(), _CLASSES - 1)
         self._seen[size] = now
         self._counts[size] = count = self._counts[size] + 1
@@ -64,7 +64,7 @@ class Waits:
         for part, logs in zip(_QUANTILES, self._logs, strict=True):
             if count == 1:
                 logs[size] = found
-            elif not late or logs is self._logs[-1]:  # at best they are as short as those that were answered
+            else:
                 logs[size] += gain * (part if found > logs[size] else part - 1)
 
     def wait(self, now: float, ahead: float) -> float | None:

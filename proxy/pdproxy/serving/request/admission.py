@@ -164,7 +164,7 @@ class Admission:
 
     def missed(self, demand: Demand, seconds: float) -> None:
         """A request has missed a deadline. For `Place.leave` only."""
-        self._waits.served(self._clock.now(), demand.prompt, seconds, late=True)
+        self._waits.served(self._clock.now(), demand.prompt, seconds)
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
