@@ -103,7 +103,10 @@ class _Course:
         await self._quiet(world)
         self.findings += await self._lasting(world, names, timers, own)
         self.findings += invariants.balanced(world, self._trace.events)
+        errors = len(world.errors)
         self.findings += invariants.garbage()
+        await asyncio.sleep(_POLL)
+        del world.errors[errors:]  # generators of the simulator that the collection closes
         self._phase("end")
         await world.end()
         await asyncio.sleep(1.0)
