@@ -123,6 +123,14 @@ def test_what_is_kept() -> None:
     assert isinstance(kept.sampling, bytes)
 
 
+def test_neutral_penalties_are_sent_again() -> None:
+    """An engine's generation config may have other ones, which hold for requests that send none."""
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    kept = planned(Route.CHAT, **neutral)
+    assert isinstance(kept, Continuable)
+    assert json.loads(kept.sampling) == {"temperature": 0} | neutral
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "limit"),
     [

@@ -45,7 +45,7 @@ from pdproxy.transfer.contract import (
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
-from pdproxy.wire.continuable import NEUTRAL, PROMPT_ONLY, SAME_IN_COMPLETIONS, limit_of
+from pdproxy.wire.continuable import NEUTRAL, PENALTIES, PROMPT_ONLY, SAME_IN_COMPLETIONS, limit_of
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
@@ -90,7 +90,7 @@ def may_begin_on_prefill(parsed: Parsed) -> bool:
 
 
 def _passed(parsed: Parsed) -> Fields:
-    return {name: parsed.fields[name] for name in SAME_IN_COMPLETIONS if name in parsed.fields}
+    return {name: parsed.fields[name] for name in (*SAME_IN_COMPLETIONS, *PENALTIES) if name in parsed.fields}
 
 
 def release_leg(model: str | None, given: Handle) -> LegRequest:

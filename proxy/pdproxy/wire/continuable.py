@@ -34,6 +34,8 @@ SAME_IN_COMPLETIONS = (
     "cache_salt",
 )
 """Fields with the same meaning in a completion as in a chat, and the same behind some of the answer as before it."""
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+"""Sent with the fields above where they are neutral: an engine's generation config may have others for clients that send none."""
 PROMPT_ONLY = (
     "prompt",
     "messages",
@@ -83,7 +85,9 @@ _SENT = frozenset(SAME_IN_COMPLETIONS) - {"model", "min_tokens"} | {
     "stop",
     "include_stop_str_in_output",
     "stream_options",
+    *PENALTIES,
 }
+"""Fields that are sent again."""
 _MAX_STOPS = 64
 _GREEDY = 1e-5
 """vLLM takes temperatures below this for 0."""
