@@ -358,7 +358,7 @@ def _piece(prompt: bytes, ids: bytes, **changes: bytes) -> bytes:
         ([_piece(b"null", b"[5]")], {"no_ids"}),
         ([_piece(b"[1,2]", b"null")], {"no_ids"}),
         ([_piece(b"[1,2]", b'["5"]')], {"no_ids"}),
-        ([_piece(b"[1,2]", b"[99999999999999999999]")], {"no_ids", "half_letter"}),
+        ([_piece(b"[1,2]", b"[99999999999999999999]")], {"no_ids", "too_long"}),
         ([_piece(b"[1,2]", b"[5]", id=b"7", created=b'"x"')], {"eof"}),
         ([_piece(b"[1,2]", b"[5]", created=b"[" * 9)], {"no_ids"}),
         ([_piece(b"[1,2]", b"[5]"), _piece(b"null", b"[5,6,7]")], {"half_letter"}),

@@ -55,9 +55,11 @@ def keep(listed: bytes, ids: array[int]) -> int:
     if len(ids) + count > MAX_KEPT:
         return count
     try:
-        ids.extend(_read(b"[%b]" % listed))
+        ids.extend(array("I", _read(b"[%b]" % listed)))  # all of them, or none
     except (msgspec.DecodeError, OverflowError):  # invalid ids are dropped
-        ids.extend([int(one) for one in listed.split(b",") if one.isdigit() and len(one) <= DIGITS])
+        valid = [int(one) for one in listed.split(b",") if one.isdigit() and len(one) <= DIGITS]
+        ids.extend(valid)
+        return count - len(valid)
     return 0
 
 

@@ -161,8 +161,8 @@ def finish(relay: Relay, record: Record) -> bool:
     The client gets the event with which the choice ended, if that was held back; its usage, if it wants that; and the mark.
     """
     events, output, fast_path = relay.filter, relay.output, relay.fast_path
-    if output is None or not events.finished:
-        return False
+    if output is None or not events.finished or (isinstance(output, ContinuedWriter) and output.is_broken):
+        return False  # what was not written may be the choice's end
     held, events.last_events = b"".join(events.last_events), []
     if held:
         held = fast_path.written(held)

@@ -123,7 +123,7 @@ class Exchange:
     def streams(self) -> Streams:
         """The streams that the answer came from: several if other engines went on with the first."""
         relay = self.relay
-        own = Streams([], None, 0) if relay is None else Streams([relay.fast_path], relay.usage, 0)
+        own = Streams() if relay is None else Streams([relay.fast_path], relay.usage, 0, relay.filter.keeps_usage)
         return own if self._following is None else self._following.streams(own)
 
     @property
@@ -185,6 +185,7 @@ class Exchange:
                     return outcome.answer
                 action = self._recover(outcome)
                 if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
+                    drop_traceback(outcome.error)  # the client may leave while this waits
                     self._slot = self._slot or await self._dispatcher.resources.retry_slot()
                     action = action if self._slot is not None else Fail(outcome.error)
                 if isinstance(action, Continue) and isinstance(outcome, DecodeFailed):
@@ -199,8 +200,6 @@ class Exchange:
                         raise action.error
                     finally:
                         del outcome, action  # they hold the error, whose traceback holds this frame
-                if isinstance(outcome, PrefillFailed | DecodeFailed):
-                    drop_traceback(outcome.error)
         finally:
             self._request.drop()  # it refers to the caller of this exchange
             if self._slot is not None:
@@ -285,12 +284,13 @@ class Exchange:
         following = self._following = Following(self._dispatcher.resources, self._request, self.relay, failed)
         await following.run(self._next)
 
-    def _next(self, request: PromptRequest, failed: str, slot: RetrySlot) -> Exchange:
+    def _next(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Exchange:
         """Return the exchange that goes on with a stream. It keeps a record of its own, and leaves the slot."""
         self._drop_record()
         exchange = Exchange(self._dispatcher, request)
         exchange._slot = slot
         exchange._avoid = (failed,)  # it may serve on: a broken connection is not its end
+        exchange._without = (failed,) if silent else ()
         return exchange
 
     def _drop_record(self) -> None:

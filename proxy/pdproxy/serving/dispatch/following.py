@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec import structs
@@ -27,11 +27,15 @@ from pdproxy.wire.engine import Usage
 
 @dataclass(slots=True)
 class Streams:
-    """The streams of one answer in order. `usage`: that of the last one; `done`: tokens of the answer in those before it."""
+    """The streams of one answer in order. `usage`: that of the last one; `done`: tokens of the answer in those before it.
 
-    paths: list[FastPath]
-    usage: Usage | None
-    done: int
+    `keeps_usage`: as of `EventFilter`, of any of them.
+    """
+
+    paths: list[FastPath] = field(default_factory=list)
+    usage: Usage | None = None
+    done: int = 0
+    keeps_usage: bool = False
 
 
 class Follower(Protocol):
@@ -52,8 +56,13 @@ class Follower(Protocol):
         """See `Exchange.usage_event`."""
 
 
-MakeFollower = Callable[[PromptRequest, str, RetrySlot], Follower]
-"""`(request, url, slot)`: makes an exchange that takes the engine at `url` only if there is no other. It leaves the slot."""
+class MakeFollower(Protocol):
+    """Makes the exchange that goes on with a stream."""
+
+    def __call__(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Follower:
+        """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent, even for a split
+        prompt only if no engine can serve alone. It leaves the slot.
+        """
 
 
 class Following:
@@ -116,7 +125,7 @@ class Following:
                     return Reason.RETRY_BUDGET
                 self._report(failed, will_retry=True)
                 self._continuation = found
-                self._exchange = exchange_of(found.request, failed.url, slot)
+                self._exchange = exchange_of(found.request, failed.url, slot, silent=silent)
 
                 def begin(_relay: Relay) -> ResponseWriter:
                     within.disarm()
@@ -161,7 +170,8 @@ class Following:
         if self._pause is None or self._exchange is None or self._continuation is None:
             return own
         found = self._exchange.streams
-        return Streams(own.paths + found.paths, found.usage, self._continuation.done + found.done)
+        keeps_usage = own.keeps_usage or found.keeps_usage
+        return Streams(own.paths + found.paths, found.usage, self._continuation.done + found.done, keeps_usage)
 
     def usage_event(self, own: bytes | None) -> bytes | None:
         """Return the usage event of the answer, None if none has come."""

@@ -78,11 +78,10 @@ class PromptList:
             channel.close()
             self._totals.add(index, exchange)
         if answer is None:
-            events = exchange.relay.filter if exchange.relay is not None else None
             usage_event = exchange.usage_event
-            if events is not None and usage_event is not None:
+            if usage_event is not None:
                 self.usage_events[index] = usage_event
-                self.forced_usage = self.forced_usage or events.keeps_usage
+                self.forced_usage = self.forced_usage or exchange.streams.keeps_usage
         elif answer.status == 200:
             self.answer.add(index, answer)
         else:

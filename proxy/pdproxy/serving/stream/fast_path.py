@@ -107,6 +107,9 @@ class FastPath:
         last = batch if at < 0 else batch[at + len(END) :]
         if last.startswith(_DATA):
             self.sent = last
+        elif (at := batch.rfind(END + _DATA)) >= 0 or batch.startswith(_DATA):  # a comment is behind it
+            start = at + len(END) if at >= 0 else 0
+            self.sent = batch[start : batch.find(END, start) + len(END)]
         rest, listed = tokens.taken(batch)
         if listed:
             self.keep_ids(listed)

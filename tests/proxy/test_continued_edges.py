@@ -1,0 +1,129 @@
+"""Streams that go on, at their edges: what engines send beside their data, and who is asked when an engine is silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fakes import answers, scripts
+from tests.fakes.clock import STEP, ManualClock
+from tests.fakes.garbage import left_to_the_collector
+from tests.fakes.world import COMPLETIONS, PROMPT, completion, until, world
+from tests.proxy.test_continued import UNBROKEN, USAGE, results, whole
+from tests.proxy.test_continued_not import RESET, _piece, broken
+
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
+
+async def test_an_end_that_was_not_written_is_no_end() -> None:
+    """What comes in one read with an event that is no completion never reaches the client: its choice has not ended."""
+    async with world(leaves=True, limits={"continuations": 5}) as w:
+        begins = scripts.streams(*[_piece(b"[1,2,3]", b"[5]")] * 3, then="reset")
+        bad = _piece(b"[1,2,3,5,5,5]", b"[6]").replace(b'"index":0', b'"index":0,"x":{')
+        end = answers.piece(False, "z", finish="length").replace(b'"token_ids":null}', b'"token_ids":[6]}')
+        w.decode[0].script(begins, scripts.streams(_piece(b"[1,2,3,5,5,5]", b"[6]"), bad + end, then="reset"))
+        error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        assert "invalid completion event" in error["message"]
+
+
+async def test_a_silent_engine_is_not_asked_where_another_can_serve_alone() -> None:
+    """The only decode engine is silent, and an aggregated one is there: that goes on at once."""
+    clock = ManualClock()
+    async with world(decode=1, aggregated=1, clock=clock, leaves=True, deadlines={"between_tokens": 7}) as w:
+        (d,) = w.decode
+        d.script(scripts.streams(*[_piece(b"[%b]" % b",".join([b"20"] * 60), b"[50]")] * 3, then="stall"))
+        d.default = scripts.stall
+        asking = asyncio.ensure_future(w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        answer = await clock.through(asking, STEP)
+        assert results(w) == [("continued", "deadline")]
+        assert answer.events[-1] == answers.DONE
+        assert len(d.requests) == 1
+
+
+async def test_a_comment_behind_an_event_in_one_read() -> None:
+    """The last event of data is not the one before it: half of a letter may have come with the comment."""
+    async with world(leaves=True) as w:
+        half = _piece(b"null", b"[203]").replace(b'"text":"a"', b'"text":""')
+        first = _piece(b"[10,11,12]", b"[105]")
+        w.decode[0].script(scripts.streams(first, half + b": ping\n\n", then="reset"))
+        answer = await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12, stream_options=USAGE))
+        sent = [request.json["prompt"] for request in w.decode[0].requests if "prompt" in request.json]
+        assert len(sent) == 2, (results(w), answer.events)
+        assert sent[1] == [10, 11, 12, 105], answer.events
+
+
+@pytest.mark.parametrize("ids", [b"[4294967296]", b"[1,4294967296]", b"[12345678901]"])
+async def test_ids_that_are_none(ids: bytes) -> None:
+    """A stream of which an id is not known is not continued behind the others."""
+    async with world(leaves=True) as w:
+        w.decode[0].script(
+            scripts.streams(_piece(b"[1,2,3]", b"[105]"), _piece(b"null", ids), _piece(b"null", b"[105]"), then="reset")
+        )
+        broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        assert {result for result, _ in results(w)} == {"refused"}
+
+
+@pytest.mark.parametrize("at", ["mid_stream:events=4", "mid_stream:events=9"])
+async def test_a_forced_usage_of_a_list_whose_streams_all_go_on(at: str) -> None:
+    """The engines that went on have shown that the usage is forced: the client gets the sum."""
+    prompts = [PROMPT + "1", PROMPT + "22"]
+    async with world(decode=1, limits=UNBROKEN, facts={"enable_force_include_usage": True}) as w:
+        body = completion(stream=True, max_tokens=12, prompt=prompts)
+        expected = whole(await w.ask(COMPLETIONS, body))
+        for _ in prompts:
+            w.decode[0].sim.faults.add(f"reset@{at}")
+        found = whole(await w.ask(COMPLETIONS, body))
+        assert results(w) == [("continued", "eof")] * 2
+        assert sorted(found[0]) == sorted(expected[0])
+        assert found[2][-1] == expected[2][-1]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) -> None:
+    """No place, no record and no garbage stay behind."""
+    async with world(decode=2, limits=UNBROKEN, leaves=True) as w:
+        retries = w.proxy.service.resources.retries
+
+        async def work() -> None:
+            retries._least = 0
+            retries._share = 0.0
+            for engine in w.decode:
+                engine.sim.faults.add(RESET if streams else "reset@queued:next=4")
+            client = await w.client()
+            client.post(COMPLETIONS, completion(stream=True, max_tokens=12))
+            await until(lambda: retries.waiting == 1)
+            client.close()
+            await until(lambda: retries.waiting == 0)
+            await w.quiet()
+            assert retries.running == 0
+            assert w.metric("pdproxy_held_bytes", what="records") == 0
+            for engine in w.decode:
+                engine.sim.faults.clear()
+
+        await work()
+        with left_to_the_collector() as found:
+            await work()
+        assert not found
+
+
+async def test_no_place_for_a_retry_leaves_no_garbage() -> None:
+    """The client gets the error of the engine that failed."""
+    async with world(decode=2, limits=UNBROKEN, leaves=True) as w:
+        retries = w.proxy.service.resources.retries
+
+        async def work() -> None:
+            retries._least = retries._most = 0
+            retries._share = 0.0
+            for fault in (RESET, "reset@queued:next=4"):
+                for engine in w.decode:
+                    engine.sim.faults.clear()
+                    engine.sim.faults.add(fault)
+                answer = await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12))
+                assert b"[DONE]" not in answer.body
+            await w.quiet()
+
+        await work()
+        with left_to_the_collector() as found:
+            await work()
+        assert not found
