@@ -78,6 +78,7 @@ def test_streams_that_go_on(route: Route, fields: dict[str, Any]) -> None:
         ({"vllm_xargs": {"a": 1}}, Reason.UNKNOWN_FIELD),
         ({"something": 1}, Reason.UNKNOWN_FIELD),
         ({"stop": ["x"] * 65}, Reason.UNKNOWN_FIELD),
+        ({"stop": ["a", "x" * 1025]}, Reason.UNKNOWN_FIELD),
         ({"stop": 5}, Reason.UNKNOWN_FIELD),
         ({"temperature": "hot"}, Reason.UNKNOWN_FIELD),
     ],

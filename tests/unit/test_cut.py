@@ -79,6 +79,9 @@ async def test_what_was_sent_and_held_is_the_text_of_the_ids(
     sent, last = made
     engine = Engine()
     found = await find_cut(array("I", ids), last, kept(*stops, shows=shows), engine.text)
+    if found == Cut(0):
+        assert not sent
+        return
     whole = TOKENIZER.decode(ids).rstrip("\ufffd")
     pending = any(whole.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))
     if pending:
@@ -106,6 +109,22 @@ async def test_a_parser_may_send_the_text_of_an_id_later() -> None:
         engine = Engine()
         assert await find_cut(array("I", ids), event(text, ids[-1:]), kept(), engine.text, is_parsed=True) == found
         assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("stops", [("E" * 4,), ("E" * 4, "x")])
+async def test_a_special_token_has_no_text(stops: tuple[str, ...]) -> None:
+    """An engine tells its name, of which nothing was held back from the client."""
+    ids = [*TOKENIZER.encode("to be or not"), 3]
+    found = await find_cut(array("I", ids), event("", ids[-1:]), kept(*stops), Engine().text)
+    assert found is Reason.HALF_LETTER
+    assert await find_cut(array("I", ids), event("", ids[-1:]), kept(), Engine().text) == Cut(len(ids))
+
+
+async def test_an_answer_of_which_all_is_held_back_begins_anew() -> None:
+    """A tokenizer may leave out the space at its beginning."""
+    ids = TOKENIZER.encode(" to")
+    found = await find_cut(array("I", ids), event("", ids[-1:]), kept("E" * 9), Engine().text)
+    assert found == Cut(0)
 
 
 async def test_nothing_was_sent_yet() -> None:

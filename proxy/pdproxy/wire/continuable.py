@@ -88,7 +88,8 @@ _SENT = frozenset(SAME_IN_COMPLETIONS) - {"model", "min_tokens"} | {
     *PENALTIES,
 }
 """Fields that are sent again."""
-_MAX_STOPS = 64
+_MAX_STOPS, _MAX_STOP = 64, 1024
+"""Stop strings, and characters of one: all beginnings of all of them are compared where a stream is cut."""
 _GREEDY = 1e-5
 """vLLM takes temperatures below this for 0."""
 
@@ -212,7 +213,7 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
         )
     except msgspec.MsgspecError:
         return Reason.UNKNOWN_FIELD
-    if len(stops) > _MAX_STOPS:
+    if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in stops):
         return Reason.UNKNOWN_FIELD
     if limit is None and parsed.route is Route.COMPLETIONS:
         return Reason.NO_LIMIT

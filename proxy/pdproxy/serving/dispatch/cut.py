@@ -51,7 +51,11 @@ async def find_cut(
         if text is None:
             return Reason.HALF_LETTER
         if not text.endswith(_REPLACEMENT):
-            return _behind(text, count - back, last, kept, whole=window == count)
+            found = _behind(text, count - back, last, kept, whole=window == count)
+            # With an id at the end of a letter comes text, if more is there than is held back: a special token has none, and
+            # what is held back can't be told from its name.
+            is_special = not back and kept.held_back and not last.text and len(text) > kept.held_back
+            return Reason.HALF_LETTER if is_special else found
     return Cut(0) if count < _MAX_PARTS and not last.text else Reason.HALF_LETTER
 
 
@@ -60,6 +64,8 @@ def _behind(text: str, done: int, last: LastEvent, kept: Continuable, *, whole: 
     held_back = kept.held_back
     if len(text) < held_back and not whole:
         return Reason.HALF_LETTER
+    if whole and not last.text and 0 < len(text) <= held_back and not kept.shows_ids:
+        return Cut(0)  # nothing was sent: a tokenizer may leave a space out where it begins
     if _begins_stop(text, kept.stops):
         return Reason.STOP_PENDING
     sent = text[: max(len(text) - held_back, 0)]
