@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from pdproxy.observe.events import RequestEnded
 from tests.fakes import answers, scripts
 from tests.fakes.clock import STEP, ManualClock
+from tests.fakes.engine import Reply
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, PROMPT, completion, until, world
 from tests.proxy.test_continued import UNBROKEN, USAGE, results, whole
@@ -100,6 +102,56 @@ async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) ->
             assert w.metric("pdproxy_held_bytes", what="records") == 0
             for engine in w.decode:
                 engine.sim.faults.clear()
+
+        await work()
+        with left_to_the_collector() as found:
+            await work()
+        assert not found
+
+
+@pytest.mark.parametrize("case", ["none left", "twice", "refused", "invalid", "invalid at once", "list", "leaves"])
+async def test_no_garbage_of_second_streams(case: str) -> None:
+    """Whatever ends the stream that goes on, reference counts free both."""
+    prompt = _piece(b"[1,2,3]", b"[5]")
+    begins = scripts.streams(prompt, prompt, then="reset")
+    bad = prompt.replace(b'"index":0', b'"index":0,"x":{')
+    limits = UNBROKEN | {"continuations": 2 if case == "twice" else 1}
+    async with world(prefill=0, decode=0, aggregated=2, limits=limits, leaves=True) as w:
+        engines = w.aggregated
+
+        async def work() -> None:
+            second = {
+                "none left": begins,
+                "twice": begins,
+                "refused": scripts.whole(answers.SCHEMA_400, 400),
+                "invalid": scripts.streams(prompt, bad, then="reset"),
+                "invalid at once": scripts.streams(bad, then="reset"),
+                "list": begins,
+                "leaves": scripts.streams(prompt, then="stall"),
+            }[case]
+            before = len(results(w))
+            ended = len(w.events(RequestEnded))
+            count = 0
+
+            async def in_turn(reply: Reply) -> None:
+                nonlocal count
+                count += 1
+                await (begins if count == 1 else second)(reply)
+
+            for engine in engines:
+                engine.script(*[in_turn] * 4)
+            client = await w.client()
+            prompts = [PROMPT, PROMPT] if case == "list" else PROMPT
+            client.post(COMPLETIONS, completion(stream=True, max_tokens=12, prompt=prompts))
+            await client.head()
+            if case == "leaves":
+                await until(lambda: len(results(w)) > before)
+                client.close()
+            await until(lambda: len(w.events(RequestEnded)) > ended)
+            client.close()
+            for engine in engines:
+                engine.scripts.clear()
+            await w.quiet()
 
         await work()
         with left_to_the_collector() as found:

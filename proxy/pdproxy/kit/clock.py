@@ -166,10 +166,11 @@ class Within:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._task is not None
+        task, self._task = self._task, None  # which refers to its error, whose frames may refer to this
+        assert task is not None
         assert self._timer is not None
         self._timer.cancel()
         self._timer = None
         # If somebody else cancelled the task as well, that cancellation must stay.
-        if self._late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        if self._late and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
