@@ -72,6 +72,7 @@ def test_streams_that_go_on(route: Route, fields: dict[str, Any]) -> None:
         ({"thinking_token_budget": 5}, Reason.THINKING_BUDGET),
         ({"repetition_detection": {}}, Reason.REPETITION_DETECTION),
         ({"temperature": 0.5, "seed": 7}, Reason.SEED),
+        ({"temperature": 1e-9, "seed": 7}, Reason.SEED),
         ({"temperature": ..., "seed": 7}, Reason.SEED),
         ({"tools": []}, Reason.TOOLS),
         ({"tool_choice": "auto"}, Reason.TOOLS),

@@ -90,8 +90,6 @@ _SENT = frozenset(SAME_IN_COMPLETIONS) - {"model", "min_tokens"} | {
 """Fields that are sent again."""
 _MAX_STOPS, _MAX_STOP = 64, 1024
 """Stop strings, and characters of one: all beginnings of all of them are compared where a stream is cut."""
-_GREEDY = 1e-5
-"""vLLM takes temperatures below this for 0."""
 
 
 class Reason(Enum):
@@ -200,7 +198,7 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
             return _BY_FIELD.get(name, Reason.UNKNOWN_FIELD)
     try:
         temperature = _number_decoder.decode(fields["temperature"]) if "temperature" in fields else None
-        if temperature is None or temperature >= _GREEDY:
+        if temperature is None or temperature > 0:  # vLLM makes 0.01 of all between 0 and that
             if not is_absent(fields, "seed"):
                 return Reason.SEED
             if not sampled:
