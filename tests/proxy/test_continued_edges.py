@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.engine import Reply
 from tests.fakes.garbage import left_to_the_collector
-from tests.fakes.world import COMPLETIONS, PROMPT, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, chat, completion, until, world
 from tests.proxy.test_continued import UNBROKEN, USAGE, results, whole
 from tests.proxy.test_continued_not import RESET, _piece, broken
 
@@ -107,6 +108,35 @@ async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) ->
         with left_to_the_collector() as found:
             await work()
         assert not found
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("fields", [{"presence_penalty": 0.5}, {"temperature": 1, "seed": 5}, {"n": 2}])
+async def test_a_mark_alone_is_missing_where_nobody_could_go_on(path: str, fields: dict[str, Any]) -> None:
+    """The whole answer has come, and the usage behind it: the proxy sends the mark."""
+    make = completion if path == COMPLETIONS else chat
+    async with world(decode=2, limits=UNBROKEN) as w:
+        body = make(stream=True, max_tokens=5, stream_options=USAGE, **({"temperature": 1} | fields))
+        while not results(w):
+            w.decode[0].sim.faults.add("no_done@before_done")
+            answer = await w.ask(path, body)
+            assert answer.events[-1] == answers.DONE
+            assert b'"usage":{' in answer.events[-2]
+        assert results(w) == [("finished", "eof")]
+
+
+async def test_the_end_of_a_second_stream() -> None:
+    """Also if no other engine may go on with it any more."""
+    async with world(decode=2, limits=UNBROKEN) as w:
+        body = completion(stream=True, max_tokens=12, stream_options=USAGE)
+        expected = whole(await w.ask(COMPLETIONS, body))
+        for engine in w.decode:
+            engine.sim.faults.add("reset@mid_stream:events=5")
+        for engine in w.decode:
+            engine.sim.faults.add("no_done@before_done")
+        while ("finished", "eof") not in results(w):
+            answer = await w.ask(COMPLETIONS, body)
+        assert whole(answer)[:3] == expected[:3]
 
 
 @pytest.mark.parametrize("case", ["none left", "twice", "refused", "invalid", "invalid at once", "list", "leaves"])

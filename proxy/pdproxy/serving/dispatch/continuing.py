@@ -155,18 +155,21 @@ def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: i
     return limit if limit > done else Reason.NO_LIMIT
 
 
-def finish(relay: Relay, record: Record) -> bool:
+def finish(relay: Relay, record: Record | None) -> bool:
     """End a stream of which only its end is missing: its choice has ended. Return whether that was possible.
 
     The client gets the event with which the choice ended, if that was held back; its usage, if it wants that; and the mark.
+    `record`: None if there is none. Then the engine's own usage must have come, which is behind the ends of all choices.
     """
     events, output, fast_path = relay.filter, relay.output, relay.fast_path
     if output is None or not events.finished or (isinstance(output, ContinuedWriter) and output.is_broken):
         return False  # what was not written may be the choice's end
+    if events.usage is None and record is None:
+        return False
     held, events.last_events = b"".join(events.last_events), []
     if held:
         held = fast_path.written(held)
-    if events.usage is None:
+    if events.usage is None and record is not None:
         prompt, made = record.prompt_tokens, fast_path.tokens
         try:
             event = sse.data(LastEvent(fast_path.sent).usage_event(prompt, made))

@@ -96,7 +96,7 @@ class Following:
         assert failed is not None
         self._failed = None  # its error refers to the frames that refer to this
         record = self._request.record
-        if isinstance(record, Record) and finish(self._relay, record):
+        if finish(self._relay, record if isinstance(record, Record) else None):
             self._report(failed, will_retry=True)
             self._notify("finished", self._cause)
             return
