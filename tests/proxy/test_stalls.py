@@ -142,10 +142,25 @@ async def test_an_answer_that_is_not_streamed_is_done_again(n: int, moment: str)
         assert w.stalled == [frozen.url]
 
 
-async def test_a_stream_that_flows_ends_with_an_error_event() -> None:
+async def test_a_stream_that_flows_goes_on_elsewhere() -> None:
+    """Within the setting's seconds: the client sees one stream."""
+    async with watched() as w:
+        body = completion(stream=True, max_tokens=40)
+        wanted = (await w.pair.asked_plain(COMPLETIONS, body)).text
+        frozen, asked = await w.frozen_by("decode", "mid_stream", body)
+        await w.pass_(AFTER)
+        answer = await asyncio.wait_for(asked, 20)
+        assert (answer.text, answer.events[-1]) == (wanted, b"data: [DONE]\n\n")
+        assert w.stalled == [frozen.url]
+        assert w.world.metric("pdproxy_continuations_total", result="continued", reason="stalled") == 1
+        await frozen.thaw_core()
+
+
+async def test_a_stream_that_nobody_may_go_on_with_ends_with_an_error_event() -> None:
     """Well-formed, within the setting's seconds. Its engine aborts the request once it goes on."""
     async with watched() as w:
-        frozen, asked = await w.frozen_by("decode", "mid_stream", completion(stream=True, max_tokens=40))
+        body = completion(stream=True, max_tokens=40, presence_penalty=0.5)
+        frozen, asked = await w.frozen_by("decode", "mid_stream", body)
         await w.pass_(AFTER)
         answer = await asyncio.wait_for(asked, 20)
         assert answer.status == 200
