@@ -114,6 +114,14 @@ async def test_a_route_of_one_engine_ends_at_its_deadline() -> None:
         assert (await client.answer()).status == 504
 
 
+@pytest.mark.parametrize("most", [10**400, -(10**400)])
+async def test_a_limit_beyond_all_numbers_is_the_engines_to_refuse(most: int) -> None:
+    """The time that its answer would take is not computed with it."""
+    async with world() as w:
+        answer = await w.ask(COMPLETIONS, completion(max_tokens=most), [("x-request-timeout", "30")])
+        assert answer.status == 400
+
+
 async def test_total_is_the_most_that_a_client_can_ask_for() -> None:
     clock = ManualClock()
     async with world(deadlines={"total": 7}, clock=clock) as w:

@@ -234,7 +234,7 @@ class Admission:
             OverloadedError: it can't be done by its deadline.
         """
         usual = self._outputs.expected(demand.prompt)
-        part = 1.0 if demand.limit is None else min(demand.limit / usual, 1.0)
+        part = 1.0 if demand.limit is None or demand.limit >= usual else max(demand.limit, 1) / usual
         now = self._clock.now()
         best, surely = self._waits.service(now, demand.prompt, part)
         surely = max(surely, LEAST_SERVICE)
