@@ -43,6 +43,16 @@ def test_a_rate_is_forgotten_as_time_goes_on() -> None:
     assert waits.wait(610.0, 5000.0) is None
 
 
+def test_a_low_load_before_says_little_of_the_wait_behind_many_requests() -> None:
+    """One in ten seconds, which took one: a hundred at once end a hundred times as fast. So does the first minute after none."""
+    waits = Waits()
+    for number in range(100):
+        waits.ended(10.0 * number, 1000.0, 1.0)
+    for now in (990.0, 1050.0):
+        assert waits.wait(now, 100_000.0, 100) == pytest.approx(1.0, rel=0.05)
+        assert waits.wait(now, 100_000.0) > 100  # type: ignore[operator]
+
+
 def test_the_times_of_service_are_those_of_like_requests() -> None:
     """Of a quarter, and of nine in ten. Prompts of other sizes do not count, and a request for less of an answer needs less."""
     waits, chance = Waits(), random.Random(1)
