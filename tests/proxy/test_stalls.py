@@ -142,9 +142,20 @@ async def test_an_answer_that_is_not_streamed_is_done_again(n: int, moment: str)
         assert w.stalled == [frozen.url]
 
 
-async def test_a_stream_that_flows_ends_with_an_error_event() -> None:
-    """Well-formed, within the setting's seconds. Its engine aborts the request once it goes on."""
+async def test_a_stream_that_flows_goes_on_elsewhere() -> None:
+    """Within the setting's seconds, and the client sees one stream."""
     async with watched() as w:
+        wanted = await w.world.ask(COMPLETIONS, completion(stream=True, max_tokens=40))
+        frozen, asked = await w.frozen_by("decode", "mid_stream", completion(stream=True, max_tokens=40))
+        await w.pass_(AFTER)
+        answer = await asyncio.wait_for(asked, 20)
+        assert (answer.status, answer.text) == (200, wanted.text)
+        assert w.stalled == [frozen.url]
+
+
+async def test_a_stream_that_may_not_go_on_ends_with_an_error_event() -> None:
+    """Well-formed, within the setting's seconds. Its engine aborts the request once it goes on."""
+    async with watched(limits={"continuations": 0}) as w:
         frozen, asked = await w.frozen_by("decode", "mid_stream", completion(stream=True, max_tokens=40))
         await w.pass_(AFTER)
         answer = await asyncio.wait_for(asked, 20)

@@ -86,6 +86,17 @@ def test_late_requests_say_nothing_of_the_best_time() -> None:
     assert surely == pytest.approx(2.0, rel=0.2)
 
 
+def test_clients_with_little_time_make_nobody_seem_fast() -> None:
+    """A request that was given up after a tenth of a second would have taken longer: nobody knows how long."""
+    waits = Waits()
+    for number in range(100):
+        waits.served(0.1 * number, 100, 5.0)
+    before = waits.service(10.0, 100)
+    for number in range(1000):
+        waits.served(10.0 + 0.1 * number, 100, 0.1, late=True)
+    assert waits.service(110.0, 100) == pytest.approx(before, rel=0.05)
+
+
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:
     """Each counts for the rate; one in a tenth of a second is looked at."""
     waits = Waits()

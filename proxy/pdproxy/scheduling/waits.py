@@ -71,7 +71,9 @@ class Waits:
         for part, logs in zip(_QUANTILES, self._logs, strict=True):
             if count == 1:
                 logs[size] = found
-            elif not late or logs is self._logs[-1]:  # at best they are as short as those that were answered
+            elif not late or (
+                logs is self._logs[-1] and found > logs[size]
+            ):  # it would have taken longer, nobody knows how long
                 logs[size] += gain * (part if found > logs[size] else part - 1)
 
     def wait(self, now: float, ahead: float, served: int = 0) -> float | None:
