@@ -114,6 +114,14 @@ async def test_a_route_of_one_engine_ends_at_its_deadline() -> None:
         assert (await client.answer()).status == 504
 
 
+@pytest.mark.parametrize("most", [10**400, -(10**400)])
+async def test_a_limit_beyond_all_numbers_is_the_engines_to_refuse(most: int) -> None:
+    """The time that its answer would take is not computed with it."""
+    async with world() as w:
+        answer = await w.ask(COMPLETIONS, completion(max_tokens=most), [("x-request-timeout", "30")])
+        assert answer.status == 400
+
+
 async def test_total_is_the_most_that_a_client_can_ask_for() -> None:
     clock = ManualClock()
     async with world(deadlines={"total": 7}, clock=clock) as w:
@@ -202,10 +210,10 @@ async def test_prompts_that_are_too_much_together_wait() -> None:
 # -- what engines can take
 
 
-def report(w: World, index: int, waiting: float, usage: float = 0.1) -> None:
+def report(w: World, index: int, waiting: float, usage: float = 0.1, queued: float | None = None) -> None:
     """A decode engine's metrics are read."""
     engine = w.proxy.engines.known[w.decode[index].url]
-    w.proxy.prober._auditor.scraped(engine, Scrape(1.0, 16, 1.0, waiting, usage, {}))
+    w.proxy.prober._auditor.scraped(engine, Scrape(1.0, 16, 1.0, waiting, usage, {}, queued=queued))
 
 
 def places(w: World) -> int:
@@ -219,6 +227,10 @@ async def test_a_number_of_requests_per_engine() -> None:
         now = w.proxy.service.resources.now()
         w.proxy.ledger.mark_down(w.decode[1].url, "gone", now)
         w.proxy.observers.notify(NodeChanged(w.decode[1].url, "decode", up=False, reason="gone"))
+        assert places(w) == 3
+        await w.probe()
+        assert places(w) == 6
+        w.proxy.stalls.stalled(w.proxy.engines.known[w.decode[1].url], "stands still")
         assert places(w) == 3
         w.proxy.setup.remove(w.decode[0].url)
         assert places(w) == 1024, "without any engine requests are refused at once, for that reason"
@@ -235,6 +247,9 @@ async def test_engines_get_what_they_run_without_a_queue() -> None:
         for client in clients:
             client.post(COMPLETIONS, completion())
         await until(lambda: sum(len(engine.requests) for engine in w.decode) == 8)
+        for _ in range(3):
+            for index in (0, 1):
+                report(w, index, 3.0, queued=0.0)  # they wait for KV, and would at any load
         for index in (0, 1, 0):
             report(w, index, 3.0)
         assert places(w) == 1024

@@ -148,3 +148,11 @@ async def test_a_file_that_changes_counts_at_once_and_forgets_nothing(tmp_path: 
         renewed(tmp_path / "keys", "sk-new")
         w.proxy.credentials.look()
         assert (await w.ask(COMPLETIONS, completion(), new)).status == 200
+
+
+async def test_what_an_engine_refuses_as_wrong_is_free(tmp_path: Path) -> None:
+    """It may have asked for a million answers."""
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=6000"), clock=clock) as w:
+        assert (await w.ask(COMPLETIONS, completion(n=1_000_000), A)).status == 400
+        assert left(w) == 6000

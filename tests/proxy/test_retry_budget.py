@@ -104,3 +104,18 @@ async def test_a_request_that_waits_too_long_gets_the_error_of_its_engine(path: 
         assert sorted(answer.status for answer in answers) == [200, 502]
         assert {event.wait for event in w.events(DeadlinePassed)} == {"retry"}
         assert w.metric("pdproxy_retries_refused_total") >= 1
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+async def test_a_retry_that_finds_no_engine_gives_its_place_back(path: str, body: dict[str, Any]) -> None:
+    """The only engine has gone down meanwhile: otherwise a few such requests would take all places for ever."""
+    async with world(0, 1, limits=LIMITS, leaves=True) as w:
+        (engine,) = w.decode
+
+        async def gone(reply: Reply) -> None:
+            w.proxy.ledger.mark_down(engine.url, "gone", 0)
+            reply.reset()
+
+        script(engine, path, gone)
+        assert (await w.ask(path, body)).status == 503
+        assert w.metric("pdproxy_retries", state="running") == 0

@@ -183,12 +183,15 @@ def sent(w: World) -> list[str | None]:
         (" 7_0 ", 3, "10"),
         ("x", 3, "x"),
         ("x", 30, "10"),
+        (None, "-5", "0"),
+        (None, -5.0, "0"),
+        ("4", "-5", "4"),
     ],
 )
 async def test_a_key_bounds_the_priorities_of_its_requests(
-    tmp_path: Path, header: str | None, field: int | None, to_engine: str | None
+    tmp_path: Path, header: str | None, field: float | str | None, to_engine: str | None
 ) -> None:
-    """Engines get the nearest that is allowed, in the header that they read first."""
+    """Engines get the nearest that is allowed, in the header that they read first. They read more than integers in the field."""
     async with world(auth=keys(tmp_path, "a:sk-a priority=0..10")) as w:
         lines = bearer("sk-a") + ([("x-vllm-priority", header)] if header is not None else [])
         fields = {} if field is None else {"priority": field}

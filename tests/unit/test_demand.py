@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.serving.request.demand import MOST_TOKENS, Demand, demand_of, passed_demand
+from pdproxy.serving.request.demand import MOST_ANSWERS, MOST_TOKENS, Demand, demand_of, passed_demand
 from pdproxy.wire.request import Route, parse
 
 
@@ -25,7 +25,7 @@ def demand(fields: dict[str, object], route: Route = Route.COMPLETIONS) -> Deman
         ({"prompt": "x", "priority": None}, Demand(1, 1)),
         ({"prompt": "x", "priority": 2**63}, Demand(1, 1)),
         ({"prompt": "x", "priority": "1"}, Demand(1, 1)),
-        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_TOKENS)),
+        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_ANSWERS)),
     ],
 )
 def test_completions(fields: dict[str, object], expected: Demand) -> None:

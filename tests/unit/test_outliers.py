@@ -137,3 +137,12 @@ def test_never_too_many(acts: list[tuple[str, bool, float, float]], count: int) 
         left_out = sum(end > now for end in until.values())
         assert left_out <= max(1, int(0.34 * count)) * (count > 1)
         assert left_out < count
+
+
+def test_an_engine_with_the_short_prompts_is_not_slow() -> None:
+    """It takes more time per byte, as each prompt takes some."""
+    outliers = Outliers(OutlierLimits())
+    for _ in range(20):
+        outliers.ended("a", Role.PREFILL, 1.0, failed=False, pace=0.05 / 100, seconds=0.05)
+        outliers.ended("b", Role.PREFILL, 1.0, failed=False, pace=1.0 / 100_000, seconds=1.0)
+    assert outliers.judge(2.0, [["a", "b"]]) == []

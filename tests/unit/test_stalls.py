@@ -197,7 +197,7 @@ async def test_what_clears_a_silent_engine(metrics: bool, canaries: bool, stalle
     """It answers a canary, or its metrics move. Without both, silence alone decides: the legs must go on."""
     pool = Pool("d1", "d2", metrics=metrics, canaries=canaries)
     leg = pool.leg("d1", sign=pool.now + 0.5)
-    await pool.look(5 * AFTER)
+    await pool.look(3 * AFTER)
     assert bool(pool.stalled) is bool(leg.failed) is stalled
     await pool.close()
 
@@ -452,4 +452,69 @@ async def test_an_engine_that_is_removed_is_asked_no_more() -> None:
     pool.stalls.removed(pool.engines["d1"])
     assert watch._enquiry is None
     assert [labels for labels, _ in pool.stalls.stalls()] == [("d2",)]
+    await pool.close()
+
+
+@pytest.mark.parametrize(("metrics", "seconds"), [(False, 40), (True, 310)])
+async def test_an_engine_that_cannot_be_asked_is_let_in_after_some_time(metrics: bool, seconds: float) -> None:
+    """Without requests its metrics need not move: a request is what shows how it is."""
+    pool = Pool("d1", "d2", metrics=metrics, canaries=False)
+    pool.frozen.add("d1")
+    leg = pool.leg("d1", sign=pool.now + 0.5)
+    await pool.look(AFTER)
+    assert pool.stalled == ["d1"]
+    pool.engines["d1"].open_legs.remove(leg)
+    await pool.look(25)
+    assert pool.stalled == ["d1"]
+    await pool.look(seconds - 25)
+    assert pool.stalled == []
+    assert pool.ledger.nodes[0].half_open(pool.now)
+    await pool.close()
+
+
+async def test_a_canary_that_was_refused_is_sent_again() -> None:
+    """The engine's queue was full as it stopped."""
+    pool = Pool("d1", "d2")
+    pool.frozen.add("d1")
+    pool.refuse = True
+    leg = pool.leg("d1")
+    pool.frozen.clear()
+    pool.busy.clear()
+    pool.metrics = False
+    leg.sign = pool.now + 0.5
+    await pool.look(AFTER)
+    assert pool.stalled == ["d1"]
+    pool.engines["d1"].open_legs.remove(leg)
+    pool.refuse = False
+    await pool.look(5)
+    assert pool.stalled == []
+    await pool.close()
+
+
+async def test_a_long_prompt_without_metrics_may_take_its_time_once() -> None:
+    """Its engine starves a canary meanwhile. As soon as the pace is known, that decides."""
+    pool = Pool("p1", "p2", metrics=False)
+    pool.busy.add("p1")
+    leg = pool.leg("p1", prompt_bytes=1 << 20)
+    await pool.look(30)
+    assert pool.stalled == []
+    pool.engines["p1"].open_legs.remove(leg, ended_well=pool.now)
+    pool.leg("p1", prompt_bytes=1 << 20)
+    await pool.look(100)
+    assert pool.stalled == []
+    await pool.look(20)
+    assert pool.stalled == ["p1"]
+    await pool.close()
+
+
+async def test_a_suspected_engine_that_refuses_canaries_is_not_asked_for_ever() -> None:
+    """The decode engine that waited has its answer; nobody waits for the other one any more."""
+    pool = Pool("p1", "p2", "d1", "d2")
+    pool.refuse = True
+    leg = pool.leg("d1", waits_for="p1", must_progress=False)
+    await pool.look(2 * AFTER)
+    pool.engines["d1"].open_legs.remove(leg, ended_well=pool.now)
+    asked = len(pool.asked)
+    await pool.look(100)
+    assert len(pool.asked) <= asked + 1
     await pool.close()

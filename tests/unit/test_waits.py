@@ -43,6 +43,16 @@ def test_a_rate_is_forgotten_as_time_goes_on() -> None:
     assert waits.wait(610.0, 5000.0) is None
 
 
+def test_a_low_load_before_says_little_of_the_wait_behind_many_requests() -> None:
+    """One in ten seconds, which took one: a hundred at once end a hundred times as fast. So does the first minute after none."""
+    waits = Waits()
+    for number in range(100):
+        waits.ended(10.0 * number, 1000.0, 1.0)
+    for now in (990.0, 1050.0):
+        assert waits.wait(now, 100_000.0, 100) == pytest.approx(1.0, rel=0.05)
+        assert waits.wait(now, 100_000.0) > 100  # type: ignore[operator]
+
+
 def test_the_times_of_service_are_those_of_like_requests() -> None:
     """Of a quarter, and of nine in ten. Prompts of other sizes do not count, and a request for less of an answer needs less."""
     waits, chance = Waits(), random.Random(1)
@@ -63,6 +73,28 @@ def test_what_is_refused_by_a_time_does_not_keep_it() -> None:
     assert waits.service(100.0, 100) == pytest.approx((8.0, 8.0), rel=0.1)
     assert waits.service(105.0, 100) == pytest.approx((4.0, 4.0), rel=0.1)
     assert max(waits.service(150.0, 100)) < 0.01
+
+
+def test_late_requests_say_nothing_of_the_best_time() -> None:
+    """Only that others take longer: while there are places, requests are not refused for those that were late."""
+    waits = Waits()
+    for number in range(400):
+        waits.served(0.0, 100, 1.0)
+        waits.served(0.0, 100, 2.0, late=bool(number))
+    best, surely = waits.service(0.0, 100)
+    assert best == pytest.approx(1.0, rel=0.1)
+    assert surely == pytest.approx(2.0, rel=0.2)
+
+
+def test_clients_with_little_time_make_nobody_seem_fast() -> None:
+    """A request that was given up after a tenth of a second would have taken longer: nobody knows how long."""
+    waits = Waits()
+    for number in range(100):
+        waits.served(0.1 * number, 100, 5.0)
+    before = waits.service(10.0, 100)
+    for number in range(1000):
+        waits.served(10.0 + 0.1 * number, 100, 0.1, late=True)
+    assert waits.service(110.0, 100) == pytest.approx(before, rel=0.05)
 
 
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:

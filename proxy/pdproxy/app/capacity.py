@@ -30,7 +30,9 @@ class PoolCapacity:
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""
         if self._learns:
-            self._windows.seen(_load(engine), metrics.waiting, metrics.kv_usage)
+            # Without those that wait for KV: by them a decode engine is full at any load.
+            waiting = metrics.waiting if metrics.queued is None else metrics.queued
+            self._windows.seen(_load(engine), waiting, metrics.kv_usage)
             self._resize()
 
     def notify(self, event: Event) -> None:
@@ -63,7 +65,7 @@ class PoolCapacity:
         return [Gauge(catalog_refusals.CAPACITY, windows)]
 
     def _resize(self) -> None:
-        usable = [_load(engine) for engine in self._engines.values() if engine.node.up]
+        usable = [_load(engine) for engine in self._engines.values() if engine.node.available]
         self._admission.resize(self._windows.places(usable, self._admission.inflight))
 
 

@@ -87,7 +87,8 @@ class Enquiry:
         self._now = now
         self._results = results
         self.began = now()
-        self.refused = not canary.may_ask(engine)
+        self._may_ask = canary.may_ask(engine)
+        self.refused = not self._may_ask
         """Whether the engine can't be asked for a token, or refuses that."""
         self._signs: dict[int, float] = {}
         """By rank: when it has shown its last sign."""
@@ -114,9 +115,14 @@ class Enquiry:
             return self._any_sign
         return min(self._signs.get(rank, 0.0) for rank in range(ranks))
 
-    def ask(self, *, canary: bool = True) -> None:
-        """Ask for the metrics, and with `canary` for a token of each rank, unless that is being asked."""
+    def ask(self, *, canary: bool = True, again: bool = False) -> None:
+        """Ask for the metrics, and with `canary` for a token of each rank, unless that is being asked.
+
+        `again`: also if it has refused that before: its queue may have been full.
+        """
         self._start("metrics", self._read_metrics)
+        if canary and again:
+            self.refused = not self._may_ask
         if canary and not self.refused:
             for rank in range(self._engine.ranks):
                 self._start(f"canary {rank}", partial(self._ask_rank, rank))

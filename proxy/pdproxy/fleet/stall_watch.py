@@ -7,8 +7,10 @@ another engine must send, is a silence too. So it raises a suspicion, and then t
                                             silent legs wait for: that one may be to blame, and has no leg any more
     a sign of it                            it works; the length of the silence is learned (`scheduling.pace`)
     silent for all of the time allowed      it stands still: it gets no more requests, and its legs end. (The longest time is
-                                            allowed to one without metrics whose legs have shown nothing yet.)
-    a sign of it behind that                one request shows whether it serves again
+                                            allowed to one without metrics whose legs have shown nothing yet; to
+                                            one for prefills with a long prompt, before the pace of such is known.)
+    a sign of it behind that                one request shows whether it serves again; also without a sign, after some time,
+                                            if it can't be asked for a token: nothing else may show it
 
 Times allowed are looked at eight times, so that all of this is over within them.
 """
@@ -24,7 +26,7 @@ from pdproxy.fleet.health_canary import Enquiry
 from pdproxy.fleet.open_legs import OpenLeg
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.pace import Pace
+from pdproxy.scheduling.pace import LARGE, Pace
 
 LOOKS = 8
 """Looks in the time that is allowed at least."""
@@ -165,7 +167,9 @@ class Watch:
         node = self.engine.node
         # The number of blocks comes from the same metrics, at an earlier time: it may not answer now.
         has_metrics = enquiry.shows_progress or (node.evidence is not None and node.evidence.kv_blocks is not None)
-        return has_metrics or node.role is Role.PREFILL or any(leg.last_sign() > leg.since for leg in legs)
+        if node.role is Role.PREFILL and not has_metrics:  # one long step of an engine of which no pace is known
+            return self.engine.open_legs.pace.knows_large or all(leg.prompt_bytes < LARGE for leg in legs)
+        return has_metrics or any(leg.last_sign() > leg.since for leg in legs)
 
     def _note_signs(self, legs: list[OpenLeg], now: float) -> None:
         """Note the last sign of the engine; learn from a silence that has ended."""
@@ -183,6 +187,7 @@ class Watch:
     def _silent_since(self, legs: list[OpenLeg]) -> float | None:
         """Return since when the engine is silent, None if nothing is expected of it."""
         if not self._can_ask:
+            self._suspected = None  # it can't be cleared of that
             found = [leg.since for leg in legs if leg.must_progress]
         else:
             if self.engine.ranks > 1:
@@ -222,7 +227,9 @@ class Watch:
         enquiry = self._enquiry
         if enquiry is None:
             enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)
-        if enquiry.last_sign > self._stalled_at:
+        blind = LONGEST_HOLD if enquiry.shows_progress else LONGEST_PAUSE
+        shown = enquiry.last_sign > self._stalled_at
+        if shown or (enquiry.refused and now >= self._stalled_at + blind):
             if now >= self._stalled_at + self._hold:
                 self.close()
                 self._life = self._let_in_at = now
@@ -233,7 +240,7 @@ class Watch:
         if due:
             self._next_canary = now + self._pause
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        enquiry.ask(canary=due)
+        enquiry.ask(canary=due, again=True)
 
     def _fail(self, legs: list[OpenLeg], now: float) -> None:
         """End the legs to it, and those that wait for its KV in silence."""

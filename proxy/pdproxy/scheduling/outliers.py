@@ -51,12 +51,14 @@ class _Counts:
     failed: int = 0
     timed: int = 0
     pace: float = 0.0
+    seconds: float = 0.0
 
     def add(self, other: _Counts) -> None:
         self.good += other.good
         self.failed += other.failed
         self.timed += other.timed
         self.pace += other.pace
+        self.seconds += other.seconds
 
 
 @dataclass(slots=True)
@@ -91,10 +93,14 @@ class Outliers:
         self._times: dict[str, int] = {}
         self._until: dict[str, float] = {}
 
-    def ended(self, url: str, role: Role, now: float, *, failed: bool, pace: float | None = None) -> None:
+    def ended(
+        self, url: str, role: Role, now: float, *, failed: bool, pace: float | None = None, seconds: float | None = None
+    ) -> None:
         """Count a leg that ended well, or failed. `role`: what the engine did for it.
 
-        `pace`: its seconds per unit of work (a prompt byte, an event), None if it is not to be compared.
+        `pace`: its seconds per unit of work (a prompt byte, an event), None if it is not to be compared. `seconds`: of all its
+        work, None if its length says nothing: an engine is slower only if it took longer, too, for an engine that gets the
+        short prompts takes more time per byte.
         """
         window = self._windows.get((url, role))
         if window is None:
@@ -107,6 +113,7 @@ class Outliers:
         if pace is not None:
             counts.timed += 1
             counts.pace += pace
+            counts.seconds += pace if seconds is None else seconds
 
     def forget(self, url: str) -> None:
         """Forget an engine: it was removed."""
@@ -134,7 +141,10 @@ class Outliers:
     def _outliers(self, now: float, urls: Sequence[str]) -> list[tuple[str, str, str]]:
         """Return those with their reasons, the worst first."""
         worst: list[tuple[float, str, str, str]] = []
-        totals = {url: self._total(url, now) for url in urls}
+        totals = {url: _Counts() for url in urls}
+        for (url, _), window in self._windows.items():
+            if url in totals:
+                totals[url].add(window.all(now))
         for url in urls:
             others = [other for other in urls if other != url]
             if (share := self._error_share(url, totals)) is not None:
@@ -146,13 +156,6 @@ class Outliers:
                     worst.append((-1.0 / times, url, "latency", what))
                     break
         return [(url, reason, why) for _, url, reason, why in sorted(worst, key=lambda one: -one[0])]
-
-    def _total(self, url: str, now: float) -> _Counts:
-        total = _Counts()
-        for (whose, _), window in self._windows.items():
-            if whose == url:
-                total.add(window.all(now))
-        return total
 
     def _error_share(self, url: str, totals: Mapping[str, _Counts]) -> float | None:
         own = totals[url]
@@ -169,17 +172,21 @@ class Outliers:
         return share if 2 * median(others or [0.0]) <= share else None
 
     def _slower(self, url: str, others: Sequence[str], role: Role, now: float) -> float | None:
-        own = self._pace(url, role, now)
-        paces = [pace for other in others if (pace := self._pace(other, role, now)) is not None]
-        if own is None or not paces:
+        own = self._means(url, role, now)
+        peers = [means for other in others if (means := self._means(other, role, now)) is not None]
+        if own is None or not peers:
             return None
-        usual = median(paces)
-        return own / usual if usual > 0 and own > self._limits.slower_than * usual else None
+        usual, seconds = (median(of) for of in zip(*peers, strict=True))
+        limit = self._limits.slower_than
+        return own[0] / usual if usual > 0 and own[0] > limit * usual and own[1] > limit * seconds else None
 
-    def _pace(self, url: str, role: Role, now: float) -> float | None:
+    def _means(self, url: str, role: Role, now: float) -> tuple[float, float] | None:
+        """Return an engine's seconds per unit of work, and per leg."""
         window = self._windows.get((url, role))
         counts = window.all(now) if window is not None else None
-        return counts.pace / counts.timed if counts is not None and counts.timed >= self._limits.min_requests else None
+        if counts is None or counts.timed < self._limits.min_requests:
+            return None
+        return counts.pace / counts.timed, counts.seconds / counts.timed
 
     def _left_out(self, url: str, now: float) -> float:
         if now - self._until.get(url, now) > GOOD_AFTER * self._limits.eject_for:

@@ -23,6 +23,11 @@ class Pace:
     def __repr__(self) -> str:
         return f"<Pace {max(self._longest, self._before):g} s, {self._per_byte:g} s per byte>"
 
+    @property
+    def knows_large(self) -> bool:
+        """Whether a large prefill has ended well."""
+        return self._per_byte > 0
+
     def came_back(self, silence: float, now: float) -> None:
         """The engine has shown a sign after so many seconds without any."""
         self._turn(now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-_MEAN_OVER = 10.0
+MEAN_OVER = 10.0
 """Seconds over which ended requests are averaged."""
 _CLASSES = 32
 _ENOUGH = 8
@@ -26,13 +26,15 @@ _APART = 0.1
 class Waits:
     """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
 
-    __slots__ = ("_began", "_counted", "_counts", "_ended", "_logs", "_rate", "_seen")
+    __slots__ = ("_began", "_cost", "_counted", "_counts", "_ended", "_logs", "_rate", "_seconds", "_seen")
 
     def __init__(self) -> None:
         self._rate = 0.0
         """Cost per second, as of `_ended`: each request's cost, less and less as time goes on."""
         self._counted = 0.0
         """The cost of requests that have ended since."""
+        self._cost = self._seconds = 0.0
+        """Of a request, as means of the last ones."""
         self._began: float | None = None
         self._ended = 0.0
         self._logs = tuple([0.0] * _CLASSES for _ in _QUANTILES)
@@ -47,6 +49,11 @@ class Waits:
         That is not more often than each tenth of a second: what it does costs more than a request at a high load is worth.
         """
         self._counted += cost
+        if self._began is None:
+            self._cost, self._seconds = cost, seconds
+        else:
+            self._cost += _GAIN * (cost - self._cost)
+            self._seconds += _GAIN * (seconds - self._seconds)
         if now < self._ended + _APART and self._began is not None:
             return False
         if self._began is None:
@@ -54,8 +61,8 @@ class Waits:
         self._fold(now)
         return True
 
-    def served(self, now: float, prompt: int, seconds: float) -> None:
-        """Learn from a request that was answered, or that was not in so many seconds. `prompt`: its prompts' tokens."""
+    def served(self, now: float, prompt: int, seconds: float, *, late: bool = False) -> None:
+        """Learn from a request that was answered, or that was not in so many seconds (`late`). `prompt`: its prompts' tokens."""
         size = min(prompt.bit_length(), _CLASSES - 1)
         self._seen[size] = now
         self._counts[size] = count = self._counts[size] + 1
@@ -64,16 +71,24 @@ class Waits:
         for part, logs in zip(_QUANTILES, self._logs, strict=True):
             if count == 1:
                 logs[size] = found
-            else:
+            elif not late or (
+                logs is self._logs[-1] and found > logs[size]
+            ):  # it would have taken longer, nobody knows how long
                 logs[size] += gain * (part if found > logs[size] else part - 1)
 
-    def wait(self, now: float, ahead: float) -> float | None:
-        """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes."""
+    def wait(self, now: float, ahead: float, served: int = 0) -> float | None:
+        """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes.
+
+        `served`: the requests that are served at once, where they have been as many for a short time only. What has ended
+        before says little then: there was less to do. So the wait is not longer than these would take.
+        """
         if self._began is None:
             return None
         self._fold(now)
-        seen = 1 - math.exp(-(now - self._began) / _MEAN_OVER)
+        seen = 1 - math.exp(-(now - self._began) / MEAN_OVER)
         rate = self._rate / max(seen, 0.01)
+        if served:
+            rate = max(rate, served * self._cost / max(self._seconds, 1e-3))
         return ahead / rate if rate > 1e-6 else None
 
     def service(self, now: float, prompt: int, part: float = 1.0) -> tuple[float, float]:
@@ -89,5 +104,5 @@ class Waits:
         return best, surely
 
     def _fold(self, now: float) -> None:
-        self._rate = self._rate * math.exp((self._ended - now) / _MEAN_OVER) + self._counted / _MEAN_OVER
+        self._rate = self._rate * math.exp((self._ended - now) / MEAN_OVER) + self._counted / MEAN_OVER
         self._ended, self._counted = now, 0.0

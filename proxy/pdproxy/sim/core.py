@@ -396,5 +396,5 @@ class Core:
 
     def _update_gauges(self) -> None:
         self.stats.running = len(self._running)
-        self.stats.waiting = len(self._waiting) + len(self._loads)
+        self.stats.waiting, self.stats.deferred = len(self._waiting) + len(self._loads), len(self._loads)
         self.stats.kv_cache_usage = self.pool.usage

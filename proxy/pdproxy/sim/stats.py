@@ -38,10 +38,12 @@ class Histogram:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the engine's start, and three gauges."""
+    """Counters since the engine's start, and four gauges."""
 
     running: int = 0
     waiting: int = 0
+    deferred: int = 0
+    """Those of `waiting` that wait for KV."""
     kv_cache_usage: float = 0.0
     """Share of the KV blocks in use, 0 to 1."""
     prompt_tokens: int = 0

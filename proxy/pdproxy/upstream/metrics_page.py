@@ -18,7 +18,7 @@ from pdproxy.kit.text import truncate
 MAX_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""
 MAX_SAMPLES = 512
-"""Lines of a page that are read. A rank has 7 to 9 of them."""
+"""Lines of a page that are read. A rank has 9 to 11 of them."""
 MAX_LINES_BYTES = 64 << 10
 """Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of 100."""
 MAX_LINE = 4 << 10
@@ -41,6 +41,8 @@ class Scrape:
     by_source: Mapping[str, float]
     kv_blocks: int | None = None
     """KV blocks of one rank."""
+    queued: float | None = None
+    """Those of `waiting` that wait for a place, and not for KV; None if the engine does not report it."""
     progress: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values that change as a core works, by the rank that it is of ("" where lines name none); empty if it reports none. Only
     the core's own reports change them, so that those of a core that stands still do not."""
@@ -94,6 +96,7 @@ def read_metrics(page: bytes) -> Scrape:
         for labels, value in found[name]:
             rank = labels.get("engine", "")
             progress[rank] = (*progress.get(rank, ()), value)
+    queued = [value for labels, value in found[_BY_REASON] if labels.get("reason") == "capacity"]
     cache = next((labels for labels, _ in found[_CACHE]), {})
     block_size, kv_blocks = cache.get("block_size", ""), cache.get("num_gpu_blocks", "")
     return Scrape(
@@ -103,6 +106,7 @@ def read_metrics(page: bytes) -> Scrape:
         waiting=sum(value for _, value in found[_WAITING]) if found[_WAITING] else None,
         kv_usage=max((value for _, value in found[_USAGE]), default=0.0),
         by_source=by_source,
+        queued=sum(queued) if queued else None,
         kv_blocks=int(kv_blocks) if _SIZE.fullmatch(kv_blocks) else None,
         progress=progress,
     )
@@ -113,6 +117,7 @@ _READ = (
     _STARTED := b"process_start_time_seconds",
     _RUNNING := b"vllm:num_requests_running",
     _WAITING := b"vllm:num_requests_waiting",
+    _BY_REASON := b"vllm:num_requests_waiting_by_reason",
     _USAGE := b"vllm:kv_cache_usage_perc",
     _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
     _GENERATED := b"vllm:generation_tokens_total",

@@ -19,8 +19,9 @@ _COUNT: int | None = getattr(socket, "TCP_KEEPCNT", None)
 def watch_peer(transport: asyncio.BaseTransport, seconds: float) -> None:
     """Have a connection end once its other side has not acknowledged anything for about `seconds`; 0: leave it as it is.
 
-    A silent connection is asked after half of them. A process that is stopped acknowledges all the same: its kernel does. Does
-    nothing where the transport has no socket, or the system lacks an option.
+    A silent connection is asked after half of them. A process that is stopped acknowledges all the same: its kernel does, as
+    long as its buffers hold what is sent. Linux also ends a connection that has more to send to a process that has read nothing
+    for so long. Does nothing where the transport has no socket, or the system lacks an option.
     """
     found = transport.get_extra_info("socket")
     if found is None or not seconds:

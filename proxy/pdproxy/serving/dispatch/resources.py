@@ -107,14 +107,26 @@ class ExchangeResources:
         node, tokens, now = lease.node, None, self.now()
         if verdict is Verdict.GOOD or verdict is Verdict.FAILED:
             failed = verdict is Verdict.FAILED
-            self.outliers.ended(
-                node.url, lease.role, now, failed=failed, pace=None if failed else _pace(lease, relay, now)
-            )
+            pace = None if failed else self._pace(lease, relay, now)
+            seconds = now - lease.since if lease.role is Role.PREFILL else None
+            self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds)
         if relay is not None and self.ledger.placement is not None:
             tokens = _made_tokens(relay)
         if self.ledger.close(lease, verdict, now, tokens):
             reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
+
+    def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
+        """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.
+
+        Where requests are placed by what engines have in their caches, one gets the cached prompts and another one the new ones.
+        """
+        if lease.role is Role.PREFILL:
+            comparable = lease.prompt_bytes and not self.ledger.needs_details
+            return (now - lease.since) / lease.prompt_bytes if comparable else None
+        if relay is None or relay.fast_path.events < _MIN_EVENTS:
+            return None
+        return relay.fast_path.total / (relay.fast_path.events - 1)
 
     async def retry_slot(self) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
@@ -129,15 +141,6 @@ class ExchangeResources:
         """Report a leg that failed."""
         status = error.status if isinstance(error, EngineRefusedError) else None
         self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry, status))
-
-
-def _pace(lease: Lease, relay: Relay | None, now: float) -> float | None:
-    """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared."""
-    if lease.role is Role.PREFILL:
-        return (now - lease.since) / lease.prompt_bytes if lease.prompt_bytes else None
-    if relay is None or relay.fast_path.events < _MIN_EVENTS:
-        return None
-    return relay.fast_path.total / (relay.fast_path.events - 1)
 
 
 def _made_tokens(relay: Relay) -> int | None:

@@ -14,7 +14,7 @@ from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
 from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.scheduling.outputs import Outputs
-from pdproxy.scheduling.waits import Waits
+from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.demand import NO_DEMAND, Demand
 
@@ -81,6 +81,8 @@ class Admission:
         self._clients = clients
         self._outputs = Outputs()
         self._waits = Waits()
+        self._queued_since = 0.0
+        """Since when there have always been requests that wait, where there are some."""
         self._closed = False
         self._drained = asyncio.Event()
         """Set once admission is closed and no place is taken any more."""
@@ -136,6 +138,8 @@ class Admission:
         if entry is not None:
             place.entry = entry
         else:
+            if not self._queue.waiting:
+                self._queued_since = self._clock.now()
             try:
                 place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, priority)
             except QueueFullError:
@@ -164,7 +168,7 @@ class Admission:
 
     def missed(self, demand: Demand, seconds: float) -> None:
         """A request has missed a deadline. For `Place.leave` only."""
-        self._waits.served(self._clock.now(), demand.prompt, seconds)
+        self._waits.served(self._clock.now(), demand.prompt, seconds, late=True)
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
@@ -234,7 +238,7 @@ class Admission:
             OverloadedError: it can't be done by its deadline.
         """
         usual = self._outputs.expected(demand.prompt)
-        part = 1.0 if demand.limit is None else min(demand.limit / usual, 1.0)
+        part = 1.0 if demand.limit is None or demand.limit >= usual else max(demand.limit, 1) / usual
         now = self._clock.now()
         best, surely = self._waits.service(now, demand.prompt, part)
         surely = max(surely, LEAST_SERVICE)
@@ -247,7 +251,9 @@ class Admission:
 
     def _wait_of(self, client: Client) -> float | None:
         """Return the predicted wait of a new request of a client, None if nothing is known."""
-        return self._waits.wait(self._clock.now(), self._queue.cost_ahead(client.name, client.weight))
+        now = self._clock.now()
+        served = self._queue.taken if now < self._queued_since + MEAN_OVER else 0
+        return self._waits.wait(now, self._queue.cost_ahead(client.name, client.weight), served)
 
     def _too_late(self, client: Client) -> OverloadedError:
         text = "the request can't be served within its X-Request-Timeout now"

@@ -13,6 +13,8 @@ BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""
 MOST_TOKENS = 2**20
 """Of a prompt: images in base64 are many bytes and few tokens."""
+MOST_ANSWERS = 2**14
+"""To one prompt: engines refuse more (vLLM's `VLLM_MAX_N_SEQUENCES`), so that nobody may wait or pay for them."""
 PRIORITY = b"x-vllm-priority"
 Lines = tuple[tuple[bytes, bytes], ...]
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
@@ -47,9 +49,15 @@ def demand_of(parsed: Parsed) -> Demand:
     else:
         tokens = parsed.body_bytes // BYTES_PER_TOKEN
     if "n" in fields:
-        answers *= min(max(_number(fields["n"]) or 1, 1), MOST_TOKENS)
+        answers *= min(max(_number(fields["n"]) or 1, 1), MOST_ANSWERS)
     priority = (_number(fields["priority"]) or 0) if "priority" in fields else 0
     return Demand(_bounded(tokens), answers, limit_of(parsed), priority)
+
+
+def is_priority_known(parsed: Parsed) -> bool:
+    """Return whether a body's priority was read. vLLM reads more than integers of 64 bits: "-5", -5.0 and longer ones."""
+    raw = parsed.fields.get("priority")
+    return raw is None or _number(raw) is not None
 
 
 def _bounded(tokens: int) -> int:

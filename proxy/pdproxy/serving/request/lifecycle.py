@@ -106,11 +106,15 @@ class LiveRequest(ABC, Generic[Writer]):
         """Complete `totals` for the report. Called once, after the last engine was asked."""
 
     def tokens_used(self) -> int | None:
-        """Return the tokens of prompts and answers; None if engines have worked on it and reported none."""
+        """Return the tokens of prompts and answers; None if engines have worked on it and reported none.
+
+        What an engine refuses as wrong (4xx) costs it nothing.
+        """
         totals = self.totals
         prompt, completion = totals.prompt_tokens, totals.completion_tokens
         if prompt is None and completion is None:
-            return None if any(times.attempts for times in totals.legs) else 0
+            is_refused = 400 <= self.status < 500
+            return None if any(times.attempts for times in totals.legs) and not is_refused else 0
         return (self.demand.prompt if prompt is None else prompt) + (completion or 0)
 
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:

@@ -121,6 +121,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             ask = Ask(body.model, size, resources.now(), session=incoming.session)
             lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
             if lease is None:
+                self._leave_slot()
                 raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
             url = self._url = lease.node.url
             self._attempts += 1

@@ -23,7 +23,7 @@ from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import demand_of, prioritized
+from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_of, timeout_of
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
@@ -115,7 +115,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         allowed = service.keys.priorities(self.key)
-        self.demand, incoming.forward = prioritized(demand_of(parsed), incoming.forward, allowed)
+        self.demand, incoming.forward = prioritized(
+            demand_of(parsed), incoming.forward, allowed, is_known=allowed is None or is_priority_known(parsed)
+        )
         hints = NO_HINTS
         if incoming.hints:
             hints = read_hints(incoming.hints, service.session_header)

@@ -62,7 +62,7 @@ class _Collector:
             "num_requests_waiting_by_reason",
             "Waiting requests by reason.",
             "reason",
-            lambda s: (("capacity", s.waiting), ("deferred", 0)),
+            lambda s: (("capacity", s.waiting - s.deferred), ("deferred", s.deferred)),
             GaugeMetricFamily,
         )
         if facts.is_kv_consumer:
