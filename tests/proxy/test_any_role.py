@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
+import msgspec
 import pytest
 
 from pdproxy.observe.events import NodeChanged, RequestEnded
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policy import Ask
+from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
 from tests.fakes.engine import Reply, Script
 from tests.fakes.placement import install, placed_world, scripted, split, whole
@@ -18,6 +21,16 @@ from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
 LONG_PROMPT = "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
+
+
+SPLIT = {"policy": PoolPolicy(placement="split")}
+"""Each prompt is split that can be: by default a pool with these engines has a placement."""
+
+
+def splitting(settings: Settings) -> Settings:
+    """Return settings with that."""
+    chosen = msgspec.structs.replace(settings.pool, **SPLIT)
+    return msgspec.structs.replace(settings, pools=(chosen,))
 
 
 def roles_taken(w: World) -> set[tuple[str, bool]]:
@@ -45,7 +58,7 @@ async def test_the_texts_are_one_engines(connector: str, dispatch: Literal["sequ
 
     One leg after the other, unless the settings want both at once: full engines could wait for each other for ever.
     """
-    async with pool(connector, prefills=2, decodes=1, anything=True, dispatch=dispatch) as p:
+    async with pool(connector, prefills=2, decodes=1, anything=True, dispatch=dispatch, pool_settings=SPLIT) as p:
         assert p.world.proxy.transfer.contract.order == (dispatch or "sequential")
         asked = [(COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}", max_tokens=6)) for n in range(6)]
         asked += [(CHAT, chat(messages=[{"role": "user", "content": f"{LONG_PROMPT} {n}"}])) for n in range(4)]
@@ -70,7 +83,7 @@ async def test_one_engine_serves_what_cannot_be_split() -> None:
 
 async def test_a_pool_of_one_serves_whole() -> None:
     """It is ready, and degraded: nobody is there to split prompts with."""
-    async with world(0, 0, anything=1) as w:
+    async with world(0, 0, anything=1, adjust=splitting) as w:
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         ready = (await w.get("/ready")).json
         assert (ready["ready"], ready["state"]) == (True, "degraded")
@@ -81,7 +94,7 @@ async def test_a_pool_of_one_serves_whole() -> None:
 
 
 async def test_ready_and_metrics_of_a_pool_of_any() -> None:
-    async with world(0, 0, anything=3) as w:
+    async with world(0, 0, anything=3, adjust=splitting) as w:
         assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
         await w.ask(COMPLETIONS, completion(stream=True))
         for engine in w.anything:
@@ -95,7 +108,7 @@ async def test_ready_and_metrics_of_a_pool_of_any() -> None:
 
 async def test_one_strange_engine_among_many_is_one_sentence() -> None:
     """Not one for each pair in each direction."""
-    async with world(0, 0, anything=6) as w:
+    async with world(0, 0, anything=6, adjust=splitting) as w:
         ledger = w.proxy.ledger
         for engine in w.anything[1:]:
             ledger.eject(w.anything[0].url, engine.url)

@@ -35,6 +35,7 @@ def owners(w: World) -> dict[str, tuple[Any, str]]:
     return {
         "follow files": (w.proxy.credentials, "follow"),
         "canaries": (w.proxy.tokens.canaries, "run"),
+        "outliers": (w.proxy.ejections, "run"),
         **probes,
     }
 
@@ -57,7 +58,7 @@ class Failing:
         await self._run(*arguments)
 
 
-@pytest.mark.parametrize("which", ["follow files", "canaries", "probe"])
+@pytest.mark.parametrize("which", ["follow files", "canaries", "outliers", "probe"])
 async def test_each_task_is_started_again(which: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It fails three times and works from then on: counted, in /ready until it has run well for a while, in the log by place."""
     keys = tmp_path / "keys"

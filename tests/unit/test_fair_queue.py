@@ -36,6 +36,7 @@ class Served:
         if entry is not None:
             self.granted.append(ticket)
         self.entries[ticket] = entry or queue.queue_up(*values)
+        queue.fill()
 
     def leave(self, ticket: str, cost: float | None = None) -> None:
         self.queue.leave(self.entries.pop(ticket), cost)
@@ -179,25 +180,34 @@ def test_a_large_request_is_not_overtaken() -> None:
     served = Served(10, max_size=100)
     served.enter("a0", size=60)
     served.enter("a1", size=60)
-    served.enter("b0", size=1)
+    served.enter("a2", size=1)
     assert (served.granted, served.queue.size) == (["a0"], 60)
     served.leave("a0")
-    assert served.granted == ["a0", "a1", "b0"]
+    assert served.granted == ["a0", "a1", "a2"]
     served.enter("c0", size=500)
     served.leave("a1")
     assert served.queue.waiting == 1
-    served.leave("b0")
+    served.leave("a2")
     assert (served.granted[-1], served.queue.size) == ("c0", 500)
+
+
+def test_a_request_whose_turn_is_before_the_large_one_does_not_wait_for_it() -> None:
+    """Its tenant has got less so far."""
+    served = Served(10, max_size=100)
+    served.enter("a0", size=60)
+    served.enter("a1", size=60)
+    served.enter("b0", size=1)
+    assert (served.granted, served.queue.waiting) == (["a0", "b0"], 1)
 
 
 def test_others_are_served_once_the_large_request_has_left_the_queue() -> None:
     served = Served(10, max_size=100)
     served.enter("a0", size=60)
     served.enter("a1", size=60)
-    served.enter("b0", size=1)
+    served.enter("a2", size=1)
     served.queue.stop_waiting(served.entries["a1"])
     served.queue.stop_waiting(served.entries["a1"])
-    assert (served.granted, served.queue.waiting) == (["a0", "b0"], 0)
+    assert (served.granted, served.queue.waiting) == (["a0", "a2"], 0)
 
 
 def test_a_place_that_is_not_wanted_any_more_goes_to_the_next() -> None:

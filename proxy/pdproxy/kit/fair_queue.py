@@ -162,7 +162,7 @@ class FairQueue(Generic[Ticket]):
     def resize(self, places: int) -> None:
         """Change the number of places. Fewer take nothing from requests that have one."""
         self._places = places
-        self._fill()
+        self.fill()
 
     def take(
         self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int, priority: int = 0
@@ -207,7 +207,7 @@ class FairQueue(Generic[Ticket]):
         if entry.waits:
             self._remove(entry)
             self._rest(entry.tenant)
-            self._fill()  # it may have been the large one that the others waited for
+            self.fill()  # it may have been the large one that the others waited for
 
     def leave(self, entry: Entry[Ticket], cost: float | None = None) -> None:
         """Release a place: it is granted to a request that waits, if there is one. `cost`: what it was in the end, if known."""
@@ -223,7 +223,7 @@ class FairQueue(Generic[Ticket]):
         if tenant.waiting:
             self._push(tenant)
         self._rest(tenant)
-        self._fill()
+        self.fill()
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets of all requests that wait."""
@@ -339,7 +339,7 @@ class FairQueue(Generic[Ticket]):
         if not tenant.waiting:
             del self._queued[tenant.name]
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Grant free places to requests that wait."""
         while self.taken < self._places and (tenant := self._following()) is not None:
             entry = tenant.first()

@@ -63,6 +63,10 @@ HARDWARE = Hardware(prefill_tokens_per_s=4000.0, decode_step_s=0.02, request_ove
 """Slow enough that many requests are under way at once."""
 
 
+CONNECTOR: ConnectorName = "nixl"
+"""How KV gets from prefill to decode engines."""
+
+
 class ChaosEngine:
     """One simulated engine on a host of its own."""
 
@@ -112,7 +116,7 @@ class World:
             *((f"D{number}", "decode", f"10.0.0.{50 + number}") for number in range(options.decode)),
         ]
         self.engines = [
-            ChaosEngine(name, role, host, ports, options.seed * 100 + number, "nixl")
+            ChaosEngine(name, role, host, ports, options.seed * 100 + number, CONNECTOR)
             for number, (name, role, host) in enumerate(roles)
         ]
         self.judge = ChaosEngine("judge", "aggregated", JUDGE, ports, options.seed * 100 + 99, "none")

@@ -186,6 +186,7 @@ class Admission:
     async def _wait(self, client: Client, place: Place, deadline: float | None, service: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()
         self._evict_slow(client)  # not before: a client is over its share only while others wait
+        self._queue.fill()  # this request may have displaced the large one that the others waited for
         seconds, until_deadline = self._timeout, False
         if deadline is not None and (left := deadline - service - self._clock.now()) < seconds:
             seconds, until_deadline = max(left, 0.0), True

@@ -12,10 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import Context
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pdproxy.lab.chaos.virtual.network import VirtualNetwork
+from typing import Any, Protocol
 
 WINDOW = 64 << 10
 """Bytes that a direction holds between one side's write and the other's read, unless a connection has its own number."""
@@ -58,6 +55,18 @@ class _End:
         self.error = error
 
 
+class Carrier(Protocol):
+    """The network, as a transport sees it."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def delivered(self, number: int, size: int) -> None:
+        """So many bytes have arrived at the transport of this number."""
+
+    def gone(self, transport: VirtualTransport) -> None:
+        """A transport has closed."""
+
+
 class VirtualTransport(asyncio.Transport):
     """One side of a connection. `peer` is the other one; `link` leads there; the protocol's calls are made in `context`."""
 
@@ -65,7 +74,7 @@ class VirtualTransport(asyncio.Transport):
 
     def __init__(
         self,
-        network: VirtualNetwork,
+        network: Carrier,
         number: int,
         link: Link,
         context: Context,
