@@ -197,7 +197,7 @@ def test_which_way_notices_come(connector: str, notifier: bool, channel: Channel
 
 
 def test_no_other_code_names_a_contract() -> None:
-    """A contract's name is in its own module. Elsewhere only simulated engines and the default of `pools[].connector` have one."""
+    """A contract's name is in its own module. Elsewhere only simulated engines and the default of `pools[]` have one."""
     own = [*(PACKAGE / folder for folder in ("transfer", "sim", "notifier")), PACKAGE / "cli" / "sim.py"]
     allowed = {
         ("settings/schema.py", "nixl"),  # the default of `pools[].connector`
