@@ -105,12 +105,11 @@ class Quotas:
         limits = self._limits()
         if limits is not self._seen:
             self._follow(limits)
-        own = limits.get(key) if key is not None else None
-        if own is None:
+        if key is None or (own := limits.get(key)) is None:
             return None
-        account = self._accounts.get(key)  # type: ignore[arg-type]
+        account = self._accounts.get(key)
         if account is None:
-            account = self._accounts[key] = _Account(own, self._now())  # type: ignore[index]
+            account = self._accounts[key] = _Account(own, self._now())
         if own.inflight is not None and account.inflight >= own.inflight:
             raise LimitError(f"{own.inflight} requests of this key are being served", Reason.KEY_INFLIGHT)
         now = self._now()
