@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all URLs answer with 200.
+    """Wait until all URLs answer with 200, and those of `/ready` with the state `ok`: both engines of a pair can be used.
 
     Raises:
         RuntimeError: one does not, or a process has ended.
@@ -63,7 +64,7 @@ def wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> N
         while True:
             try:
                 with urllib.request.urlopen(url, timeout=5) as answer:
-                    if answer.status == 200:
+                    if not url.endswith("/ready") or json.load(answer)["state"] == "ok":
                         break
             except (urllib.error.URLError, OSError):
                 pass

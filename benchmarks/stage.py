@@ -109,21 +109,24 @@ def get(address: str, seconds: float = 2.0) -> bytes:
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
-    """Wait until a GET gets a 200.
+    """Wait until a GET gets a 200. pdproxy's `/ready` must not say `degraded`: one engine of a pair could not be used yet.
 
     Raises:
         NotStartedError: the process has ended, or it took too long.
     """
-    end = time.monotonic() + seconds
+    end, why = time.monotonic() + seconds, "degraded"
     while process.poll() is None:
         try:
-            get(address)
+            body = get(address)
         except (OSError, urllib.error.URLError) as error:
-            if time.monotonic() > end:
-                raise NotStartedError(f"{address}: {error}") from error
-            time.sleep(0.1)
+            why = str(error)
         else:
-            return
+            if not (address.endswith("/ready") and b'"degraded"' in body):
+                return
+            why = "degraded"
+        if time.monotonic() > end:
+            raise NotStartedError(f"{address}: {why}")
+        time.sleep(0.1)
     raise NotStartedError(f"{address}: exit code {process.returncode}")
 
 

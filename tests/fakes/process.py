@@ -96,7 +96,8 @@ async def served(
         async with asyncio.timeout(PATIENCE):
             while True:
                 with contextlib.suppress(OSError):
-                    if (await made.ask("GET", "/ready")).status == 200:
+                    answer = await made.ask("GET", "/ready")
+                    if answer.status == 200 and b'"degraded"' not in answer.body:
                         break
                 assert process.returncode is None
                 await asyncio.sleep(0.05)
