@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdproxy.kit.errors import EngineError, PdproxyError
-from pdproxy.serving.stream.relay import Relay, StreamStarted
+from pdproxy.serving.stream.phase import StreamStarted
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.connection import ForwardRead
 from pdproxy.wire.chunks import chunk, whole_chunks
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE, ACCEPTED_UNSEEN
+from pdproxy.serving.dispatch.open_leg import OpenAnswer
 from pdproxy.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
@@ -31,6 +32,18 @@ async def leave(client: Client, how: str = "close") -> None:
 async def closed(request: Request) -> None:
     """Wait until an engine sees its leg closed. Where the clock stands still this shows that nothing waited for a deadline."""
     await asyncio.wait_for(request.left.wait(), LONG)
+
+
+async def headers_came(w: World) -> None:
+    """Wait until the proxy has the headers of the decode leg."""
+    legs = w.proxy.engines[w.decode[0].url].open_legs.legs
+
+    def status() -> int:
+        leg = next(iter(legs), None)
+        relay = leg._attempt.relay if isinstance(leg, OpenAnswer) else None
+        return 0 if relay is None else relay.status
+
+    await until(lambda: status() == 200)
 
 
 def ends(w: World) -> list[str]:
@@ -122,13 +135,17 @@ async def test_after_the_decode_engine_was_asked_before_its_headers_streamed(how
 async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_grace() -> None:
     """An engine that accepts the request just after the client left owns the KV: it is closed, nothing is released."""
     go = asyncio.Event()
-    async with world(clock=ManualClock()) as w:
+    clock = ManualClock()
+    async with world(clock=clock) as w:
         w.decode[0].script(scripts.gate(go, scripts.streams(then="stall")))
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         request = await w.decode[0].asked()
         await leave(client)
         go.set()
+        await headers_came(w)
+        await clock.advance(0)
+        await clock.reach(ACCEPT_GRACE)
         await closed(request)
         await w.quiet()
         assert ends(w) == ["aborted"]
@@ -184,12 +201,38 @@ async def test_long_after_the_decode_engine_was_asked_unstreamed() -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_after_headers_before_data(how: str) -> None:
-    """Between the engine's headers and its first data: the leg is closed at once, the engine frees both sides."""
-    sent = asyncio.Event()
+    """Between the engine's headers and its first data: closed after a grace, and the engine frees both sides."""
+    clock = ManualClock()
+    async with world(clock=clock) as w:
+        w.decode[0].script(scripts.streams(then="stall"))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        request = await w.decode[0].asked()
+        await headers_came(w)
+        await leave(client, how)
+        assert not request.left.is_set()
+        await clock.reach(ACCEPT_GRACE)
+        await closed(request)
+        await w.quiet()
+        assert ends(w) == ["aborted"]
+
+
+@pytest.mark.parametrize(
+    ("then", "end"),
+    [(WORD, "aborted"), (answers.error_event(), "released"), (answers.DONE, "released"), (b"", "released")],
+    ids=["data", "error", "end mark", "connection lost"],
+)
+async def test_after_headers_the_first_event_decides(then: bytes, end: str) -> None:
+    """A client leaves between the headers and the first event: behind an error, the decode engine does not have the KV."""
+    go = asyncio.Event()
 
     async def script(reply: Reply) -> None:
         await reply.start()
-        sent.set()
+        await go.wait()
+        if not then:
+            reply.reset()
+            return
+        await (reply.piece(then) if then == WORD else reply.raw(b"%x\r\n%b\r\n" % (len(then), then)))
         await reply.stall()
 
     async with world(clock=ManualClock()) as w:
@@ -197,11 +240,13 @@ async def test_after_headers_before_data(how: str) -> None:
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         request = await w.decode[0].asked()
-        await sent.wait()
-        await leave(client, how)
-        await closed(request)
+        await headers_came(w)
+        await leave(client)
+        go.set()
+        if then:
+            await closed(request)
         await w.quiet()
-        assert ends(w) == ["aborted"]
+        assert ends(w) == [end]
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])

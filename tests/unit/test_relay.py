@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError
-from pdproxy.serving.stream.relay import STREAM_STARTED, Relay
+from pdproxy.serving.stream.phase import STREAM_STARTED
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.connection import EngineConnection, ForwardRead
 from pdproxy.wire import sse
 from pdproxy.wire.chunks import chunk, whole_chunks

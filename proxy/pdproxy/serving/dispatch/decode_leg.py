@@ -30,7 +30,7 @@ from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, D
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
-from pdproxy.serving.stream.relay import StreamStarted
+from pdproxy.serving.stream.phase import StreamStarted
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message
 

@@ -6,15 +6,18 @@ from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.scheduling.nodes import Node
 from pdproxy.serving.dispatch.resources import ExchangeResources
-from pdproxy.serving.stream.relay import Relay, StreamStarted
+from pdproxy.serving.stream.phase import StreamStarted
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Parsed
 
 ACCEPT_GRACE = 0.15
-"""After the client has left: seconds for the decode engine to show that it has the request (0.2 s with the clock's tick)."""
+"""After the client has left: seconds for the decode engine to show that it has the request (0.2 s with the clock's tick), and as
+many from a stream's headers to its first data."""
 ACCEPTED_UNSEEN = 1.0
 """Seconds after which an engine is taken to have the request, if the answer is not streamed."""
 
@@ -58,10 +61,11 @@ def has_data(relay: Relay) -> bool:
 
 
 async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, sent_at: float) -> bool:
-    """Return whether the engine has the request, after `ACCEPT_GRACE` at most. If it has, closing the leg frees the KV.
+    """Return whether the engine has the request, after twice `ACCEPT_GRACE` at most. If it has, closing the leg frees the KV.
 
-    A stream shows it by its headers. An answer that is not streamed shows nothing before its end: then the time since `sent_at`
-    decides, when the leg was sent.
+    A stream shows it by its headers, unless an error follows: an engine may refuse a request in the stream. What shows nothing
+    behind its headers waits for its turn, or for KV. An answer that is not streamed shows nothing before its end: then the time
+    since `sent_at` decides, when the leg was sent.
     """
     if not parsed.stream and resources.now() - sent_at > ACCEPTED_UNSEEN:
         return True
@@ -70,7 +74,17 @@ async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, s
             await relay.accepted.wait()
     except TimeoutError:
         return False
-    return relay.status == 200  # refused or lost: then the engine owns nothing
+    if relay.status != 200:
+        return False  # refused or lost: then the engine owns nothing
+    try:
+        async with resources.clock.within(ACCEPT_GRACE):
+            await relay.first_again()
+    except EngineError as error:
+        drop_traceback(error)
+        return False
+    except TimeoutError:
+        pass
+    return True
 
 
 def _look(resources: ExchangeResources, relay: Relay, node: Node, timeout: float, timers: list[Timer]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from enum import Enum
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
@@ -23,6 +22,7 @@ from pdproxy.serving.stream import beginning
 from pdproxy.serving.stream.event_filter import EventFilter
 from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.serving.stream.held_events import HeldEvents
+from pdproxy.serving.stream.phase import STREAM_STARTED, Phase, StreamStarted
 from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.stall_timer import StallTimer
@@ -33,20 +33,6 @@ from pdproxy.upstream.connection import Headers, Reads
 from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.event_template import EventTemplates
-
-
-class _Phase(Enum):
-    HOLDING = "holding"
-    PROVEN = "proven"
-    FLOWING = "flowing"
-    ENDED = "ended"
-
-
-class StreamStarted:
-    """The answer is a stream, and its first real data has come."""
-
-
-STREAM_STARTED = StreamStarted()
 
 
 class Relay:
@@ -113,7 +99,7 @@ class Relay:
             creation_time=creation_time,
         )
         self._time = now
-        self._phase = _Phase.HOLDING
+        self._phase = Phase.HOLDING
         self._is_stream = False
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
         self._held = HeldEvents(self._share)  # of a stream, until it flows
@@ -134,13 +120,23 @@ class Relay:
 
     # -- for the caller
 
+    def first_again(self) -> asyncio.Future[Answer | StreamStarted]:
+        """Return `first`; a new one if it was cancelled, as it is with the task that waits for it."""
+        if self.first.cancelled():
+            self.first = asyncio.get_running_loop().create_future()
+            if self._phase is Phase.PROVEN:
+                self.first.set_result(STREAM_STARTED)
+            elif self._phase is Phase.ENDED:
+                self._refuse(EngineError("the answer has failed"))
+        return self.first
+
     def flow(self, output: ResponseWriter, leg: Reads | None, *, direct: bool = True) -> None:
         """Forward what was held, and from now on each read as it comes. Without a leg, everything has already come.
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
         self.output, self._leg, self.headers = output, leg, []
-        self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
+        self._phase = Phase.FLOWING if self._phase is Phase.PROVEN else self._phase
         self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
         batch = self._held.take()
@@ -196,10 +192,10 @@ class Relay:
         self.fast_path.enabled = False
         if (self._share.kept or not chunk.endswith(sse.END)) and not (chunk := whole_events(self._share, chunk)):
             return
-        if self._phase is _Phase.FLOWING:
+        if self._phase is Phase.FLOWING:
             self._forward(chunk)
             self._set_fast_path()
-        elif self._phase is not _Phase.ENDED:
+        elif self._phase is not Phase.ENDED:
             self._hold(chunk)
 
     def end(self) -> None:
@@ -210,7 +206,7 @@ class Relay:
         if self.status == 200:
             body = self.filter.whole(body)
             self.fast_path.events = 1
-        self._phase = _Phase.ENDED
+        self._phase = Phase.ENDED
         if not self.first.done():
             self.first.set_result(Answer(self.status, self.headers, body))
 
@@ -225,12 +221,12 @@ class Relay:
 
     def _set_fast_path(self) -> None:
         held = self._share.kept or self.filter.last_events
-        self.fast_path.enabled = self._phase is _Phase.FLOWING and not held
+        self.fast_path.enabled = self._phase is Phase.FLOWING and not held
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data."""
         self._held.add(batch)
-        if self._phase is _Phase.PROVEN:
+        if self._phase is Phase.PROVEN:
             return
         try:
             real = has_real_data(batch)
@@ -238,7 +234,7 @@ class Relay:
             self._fail(error.with_traceback(None))  # a traceback would refer to this relay
             return
         if real:
-            self._phase = _Phase.PROVEN
+            self._phase = Phase.PROVEN
             if not self.first.done():
                 self.first.set_result(STREAM_STARTED)
 
@@ -263,29 +259,32 @@ class Relay:
             self._stream_over(None)
 
     def _stream_over(self, error: EngineError | None) -> None:
-        if self._phase is _Phase.PROVEN:
+        if self._phase is Phase.PROVEN:
             self._ending = error  # the end mark may be in what is held: `flow` finds it
             return
         if error is not None and not self.filter.done:
             self._fail(error)
             return
-        self._phase = _Phase.ENDED
+        self._phase = Phase.ENDED
         self.fast_path.enabled = False
         if not self.done.done():
             self.done.set_result(None)
 
     def _fail(self, error: PdproxyError) -> None:
         """Fail where the caller is waiting: at the first data, or in the stream."""
-        before, self._phase = self._phase, _Phase.ENDED
+        before, self._phase = self._phase, Phase.ENDED
         self.fast_path.enabled = False
         self._held.drop()
         self._share.drop()
-        if before is _Phase.HOLDING and not self.first.done():
-            self.first.set_exception(error)
-            self.first.exception()  # asyncio would log the error if the caller has left and never reads it
-        elif before is not _Phase.ENDED and not self.done.done():
+        if before is Phase.HOLDING and not self.first.done():
+            self._refuse(error)
+        elif before is not Phase.ENDED and not self.done.done():
             self.done.set_exception(error)
             self.done.exception()
+
+    def _refuse(self, error: PdproxyError) -> None:
+        self.first.set_exception(error)
+        self.first.exception()  # asyncio would log the error if the caller has left and never reads it
 
     def _pause(self) -> None:
         if not self.paused and self._leg is not None:
