@@ -19,7 +19,8 @@ class Deadlines(Section, frozen=True):
     """How long each wait may last, in seconds. Every wait has a limit."""
 
     connect: Seconds = 2.0
-    """TCP connection to an engine, TLS handshake included. If it takes longer, the engine is down or overloaded."""
+    """TCP connection to an engine, TLS handshake included. If it takes longer, the engine is down or overloaded. Where its URL
+    has a name, resolving that is included, and several addresses share the time."""
 
     client_head: Seconds = 30.0
     """A request's line and headers, from their first byte, or from the connection on if nothing comes at all."""

@@ -28,6 +28,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ordered_set import OrderedSet
+from pdproxy.upstream.addresses import Addresses, Resolve, by_system
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 from pdproxy.upstream.sockets import watch_peer
@@ -160,7 +161,8 @@ class EngineClient:
 
     Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
     `tls` are called for each request and connection, since both may change: the bearer token, and the context of an engine with
-    TLS. `clock` keeps the deadlines, `budget` limits whole answers. `unacknowledged`: see `sockets.watch_peer`.
+    TLS. `clock` keeps the deadlines, `budget` limits whole answers. `unacknowledged`: see `sockets.watch_peer`. `resolve`
+    returns the addresses of a name (`upstream.addresses`).
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class EngineClient:
         key: Callable[[], str | None] = lambda: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         unacknowledged: float = 0.0,
+        resolve: Resolve = by_system,
     ) -> None:
         parts = urlsplit(url)
         self.url = url
@@ -189,6 +192,7 @@ class EngineClient:
         self._unacknowledged = unacknowledged
         self._idle: list[EngineConnection] = []
         self._all: OrderedSet[EngineConnection] = OrderedSet()
+        self._addresses = Addresses(self._host, self._port, self._close_former, resolve)
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
@@ -257,6 +261,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Drop every connection."""
+        self._addresses.close()
         for connection in list(self._all):
             connection.close()
 
@@ -267,7 +272,10 @@ class EngineClient:
             connection.close()
 
     def _kept(self) -> EngineConnection | None:
-        oldest = asyncio.get_running_loop().time() - self._keepalive
+        now = asyncio.get_running_loop().time()
+        if now >= self._addresses.due:
+            self._addresses.refresh()
+        oldest = now - self._keepalive
         while self._idle:
             connection = self._idle.pop()
             if connection.usable and connection.idle_since >= oldest:
@@ -276,22 +284,56 @@ class EngineClient:
         return None
 
     async def _connect(self) -> EngineConnection:
+        """Connect to one of the engine's addresses: those whose turn it is share the time, others get what is left of it.
+
+        Raises:
+            EngineUnreachableError: none of them took a connection in time.
+        """
+        if self._addresses.is_fixed:
+            return await self._connect_to(self._host, self._connect_timeout)
+        now = self._clock.now
+        end = now() + self._connect_timeout
+        usable, others = await self._in_turn()
+        for number, address in enumerate(usable + others, 1):
+            try:
+                return await self._connect_to(address, (end - now()) / max(1, len(usable) - number + 1))
+            except EngineTlsError:
+                raise  # the machine is there
+            except EngineUnreachableError:
+                self._addresses.failed(address)
+                if number == len(usable) + len(others) or now() >= end:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _in_turn(self) -> tuple[list[str], list[str]]:
+        try:
+            async with self._clock.within(self._connect_timeout):
+                return await self._addresses.in_turn()
+        except TimeoutError:
+            raise EngineUnreachableError(
+                f"{self.url}: its name did not resolve in {self._connect_timeout:g} s", wait=Wait.CONNECT
+            ) from None
+        except OSError as error:
+            raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
+
+    async def _connect_to(self, address: str, timeout: float) -> EngineConnection:
         loop = asyncio.get_running_loop()
         tls = self._tls()
         # This is a timer of the event loop, which runs before sockets are read. So the clock's deadline must come first.
         handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
-            async with self._clock.within(self._connect_timeout):
+            async with self._clock.within(timeout):
                 transport, connection = await loop.create_connection(
                     lambda: EngineConnection(self.url, self._free, self._lost),
-                    self._host,
+                    address,
                     self._port,
                     ssl=tls,
+                    server_hostname=None if tls is None else self._host,
                     ssl_handshake_timeout=handshake,
                 )
         except TimeoutError:
             raise EngineUnreachableError(
-                f"{self.url} took no connection in {self._connect_timeout:g} s", wait=Wait.CONNECT
+                f"{self.url} took no connection in {timeout:.4g} s", wait=Wait.CONNECT
             ) from None
         except ssl.SSLError as error:
             raise EngineTlsError(f"{self.url}: {describe_tls(error)}") from None
@@ -300,10 +342,25 @@ class EngineClient:
                 raise no_more_files(error) from None
             raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
         watch_peer(transport, self._unacknowledged)
+        if not self._addresses.is_fixed:
+            connection.address = address
+            self._addresses.took(address)
         self._all.add(connection)
         return connection
 
+    def _is_former(self, connection: EngineConnection) -> bool:
+        """Return whether a connection goes to an address that the engine's name has no more."""
+        return connection.address is not None and connection.address not in self._addresses
+
+    def _close_former(self) -> None:
+        for connection in list(self._idle):
+            if self._is_former(connection):
+                connection.close()
+
     def _free(self, connection: EngineConnection) -> None:
+        if self._is_former(connection):
+            connection.close()
+            return
         now = asyncio.get_running_loop().time()
         connection.idle_since = now
         self._idle.append(connection)

@@ -133,6 +133,7 @@ class EngineConnection(asyncio.Protocol):
         "_stopped_by",
         "_transport",
         "_until_eof",
+        "address",
         "idle_since",
     )
 
@@ -161,6 +162,8 @@ class EngineConnection(asyncio.Protocol):
         self._extra = 0  # bytes since the last body byte, including those that are being parsed
         self._stopped_by: EngineError | None = None  # raised inside the parser
         self.idle_since = 0.0
+        self.address: str | None = None
+        """The address that it goes to, if that is one of those of a name."""
 
     def __repr__(self) -> str:
         state = "busy" if self._sink else "idle"
