@@ -194,7 +194,9 @@ async def test_engines_have_in_their_caches_what_is_expected(
         reported, expected = (world.metric("pdproxy_prefix_tokens_total", what=w) for w in ("reported", "predicted"))
         removed = world.metric("pdproxy_prefix_event_blocks_total", result="removed")
         print(f"expected of {ANSWERS} answers: {found}; tokens expected {expected:.0f}, reported {reported:.0f}")
-        print(f"evicted {removed:.0f} blocks; heals {world.metric('pdproxy_prefix_heals_total', result='asked'):.0f}")
+        print(
+            f"evicted {removed:.0f} blocks; refreshes {world.metric('pdproxy_prefix_refreshes_total', result='asked'):.0f}"
+        )
         assert sum(found.values()) == ANSWERS
         assert (found["too_high"] + found["too_low"]) / ANSWERS < 0.01, found
         assert removed > BLOCKS
@@ -215,7 +217,7 @@ async def test_what_was_cached_before_is_reported_on_request(publishing: Publish
         assert await complete(world, [*prompt, 310]) == 6 * BLOCK
         assert results(world) == {"exact": 0, "too_high": 0, "too_low": 1}
         assert await complete(world, [*prompt, 311]) == 6 * BLOCK
-        assert world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+        assert world.metric("pdproxy_prefix_refreshes_total", result="asked") == 1
         await until(lambda: world.metric("pdproxy_prefix_event_blocks_total", result="stored") >= 6, LONG)
         await asyncio.sleep(2 * TTL)  # longer than what was just sent counts as cached
         before = results(world)

@@ -187,7 +187,7 @@ async def test_without_a_replay_endpoint_a_gap_forgets_all(stack: AsyncExitStack
     assert read.known(sim.url) < truth(sim)
 
 
-async def test_a_request_with_a_full_report_heals_what_was_forgotten(stack: AsyncExitStack) -> None:
+async def test_a_request_with_a_full_report_shows_what_was_forgotten(stack: AsyncExitStack) -> None:
     sim, read = await engine(stack), await reader(stack)
     await read.follow(sim)
     await complete(sim, prompt(0))

@@ -152,8 +152,8 @@ async def test_a_refused_key_is_counted_and_logged(
         assert (await w.ask(path, completion() if method == "POST" else b"", headers, method=method)).status == 401
         await until(lambda: lines(caplog, "refused"))
         assert lines(caplog, "refused") == [{"reason": reason, "client": "127.0.0.1"}]
-        assert w.metric("pdproxy_refused_total", reason=reason) == 1
-        assert w.metric("pdproxy_refused_total") == 1
+        assert w.metric("pdproxy_early_refusals_total", reason=reason) == 1
+        assert w.metric("pdproxy_early_refusals_total") == 1
         assert "WRONGKEY" not in caplog.text
 
 
@@ -167,7 +167,7 @@ async def test_a_flood_of_refusals_does_not_fill_the_log(
         for _ in range(MAX_REFUSALS + 5):
             assert (await w.ask(COMPLETIONS, completion())).status == 401
         assert len(lines(caplog, "refused")) == MAX_REFUSALS
-        assert w.metric("pdproxy_refused_total", reason="no_key") == MAX_REFUSALS + 5
+        assert w.metric("pdproxy_early_refusals_total", reason="no_key") == MAX_REFUSALS + 5
         assert w.metric("pdproxy_refused_not_logged_total") == 5
         now += 1
         await w.ask(COMPLETIONS, completion())
@@ -181,16 +181,16 @@ async def test_a_body_that_is_refused_is_counted(path: str) -> None:
     clock = ManualClock()
     async with world(limits={"max_body_bytes": 4000, "max_buffered_bytes": 4100}, clock=clock) as w:
         assert (await w.ask(path, b"x" * 4001)).status == 413
-        assert w.metric("pdproxy_refused_total", reason="body_too_large") == 1
+        assert w.metric("pdproxy_early_refusals_total", reason="body_too_large") == 1
         first = await w.client()
         first.send(head(path, 3500) + b"x" * 3000)
         await until(lambda: w.proxy.body_budget.held == 3000)
         assert (await w.ask(path, b"x" * 3900)).status == 503
-        assert w.metric("pdproxy_refused_total", reason="no_space") == 1
+        assert w.metric("pdproxy_early_refusals_total", reason="no_space") == 1
         await clock.reach(w.proxy.settings.deadlines.client_body)
         assert (await first.answer()).status == 408
-        assert w.metric("pdproxy_refused_total", reason="body_slow") == 1
-        assert w.metric("pdproxy_refused_total") == 3
+        assert w.metric("pdproxy_early_refusals_total", reason="body_slow") == 1
+        assert w.metric("pdproxy_early_refusals_total") == 3
 
 
 async def test_a_connection_that_is_refused_is_counted() -> None:
@@ -206,17 +206,17 @@ async def test_a_connection_that_is_refused_is_counted() -> None:
             client.send(sent)
             assert (await client.answer()).status == status
             client.close()
-            assert w.metric("pdproxy_refused_total", reason=reason) == 1
+            assert w.metric("pdproxy_early_refusals_total", reason=reason) == 1
             await until(lambda: w.proxy.connections.open == 0)
         w.prefill[0].script(scripts.gate(go, prefill))
         busy = await w.client()
         busy.post(COMPLETIONS, completion())
         await w.prefill[0].asked()
         assert (await (await w.client()).answer()).status == 503
-        assert w.metric("pdproxy_refused_total", reason="connections") == 1
+        assert w.metric("pdproxy_early_refusals_total", reason="connections") == 1
         go.set()
         assert (await busy.answer()).status == 200
-        assert w.metric("pdproxy_refused_total") == 4
+        assert w.metric("pdproxy_early_refusals_total") == 4
 
 
 # -- readiness

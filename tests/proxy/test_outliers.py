@@ -14,7 +14,7 @@ from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, world
 
 LIMITS = {"breaker_failures": 1000}
-OUTLIERS = OutlierSettings(min_requests=6, eject_for=30.0)
+OUTLIERS = OutlierSettings(min_requests=6, exclude_for=30.0)
 
 
 def adjusted(settings: Settings) -> Settings:
@@ -45,9 +45,9 @@ async def test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_
         while count < 10:
             answer = await w.ask(COMPLETIONS, completion())
             assert (answer.status, answer.text) == (200, TEXT)
-        w.proxy.ejections.compare()
+        w.proxy.exclusions.compare()
         assert states(w) == ["excluded", "up"]
-        assert w.metric("pdproxy_ejections_total", node=bad.url, reason="errors") == 1
+        assert w.metric("pdproxy_exclusions_total", node=bad.url, reason="errors") == 1
         assert [event.node for event in w.events(NodeChanged) if not event.up] == [bad.url]
         assert "% of its requests failed: it is excluded for 30.0 s" in (await w.get("/ready")).body.decode()
         before = count
@@ -82,6 +82,6 @@ async def test_an_engine_that_is_slower_than_its_peers_is_excluded() -> None:
         body = completion(stream=True, max_tokens=12)
         answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
         assert {answer.status for answer in answers} == {200}
-        w.proxy.ejections.compare()
+        w.proxy.exclusions.compare()
         assert states(w) == ["excluded", "up", "up"]
-        assert w.metric("pdproxy_ejections_total", node=w.decode[0].url, reason="latency") == 1
+        assert w.metric("pdproxy_exclusions_total", node=w.decode[0].url, reason="latency") == 1

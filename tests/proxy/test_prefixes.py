@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pdproxy.fleet import kv_source
-from pdproxy.scheduling.prefix import healing
+from pdproxy.scheduling.prefix import refreshing
 from pdproxy.serving.dispatch import prefixes
 from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
@@ -26,7 +26,7 @@ NO_REPLAYS = KvEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", t
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_source, "COOLDOWN", 0.01)
-    monkeypatch.setattr(healing, "GAP", 0.0)
+    monkeypatch.setattr(refreshing, "GAP", 0.0)
 
 
 async def test_a_prompt_goes_where_its_beginning_is() -> None:
@@ -54,7 +54,7 @@ async def test_expectations_come_true_while_caches_are_full() -> None:
         assert known.world.metric("pdproxy_prefix_event_blocks_total", result="removed") > 100
 
 
-async def test_a_lost_message_heals_without_replay() -> None:
+async def test_a_lost_message_is_made_up_for_without_replay() -> None:
     """The engine has more than is known: the next request with that prompt has it reported, and then all is known."""
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
         await forget(known)
@@ -62,27 +62,27 @@ async def test_a_lost_message_heals_without_replay() -> None:
         assert known.all() == (3, 0, 1)
         await known.settled()
         await known.ask(prompt(1))  # this one asks
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == 1
         assert known.all() == (3, 0, 2)
         await known.settled()
         await known.ask(prompt(1))
         assert known.all() == (4, 0, 2)
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == 1
 
 
 async def test_an_engine_that_refuses_the_field_gets_no_more_and_no_client_learns_of_it() -> None:
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
         await forget(known)
         await known.ask(prompt(1))
-        for _ in range(healing.REFUSALS):
+        for _ in range(refreshing.REFUSALS):
             known.sims[0].faults.add("status:status=400,next=1,path=/v1/completions")
             await known.settled()
             await known.ask(prompt(1))  # asks, is refused, and is sent again as the client wrote it
-        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == healing.REFUSALS
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="refused") == refreshing.REFUSALS
         for _ in range(3):
             await known.settled()
             await known.ask(prompt(1))
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == healing.REFUSALS
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == refreshing.REFUSALS
 
 
 async def test_a_clients_own_bad_request_is_still_answered_400() -> None:
@@ -97,18 +97,18 @@ async def test_a_clients_own_bad_request_is_still_answered_400() -> None:
         for _ in range(3):
             await known.ask(prompt(1))
             await known.settled()
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 2
-        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == 2
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="refused") == 1
 
 
-@pytest.mark.parametrize("heal", [True, False])
-async def test_healing_can_be_switched_off(heal: bool) -> None:
-    async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001, "heal": heal}) as known:
+@pytest.mark.parametrize("refresh", [True, False])
+async def test_refreshing_can_be_switched_off(refresh: bool) -> None:
+    async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001, "refresh": refresh}) as known:
         await forget(known)
         for _ in range(4):
             await known.ask(prompt(1))
             await known.settled()
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == heal
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == refresh
 
 
 async def test_without_events_what_was_sent_is_known() -> None:
@@ -128,7 +128,7 @@ async def test_while_no_events_come_what_was_sent_is_known() -> None:
             await known.ask(prompt(1))
         assert (known.all("routing"), known.all()) == ((2, 0, 0), (0, 0, 0))
         assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") == 96
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 0
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == 0
 
 
 async def test_without_events_an_engine_holds_no_more_than_its_blocks() -> None:
@@ -192,13 +192,13 @@ async def test_nothing_is_kept_where_no_policy_asks() -> None:
         assert known.world.proxy.kv_events is None
 
 
-async def test_healing_is_asked_for_although_the_prompt_was_just_sent() -> None:
+async def test_a_report_is_asked_for_although_the_prompt_was_just_sent() -> None:
     """What was just sent counts as cached, but no event has said so."""
     async with knowing(1, NO_REPLAYS) as known:
         await forget(known)
         for _ in range(2):
             await known.ask(prompt(1))
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == 1
 
 
 async def forget(known: Known) -> None:
@@ -270,11 +270,11 @@ async def test_a_prefill_engine_is_asked_to_report_and_may_refuse() -> None:
         assert known.all() == (3, 0, 1)
         pair.p.faults.add("status:status=400,next=1,path=/v1/completions")
         await ask(1)
-        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="refused") == 1
         assert known.world.metric("pdproxy_alone_total") == 0
         await ask(1)
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 2
-        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="asked") == 2
+        assert known.world.metric("pdproxy_prefix_refreshes_total", result="refused") == 1
 
 
 async def test_prompts_that_are_tokenized_here_are_known_by_their_ids() -> None:

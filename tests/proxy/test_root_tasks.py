@@ -35,7 +35,7 @@ def owners(w: World) -> dict[str, tuple[Any, str]]:
     return {
         "follow files": (w.proxy.credentials, "follow"),
         "canaries": (w.proxy.tokens.canaries, "run"),
-        "outliers": (w.proxy.ejections, "run"),
+        "outliers": (w.proxy.exclusions, "run"),
         **probes,
     }
 

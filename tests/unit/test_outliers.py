@@ -88,22 +88,22 @@ def test_a_share_at_most_is_left_out_at_once_the_worst_first() -> None:
 
 def test_each_time_it_is_left_out_for_longer() -> None:
     """And a long time without that lets it begin anew."""
-    judge = made(eject_for=30)
+    judge = made(exclude_for=30)
     now, seconds = NOW, []
     for _ in range(12):
         send(judge, "b", 20, now=now)
         send(judge, "a", 0, 20, now=now)
-        (ejection,) = judge.judge(now, [["a", "b"]])
-        seconds.append(ejection.seconds)
-        now += ejection.seconds
+        (exclusion,) = judge.judge(now, [["a", "b"]])
+        seconds.append(exclusion.seconds)
+        now += exclusion.seconds
     assert seconds[:4] == [30, 60, 90, 120]
     assert seconds[-1] == LONGEST
     now += 30 * GOOD_AFTER + 1
     send(judge, "b", 20, now=now)
     send(judge, "a", 0, 20, now=now)
-    (ejection,) = judge.judge(now, [["a", "b"]])
-    assert ejection.seconds == 30
-    assert "100 % of its requests failed" in ejection.why
+    (exclusion,) = judge.judge(now, [["a", "b"]])
+    assert exclusion.seconds == 30
+    assert "100 % of its requests failed" in exclusion.why
 
 
 def test_what_is_past_does_not_count() -> None:
@@ -130,10 +130,10 @@ def test_never_too_many(acts: list[tuple[str, bool, float, float]], count: int) 
     for url, failed, pace, seconds in acts:
         now += seconds
         judge.ended(url, Role.DECODE, now, failed=failed, pace=pace)
-        for ejection in judge.judge(now, [urls]):
-            assert until[ejection.url] <= now
-            until[ejection.url] = now + ejection.seconds
-            assert 0 < ejection.seconds <= LONGEST
+        for exclusion in judge.judge(now, [urls]):
+            assert until[exclusion.url] <= now
+            until[exclusion.url] = now + exclusion.seconds
+            assert 0 < exclusion.seconds <= LONGEST
         left_out = sum(end > now for end in until.values())
         assert left_out <= max(1, int(0.34 * count)) * (count > 1)
         assert left_out < count

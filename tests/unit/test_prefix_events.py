@@ -264,7 +264,7 @@ def test_what_an_engine_disproves(index, engine):
     assert index.blocks(engine.place) == 0
 
 
-def test_a_report_heals_what_was_missed(index, engine):
+def test_a_report_shows_what_was_missed(index, engine):
     engine.stored([2], tokens(1, 16), parent=1)  # the message before it was lost
     assert found(index, tokens(2))[0] == {}
     engine.stored([1, 2], tokens(2))

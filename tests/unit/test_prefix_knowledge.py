@@ -8,9 +8,9 @@ from pdproxy.scheduling.nodes import Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
-from pdproxy.scheduling.prefix.healing import GAP, MOST, REFUSALS, Healing
 from pdproxy.scheduling.prefix.knowledge import EVENTS, FRESH, ROUTING, TEXT, FedIndex, Knowledge, Prediction
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
+from pdproxy.scheduling.prefix.refreshing import GAP, MOST, REFUSALS, Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.serving.dispatch.prefixes import Prefixes, reporting
@@ -27,7 +27,7 @@ class World:
     def __init__(self, block_size=UNIT, ranks=1):
         self.now = 100.0
         self.knowledge = Knowledge(
-            UNIT, BlockIndex(UNIT, 10_000), RoutedIndex(1000), SpeculativeIndex(TTL, 10_000), Healing()
+            UNIT, BlockIndex(UNIT, 10_000), RoutedIndex(1000), SpeculativeIndex(TTL, 10_000), Refreshing()
         )
         self.index = FedIndex(self.knowledge)
         for url in (FED, OTHER):
@@ -219,16 +219,16 @@ def test_an_engine_that_drops_the_last_block_is_known_after_some_answers():
 def test_a_request_asks_for_what_was_not_known():
     world = World()
     world.stored(prompt(1)[:32])
-    assert not world.served(prompt(1), 96).heals
+    assert not world.served(prompt(1), 96).refreshes
     world.later()
-    assert not world.sent(prompt(2)).heals
-    assert not world.sent(prompt(1), OTHER).heals
+    assert not world.sent(prompt(2)).refreshes
+    assert not world.sent(prompt(1), OTHER).refreshes
     asking = world.sent(prompt(1))
-    assert asking.heals
+    assert asking.refreshes
     world.knowledge.answered(asking, 96, 100)
     world.later()
-    assert not world.sent(prompt(1)).heals
-    assert world.knowledge.healing.asked == 1
+    assert not world.sent(prompt(1)).refreshes
+    assert world.knowledge.refreshing.asked == 1
 
 
 def test_what_the_unit_hides_is_not_asked_for():
@@ -237,21 +237,21 @@ def test_what_the_unit_hides_is_not_asked_for():
     world.stored(prompt(1))
     assert world.served(prompt(1)[:94], 92).tokens == 80
     world.later()
-    assert not world.sent(prompt(1)[:94]).heals
+    assert not world.sent(prompt(1)[:94]).refreshes
     assert world.served(prompt(1)[:94], 40).tokens == 80
     world.served(prompt(2), 16)
     world.later()
-    assert world.sent(prompt(2)).heals
+    assert world.sent(prompt(2)).refreshes
 
 
 def test_what_a_full_index_can_not_take_is_not_asked_for():
     world = World()
     world.stored(prompt(1)[:32])
-    for max_blocks, heals in ((2, False), (3, True)):
+    for max_blocks, refreshes in ((2, False), (3, True)):
         world.knowledge.blocks.max_blocks = max_blocks
         world.served(prompt(1), 96)
         world.later()
-        assert world.sent(prompt(1)).heals == heals
+        assert world.sent(prompt(1)).refreshes == refreshes
         world.later()
 
 
@@ -266,38 +266,38 @@ def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     parsed = parse(Route.COMPLETIONS, msgspec.json.encode({"model": "m", "prompt": prompt(1)}))
     prefixes = Prefixes(world.knowledge, lambda: world.now)
     made = prefixes.routed(world.begin(prompt(1)), parsed, Assignment(leases))
-    assert [(one.url, one.scored, one.heals) for one in made] == [(OTHER, True, False), (FED, False, False)]
-    assert world.knowledge.healing.asked == 0
+    assert [(one.url, one.scored, one.refreshes) for one in made] == [(OTHER, True, False), (FED, False, False)]
+    assert world.knowledge.refreshing.asked == 0
     (alone,) = prefixes.routed(world.begin(prompt(1)), parsed, Assignment(leases[1:]))
-    assert (alone.scored, alone.heals) == (True, True)
+    assert (alone.scored, alone.refreshes) == (True, True)
     prefixes.stop()
 
 
-def test_healing_is_bounded():
-    healing = Healing()
+def test_refreshing_is_bounded():
+    refreshing = Refreshing()
     for key in range(MOST + 10):
-        healing.wanted("a", key)
-    assert not healing.due("a", [[0, 9]], 1.0)
-    assert healing.due("a", [[0], [10, 11]], 1.0)
-    assert not healing.due("a", [[12]], 1.0 + GAP / 2)
-    assert not healing.due("a", [[10, 11]], 2.0)
-    assert healing.due("a", [[12]], 2.0)
+        refreshing.wanted("a", key)
+    assert not refreshing.due("a", [[0, 9]], 1.0)
+    assert refreshing.due("a", [[0], [10, 11]], 1.0)
+    assert not refreshing.due("a", [[12]], 1.0 + GAP / 2)
+    assert not refreshing.due("a", [[10, 11]], 2.0)
+    assert refreshing.due("a", [[12]], 2.0)
     for refusals in (REFUSALS - 1, 1):
-        healing.accepted("a")
+        refreshing.accepted("a")
         for _ in range(refusals):
-            healing.refuses("a")
-    healing.wanted("a", 13)
-    assert healing.due("a", [[13, 14]], 3.0)
-    healing.wanted("a", 13)
+            refreshing.refuses("a")
+    refreshing.wanted("a", 13)
+    assert refreshing.due("a", [[13, 14]], 3.0)
+    refreshing.wanted("a", 13)
     for _ in range(REFUSALS - 1):
-        healing.refuses("a")
-    assert not healing.due("a", [[13]], 4.0)
-    healing.wanted("a", 13)
-    assert not healing.due("a", [[13]], 5.0)
-    healing.forget("a")
-    healing.wanted("a", 13)
-    assert healing.due("a", [[13]], 6.0)
-    assert (healing.asked, healing.refused) == (4, 2 * REFUSALS - 1)
+        refreshing.refuses("a")
+    assert not refreshing.due("a", [[13]], 4.0)
+    refreshing.wanted("a", 13)
+    assert not refreshing.due("a", [[13]], 5.0)
+    refreshing.forget("a")
+    refreshing.wanted("a", 13)
+    assert refreshing.due("a", [[13]], 6.0)
+    assert (refreshing.asked, refreshing.refused) == (4, 2 * REFUSALS - 1)
 
 
 # -- what prompts are known by

@@ -23,8 +23,8 @@ from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
-from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.kv_events import Index
@@ -114,7 +114,7 @@ class Proxy(Parts):
             engines, ledger, canary, admin.scrape, observers, tasks, clock, settings.health, deadlines.prefill
         )
         outliers = build_outliers(settings.outliers)
-        ejections = Ejections(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
+        exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
@@ -204,7 +204,7 @@ class Proxy(Parts):
         connections = Connections(limits.max_connections, observers)
         wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, stalls, ejections, now))
+        metrics.add_gauges(engine_gauges(engines, auditor, stalls, exclusions, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers, resources.records))
@@ -259,7 +259,7 @@ class Proxy(Parts):
             admin=admin,
             prober=prober,
             stalls=stalls,
-            ejections=ejections,
+            exclusions=exclusions,
             transfer=transfer,
             custodian=custodian,
             turns=turns,

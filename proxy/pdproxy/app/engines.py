@@ -104,7 +104,7 @@ def build_ledger(
 def build_outliers(limits: OutlierSettings) -> Outliers:
     """Return what judges engines against their peers."""
     return Outliers(
-        OutlierLimits(limits.error_share, limits.min_requests, limits.slower_than, limits.eject_for, limits.max_share)
+        OutlierLimits(limits.error_share, limits.min_requests, limits.slower_than, limits.exclude_for, limits.max_share)
     )
 
 

@@ -17,8 +17,8 @@ from pdproxy.app.prefixes import KnowingPrefixes
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
-from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.tasks import TaskOwner
@@ -53,7 +53,7 @@ class Parts:
     admin: EngineAdmin
     prober: Prober
     stalls: Stalls
-    ejections: Ejections
+    exclusions: Exclusions
     transfer: KvTransfer
     custodian: Custodian
     turns: Turns | None
@@ -97,7 +97,7 @@ class Parts:
             self.tasks.keep(self.tokens.canaries.run, "canaries")
         self.prober.start()
         self.stalls.start()
-        self.ejections.start()
+        self.exclusions.start()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""

@@ -16,8 +16,8 @@ from pdproxy.observe.metrics import Gauge, Metrics
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.block_index import BlockIndex
-from pdproxy.scheduling.prefix.healing import Healing
 from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.scheduling.prefix.refreshing import Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.serving.dispatch.prefixes import Prefixes
@@ -104,8 +104,8 @@ class KnowingPrefixes:
         def skipped() -> Samples:
             return [(("busy",), self.of_requests.skipped), (("no_space",), knowledge.speculative.no_space)]
 
-        def heals() -> Samples:
-            return [(("asked",), knowledge.healing.asked), (("refused",), knowledge.healing.refused)]
+        def refreshes() -> Samples:
+            return [(("asked",), knowledge.refreshing.asked), (("refused",), knowledge.refreshing.refused)]
 
         return [
             Gauge(catalog.PREFIX_PREDICTIONS, predictions),
@@ -114,7 +114,7 @@ class KnowingPrefixes:
             Gauge(catalog.PREFIX_EVENT_BLOCKS, blocks),
             Gauge(catalog.PREFIX_DISPROVED, lambda: [((), knowledge.disproved)]),
             Gauge(catalog.PREFIX_SKIPPED, skipped),
-            Gauge(catalog.PREFIX_HEALS, heals),
+            Gauge(catalog.PREFIX_REFRESHES, refreshes),
         ]
 
 
@@ -124,13 +124,13 @@ def build_knowledge(pool: Pool) -> Knowledge | None:
     asked = {policy.prefill, policy.decode} & policies.ASK_THE_INDEX
     if not asked and pool.placement not in placements.ASK_THE_INDEX:
         return None
-    heals = own.heal and pool.kv_events.enabled
+    refreshes = own.refresh and pool.kv_events.enabled
     return Knowledge(
         own.unit,
-        BlockIndex(own.unit, own.max_blocks, reports=heals),
+        BlockIndex(own.unit, own.max_blocks, reports=refreshes),
         RoutedIndex(own.engine_blocks, own.max_blocks),
         SpeculativeIndex(own.ttl, SPECULATIVE_KEYS),
-        Healing(on=heals),
+        Refreshing(on=refreshes),
     )
 
 

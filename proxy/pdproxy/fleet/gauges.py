@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.fleet.audit import Auditor
-from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.observe import catalog, catalog_health
 from pdproxy.observe.metrics import Gauge, Metrics
@@ -35,7 +35,7 @@ def engine_gauges(
     engines: EngineRegistry,
     auditor: Auditor,
     stalls: Stalls,
-    ejections: Ejections,
+    exclusions: Exclusions,
     now: Callable[[], float],
 ) -> list[Gauge]:
     """Return the gauges of all engines. Each is read at every scrape."""
@@ -65,5 +65,5 @@ def engine_gauges(
         Gauge(catalog_health.NODE_STATE, states),
         Gauge(catalog_health.STALLS, stalls.stalls),
         Gauge(catalog_health.CANARIES, stalls.canaries),
-        Gauge(catalog_health.EJECTIONS, ejections.counts),
+        Gauge(catalog_health.EXCLUSIONS, exclusions.counts),
     ]

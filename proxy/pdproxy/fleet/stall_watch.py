@@ -73,7 +73,7 @@ class Verdicts(Protocol):
         """Return the legs at other engines that wait for KV of this one."""
 
 
-class Watch:
+class StallWatch:
     """The watch over one engine. `look` is called at intervals."""
 
     def __init__(self, engine: Engine, verdicts: Verdicts, now: float) -> None:

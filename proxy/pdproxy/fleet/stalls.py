@@ -13,7 +13,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.health_canary import Enquiry, HealthCanary
 from pdproxy.fleet.open_legs import OpenLeg
-from pdproxy.fleet.stall_watch import LOOKS, Watch
+from pdproxy.fleet.stall_watch import LOOKS, StallWatch
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
@@ -47,8 +47,8 @@ class Stalls:
         self._observers = observers
         self._tasks = tasks
         self._clock = clock
-        self._watches: dict[str, Watch] = {}
-        self._suspected: list[Watch] = []
+        self._watches: dict[str, StallWatch] = {}
+        self._suspected: list[StallWatch] = []
         engines.watch(self)
 
     def start(self) -> None:
@@ -58,7 +58,7 @@ class Stalls:
 
     def added(self, engine: Engine) -> None:
         """Watch one more engine."""
-        self._watches[engine.url] = Watch(engine, self, self._clock.now())
+        self._watches[engine.url] = StallWatch(engine, self, self._clock.now())
 
     def removed(self, engine: Engine) -> None:
         """Watch an engine no more. Legs to it have their deadlines."""

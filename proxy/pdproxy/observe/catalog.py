@@ -163,7 +163,7 @@ REQUESTS = _counter(
     "pdproxy_requests_total",
     "requests",
     "Requests of engines' routes that have ended, however: also those with a wrong key, and those that no engine was asked for. "
-    "What was refused before its body was complete is in pdproxy_refused_total only",
+    "What was refused before its body was complete is in pdproxy_early_refusals_total only",
     Label("model", text='a model that an engine lists and that was served; else "other"'),
     Label("endpoint", text="the route's path"),
     Label("outcome", OUTCOMES),

@@ -64,8 +64,8 @@ RETRIES_REFUSED = Description(
     "Requests that were not tried again since too many were for deadlines.retry",
     "requests",
 )
-EJECTIONS = Description(
-    "pdproxy_ejections_total",
+EXCLUSIONS = Description(
+    "pdproxy_exclusions_total",
     Kind.COUNTER,
     "How often an engine was excluded as an outlier (outliers)",
     "exclusions",

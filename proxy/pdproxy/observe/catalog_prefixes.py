@@ -98,8 +98,8 @@ PREFIX_SKIPPED = Description(
         ),
     ),
 )
-PREFIX_HEALS = Description(
-    "pdproxy_prefix_heals_total",
+PREFIX_REFRESHES = Description(
+    "pdproxy_prefix_refreshes_total",
     Kind.COUNTER,
     "Requests that asked their engine to report the blocks that it reuses, since it had more in its cache than was known",
     "requests",

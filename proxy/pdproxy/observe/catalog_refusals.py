@@ -40,8 +40,8 @@ REASONS = (
 """Each reason with its status and its meaning."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 
-REFUSALS = Description(
-    "pdproxy_refused_total",
+EARLY_REFUSALS = Description(
+    "pdproxy_early_refusals_total",
     Kind.COUNTER,
     "Requests and connections that were refused before their body was complete, and requests without a valid key",
     "refusals",
@@ -72,7 +72,7 @@ TOKENS_IN_FLIGHT = Description(
     "Tokens of the requests that have a place: prompts and expected answers, as estimated before (limits.max_inflight_tokens)",
     "tokens",
 )
-OVERLOAD_REFUSALS = Description(
+REFUSALS = Description(
     "pdproxy_refusals_total",
     Kind.COUNTER,
     "Requests and connections that were refused now and may succeed later, by the reason in the error's body",

@@ -194,7 +194,7 @@ class Metrics:
                 self._count(catalog.TOKENIZED, event.source, event.result)
                 self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
             case Refused(reason):
-                self._count(catalog_refusals.REFUSALS, reason)
+                self._count(catalog_refusals.EARLY_REFUSALS, reason)
                 if event.overload is not None:
                     self._overload(event.overload)
             case StreamContinued(result, reason, seconds):
@@ -226,7 +226,7 @@ class Metrics:
         return name
 
     def _overload(self, reason: str) -> None:
-        self._count(catalog_refusals.OVERLOAD_REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
+        self._count(catalog_refusals.REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
 
     def _decided(self, choice: str, reason: str) -> None:
         if reason not in self._reasons:

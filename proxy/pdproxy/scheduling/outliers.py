@@ -16,7 +16,7 @@ WINDOW = 30.0
 LONGEST = 300.0
 """Seconds for which an engine is left out at most."""
 GOOD_AFTER = 10
-"""Times `eject_for` after which an engine that was left out counts as one that never was."""
+"""Times `exclude_for` after which an engine that was left out counts as one that never was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class OutlierLimits:
     """What an outlier is, and how many may be left out.
 
     `error_share`: of its requests fail, and at most half of that share of its peers'. `min_requests`: judged by no fewer.
-    `slower_than`: times the median of its peers. `eject_for`: seconds, times how often it was left out. `max_share`: of the
+    `slower_than`: times the median of its peers. `exclude_for`: seconds, times how often it was left out. `max_share`: of the
     engines of a role, but one in any case where there are two.
     """
 
     error_share: float = 0.5
     min_requests: int = 10
     slower_than: float = 3.0
-    eject_for: float = 30.0
+    exclude_for: float = 30.0
     max_share: float = 0.34
 
 
 @dataclass(frozen=True, slots=True)
-class Ejection:
+class Exclusion:
     """An engine that is to be left out for some seconds. `reason`: "errors" or "latency"; `why`: in words."""
 
     url: str
@@ -122,12 +122,12 @@ class Outliers:
         self._times.pop(url, None)
         self._until.pop(url, None)
 
-    def judge(self, now: float, groups: Iterable[Sequence[str]]) -> list[Ejection]:
+    def judge(self, now: float, groups: Iterable[Sequence[str]]) -> list[Exclusion]:
         """Return the engines that are to be left out from now on.
 
         `groups`: the URLs of the engines of each role that could get requests, those that are left out now included.
         """
-        found: list[Ejection] = []
+        found: list[Exclusion] = []
         for urls in groups:
             places = max(1, int(self._limits.max_share * len(urls))) if len(urls) > 1 else 0
             places -= sum(self._until.get(url, 0.0) > now for url in urls)
@@ -135,7 +135,7 @@ class Outliers:
                 if places <= 0:
                     break
                 places -= 1
-                found.append(Ejection(url, reason, why, self._left_out(url, now)))
+                found.append(Exclusion(url, reason, why, self._left_out(url, now)))
         return found
 
     def _outliers(self, now: float, urls: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -189,10 +189,10 @@ class Outliers:
         return counts.pace / counts.timed, counts.seconds / counts.timed
 
     def _left_out(self, url: str, now: float) -> float:
-        if now - self._until.get(url, now) > GOOD_AFTER * self._limits.eject_for:
+        if now - self._until.get(url, now) > GOOD_AFTER * self._limits.exclude_for:
             self._times[url] = 0
         times = self._times[url] = self._times.get(url, 0) + 1
-        seconds = min(LONGEST, times * self._limits.eject_for)
+        seconds = min(LONGEST, times * self._limits.exclude_for)
         self._until[url] = now + seconds
         for key in [key for key in self._windows if key[0] == url]:
             del self._windows[key]

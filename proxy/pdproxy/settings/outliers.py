@@ -29,7 +29,7 @@ class OutlierSettings(Section, frozen=True):
     slower_than: Annotated[float, Meta(gt=1, le=1000)] = 3.0
     """Times the median of its peers, in seconds per prompt byte or per event: an engine that is slower is excluded."""
 
-    eject_for: Seconds = 30.0
+    exclude_for: Seconds = 30.0
     """Seconds for which an engine is excluded, times how often it was: 300 at most. Then one request shows how it is."""
 
     max_share: Share = 0.34

@@ -28,6 +28,6 @@ class Prefixes(Section, frozen=True):
     engine_blocks: Count = 8192
     """KV blocks of an engine that sends no events and does not report their number: its own prompts are known up to these."""
 
-    heal: bool = True
+    refresh: bool = True
     """Whether a request asks its engine to report the blocks that it reuses (`vllm_xargs`), once the engine had more in its cache
     than its events have said: a message was lost, or came before the proxy listened."""

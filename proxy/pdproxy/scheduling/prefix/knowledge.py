@@ -13,11 +13,11 @@ from typing import Any
 
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.block_index import BlockIndex
-from pdproxy.scheduling.prefix.healing import Healing
 from pdproxy.scheduling.prefix.matches import Matches
 from pdproxy.scheduling.prefix.prediction import PredictionScore, cached_tokens
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, TOKEN_TEXT, Beginning
 from pdproxy.scheduling.prefix.reading import GPU, BlockHash
+from pdproxy.scheduling.prefix.refreshing import Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 
@@ -46,7 +46,7 @@ class _Engine:
 
 @dataclass(slots=True, eq=False)
 class Prediction:
-    """What an engine is expected to find of a prompt in its cache, in tokens. `heals`: the request asks it to report its blocks.
+    """What an engine is expected to find of a prompt in its cache, in tokens. `refreshes`: the request asks it for a report.
 
     `scored`: whether the engine's answer shows how right it was.
     """
@@ -56,7 +56,7 @@ class Prediction:
     basis: str
     beginning: Beginning
     scored: bool
-    heals: bool = False
+    refreshes: bool = False
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Knowledge:
     blocks: BlockIndex
     routing: RoutedIndex
     speculative: SpeculativeIndex
-    healing: Healing
+    refreshing: Refreshing
     adapters: Callable[[], frozenset[str]] = frozenset
     places: Places = field(default_factory=dict)
     """Of the engines whose events are read."""
@@ -121,7 +121,7 @@ class Knowledge:
             self._by_routing.discard(url)
             self.routing.remove_place(engine.place)
             self.speculative.remove_place(engine.place)
-            self.healing.forget(url)
+            self.refreshing.forget(url)
 
     def is_fed(self, url: str) -> bool:
         """Return whether an engine's events are read, and come."""
@@ -215,7 +215,7 @@ class Knowledge:
         scored = may_hit and (not fed or len(self._fed[url]) == 1) and whole
         prediction = Prediction(url, tokens, basis, beginning, scored)
         if fed and scored:
-            prediction.heals = self.healing.due(url, beginning.keys, now)
+            prediction.refreshes = self.refreshing.due(url, beginning.keys, now)
         if fed:
             self.speculative.routed(engine.place, beginning.keys, now)
         else:
@@ -227,8 +227,8 @@ class Knowledge:
     def answered(self, prediction: Prediction, reported: int, prompt: int) -> None:
         """Compare a prediction with what the engine says: `reported` of the `prompt`'s tokens were in its cache."""
         beginning, url = prediction.beginning, prediction.url
-        if prediction.heals:
-            self.healing.accepted(url)
+        if prediction.refreshes:
+            self.refreshing.accepted(url)
         if not prediction.scored or reported > prompt:
             return
         engine = self._engines.get(url)
@@ -250,10 +250,10 @@ class Knowledge:
             # Of an engine with smaller blocks than the unit, less than a unit is never known; of a full index, nothing more.
             error <= -beginning.unit
             and prediction.basis == EVENTS
-            and not prediction.heals
+            and not prediction.refreshes
             and len(self.blocks) < self.blocks.max_blocks
         ):
-            self.healing.wanted(url, self._key_behind(beginning, prediction.tokens))
+            self.refreshing.wanted(url, self._key_behind(beginning, prediction.tokens))
 
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
         """Learn whether an engine drops a prompt's last block. Return whether an error may come from that."""

@@ -153,16 +153,16 @@ class Attempt:
 
     def parsed_for(self, url: str) -> Parsed:
         """Return the request as an engine gets it: it may be asked to report what it reuses from its cache."""
-        if self._predictions and (found := of_engine(self._predictions, url)) is not None and found.heals:
+        if self._predictions and (found := of_engine(self._predictions, url)) is not None and found.refreshes:
             return reporting(self.request.parsed)
         return self.request.parsed
 
     def added_is_refused(self, url: str) -> bool:
         """Note a 400 of an engine. Return whether it may be due to what was added to the request for it; it is added no more."""
         found = of_engine(self._predictions, url)
-        if found is None or not found.heals or self.resources.prefixes is None:
+        if found is None or not found.refreshes or self.resources.prefixes is None:
             return False
-        self.resources.prefixes.knowledge.healing.refuses(url)
+        self.resources.prefixes.knowledge.refreshing.refuses(url)
         return True
 
     def cached(self, url: str, usage: Usage | None) -> None:

@@ -18,7 +18,7 @@ REFUSALS = 3
 """So many in a row show that an engine refuses the field. One may be the fault of the client's own request."""
 
 
-class Healing:
+class Refreshing:
     """`on`: whether any request asks. `asked` and `refused`: how many did, and how many of them were refused. Read only."""
 
     def __init__(self, *, on: bool = True) -> None:

@@ -17,7 +17,7 @@ from pdproxy.scheduling.outliers import Outliers
 REASONS = ("errors", "latency")
 
 
-class Ejections:
+class Exclusions:
     """Excludes the outliers of a pool, every `interval` seconds; 0: never. A watcher of the registry."""
 
     def __init__(
