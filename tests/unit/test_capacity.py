@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.scheduling.capacity import Load, Windows
+from pdproxy.scheduling.capacity import FEW, Load, Windows
 
 
 def d(requests: int, url: str = "d") -> Load:
@@ -48,10 +48,21 @@ def test_a_full_cache_is_a_sign() -> None:
 
 def test_an_engine_that_refuses_gets_less_at_once() -> None:
     windows = Windows()
-    windows.refused(d(10))
-    assert windows.of(d(10)) == 10.0
-    windows.refused(d(5))
-    assert windows.of(d(5)) == 5.0
+    windows.refused(d(40))
+    assert windows.of(d(40)) == 40.0
+    windows.refused(d(20))
+    assert windows.of(d(20)) == 20.0
+
+
+def test_a_refusal_by_an_engine_that_has_little_of_ours_shows_nothing() -> None:
+    """Others may have filled its queue, and it may have room again at once: a window of one would last for a minute."""
+    windows = Windows()
+    for requests in (0, 1, FEW):
+        windows.refused(d(requests))
+        assert windows.of(d(requests)) is None
+    windows.refused(d(40))
+    windows.refused(d(1))
+    assert windows.of(d(1)) == 40.0
 
 
 def test_a_window_grows_only_when_it_is_used() -> None:
@@ -84,14 +95,14 @@ def test_the_pool_is_the_sum_of_engines_that_answer() -> None:
     windows = Windows()
     windows.refused(d(10, "a"))
     assert windows.places([d(10, "a"), d(10, "b")], 20) is None
-    windows.refused(d(7, "b"))
-    assert windows.places([d(10, "a"), d(7, "b")], 17) == 17
-    assert windows.places([d(10, "a")], 17) == 10
+    windows.refused(d(9, "b"))
+    assert windows.places([d(10, "a"), d(9, "b")], 19) == 19
+    assert windows.places([d(10, "a")], 19) == 10
     assert windows.places([], 5) is None, "requests are refused for want of an engine, not of a place"
     windows.forget("a")
     windows.forget("unknown")
     assert windows.places([d(10, "a")], 17) is None
-    windows.refused(d(0, "c"))
+    windows.seen(d(0, "c"), 0.0, 1.0)
     assert windows.places([d(0, "c")], 0) == 1
 
 

@@ -1,4 +1,4 @@
-"""Wiring of engines' windows: what engines report goes in, the number of places comes out."""
+"""Wiring of engines' windows: what engines report goes in; the number of places, and who has room, come out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FULL = 503
 
 
 class PoolCapacity:
-    """Keeps the number of places at what the pool's engines can take. A watcher of engines, and an observer."""
+    """Keeps the number of places at what the pool's engines can take, and has the ledger prefer engines with room.
+
+    A watcher of engines, and an observer.
+    """
 
     def __init__(self, limits: Limits, engines: EngineRegistry, admission: Admission) -> None:
         self._learns = limits.engine_requests == AUTO
@@ -65,6 +68,8 @@ class PoolCapacity:
         return [Gauge(catalog_refusals.CAPACITY, windows)]
 
     def _resize(self) -> None:
+        for engine in self._engines.values():
+            engine.node.window = self._windows.of(_load(engine))
         usable = [_load(engine) for engine in self._engines.values() if engine.node.available]
         self._admission.resize(self._windows.places(usable, self._admission.inflight))
 

@@ -98,6 +98,7 @@ def build_ledger(
         placement=_placement(pool, profiles, cached),
         chance=chance,
         cached=cached,
+        windows=bool(limits.engine_requests),
     )
 
 

@@ -1,8 +1,8 @@
 """How many requests engines can take: a window for each, learned from what it reports. Pure.
 
 Owns the windows. An engine has none before it was seen to be full: twice in a row many of its requests waited, its KV cache was
-nearly full, or it refused a request because of its queue. Then its window is what it has without those that wait, but no less
-than half of what it had; and it grows by a twentieth while it is used and nothing waits.
+nearly full, or it refused one of many requests because of its queue. Then its window is what it has without those that wait, but
+no less than half of what it had; and it grows by a twentieth while it is used and nothing waits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ SHRINK, GROW = 0.5, 1.05
 """How much smaller a window becomes at most, and how much larger, from one report to the next."""
 MANY_WAIT = 0.1
 """The part of an engine's requests that may wait: new ones wait for a step or for KV at any load."""
+FEW = 8
+"""Requests: a refusal by an engine that has no more of ours says little about what it can take. Others may fill its queue."""
 KV_FULL, KV_FREE = 0.9, 0.8
 """The parts of an engine's KV cache in use above which its window shrinks, and below which it may grow."""
 
@@ -62,8 +64,8 @@ class Windows:
             self._windows[load.url] = max(window * GROW, window + 1)
 
     def refused(self, load: Load) -> None:
-        """Note that an engine refused a request because its queue is full."""
-        if self._fixed is None:
+        """Note that an engine refused a request because its queue is full. Of one with few requests, only its reports count."""
+        if self._fixed is None and load.requests > FEW:
             self._shrink(load, 0.0)
 
     def _shrink(self, load: Load, waits: float) -> None:

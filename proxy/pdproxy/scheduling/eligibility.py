@@ -32,10 +32,13 @@ class Eligibility:
 
         A model that no engine serves, not even one of `without`, matches all but prefill engines: the engine's own 404 is the
         answer. Engines whose breaker is open, or leaves them no place, are used only if there are no others, and those whose
-        cooldown is over before these: they are better than no answer.
+        cooldown is over before these: they are better than no answer. Those with room in their window come first.
         """
         eligible = self.eligible(role, ask, without)
-        return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
+        if len(eligible) < 2:
+            return eligible
+        ranked = self._policies[role].rank(ask, eligible)
+        return sorted(ranked, key=_is_crowded) if any(node.crowded for node in ranked) else ranked
 
     def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
         """As `ranked`, in no order."""
@@ -68,3 +71,7 @@ class Eligibility:
             self._sets.append((role, nodes, best))
         self._best[role, model] = best
         return best
+
+
+def _is_crowded(node: Node) -> bool:
+    return node.crowded

@@ -32,7 +32,8 @@ class Ledger:
 
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
     roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
-    it is split, and chooses its engines; None: it is split if it may be, and the policies choose.
+    it is split, and chooses its engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
+    have windows (`Node.window`); then those with room come first.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Ledger:
         placement: Placement | None = None,
         chance: Callable[[], float] = no_chance,
         cached: Cached | None = None,
+        windows: bool = False,
     ) -> None:
         self._alone = tuple(alone)
         self._run_numbers = itertools.count()
@@ -76,8 +78,8 @@ class Ledger:
         """The largest number of tokens that an engine's chat template adds to one message. Read only."""
         self.adapters: frozenset[str] = frozenset()
         """Those of the engines' models that are LoRA adapters. Read only."""
-        self._has_places = False
-        """Whether any engine's requests are bounded."""
+        self._windows = self._has_places = windows
+        """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
 
     def __repr__(self) -> str:
@@ -218,7 +220,7 @@ class Ledger:
         nodes: Sequence[Node] | None = None
         if not (self._breakers.opened and self._breakers.any_left(ask.now)) and not without:
             nodes = self._best_of_each(roles, ask)
-        if nodes is None or (self._has_places and any(node.full for node in nodes)):
+        if nodes is None or (self._has_places and any(node.full or node.crowded for node in nodes)):
             ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
             if self._has_places:
                 ranked = [[node for node in nodes if not node.full] for nodes in ranked]
@@ -246,6 +248,8 @@ class Ledger:
         """
         if self.placement is None:
             raise RuntimeError("the pool has no placement")
+        if self._windows:
+            avoid = (*avoid, *[node.url for node in self._nodes.values() if node.crowded])
         candidates = self._choice.of(ask, split, without, avoid, cached=self._is_plain(ask.now))
         placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
@@ -274,12 +278,12 @@ class Ledger:
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
                 node, *_ = [choose(ask) for choose in choosers if choose is not None]
-        if node is None:
+        if node is None or node.crowded:
             ranked = [self._eligibility.ranked(role, ask, without) for role in self._alone]
-            # First engines that serve the model; among these first the ones whose breaker leaves a place.
+            # First engines that serve the model; of these the ones whose breaker leaves a place; of these the ones with room.
             node = min(
                 (nodes[0] for nodes in ranked if nodes),
-                key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.takes(ask.now)),
+                key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.takes(ask.now), n.crowded),
                 default=None,
             )
         return None if node is None else self._open(node, Role.AGGREGATED, ask.prompt_bytes, ask)
@@ -295,8 +299,7 @@ class Ledger:
             if node.url != prefill
             and (node.spec.has_source(prefill) if made_by is None else node.spec.takes_from(made_by.spec))
         ]
-        others = [node for node in ranked if node.url != prefer_not]
-        return next(iter(self._tried(others, now) or ranked), None)
+        return next(iter(self._tried([node for node in ranked if node.url != prefer_not], now) or ranked), None)
 
     def readers_of(self, decode: Node, model: str | None, now: float) -> list[Node]:
         """Return the prefill engines that may pull KV of a decode engine, best first. No lease: they are asked to release it."""
@@ -344,12 +347,8 @@ class Ledger:
 
     def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:
         """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""
-        best: list[Node] = []
-        for role in roles:
-            choose = self._eligibility.best_of(role, ask.model)
-            if choose is not None:
-                best.append(choose(ask))
-        nodes = tuple(best)
+        choosers = [self._eligibility.best_of(role, ask.model) for role in roles]
+        nodes = tuple([choose(ask) for choose in choosers if choose is not None])
         return nodes if len(nodes) == len(roles) and self._compatibility.compatible(roles, nodes) else None
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
@@ -373,7 +372,7 @@ class Ledger:
         if self.placement is not None:
             self.placement.engines_changed(self.nodes)
         nodes = self._nodes.values()
-        self._has_places = any(node.spec.places is not None for node in nodes)
+        self._has_places = self._windows or any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
         self.block_size, self.adapters, self.template_tokens = in_common(nodes)

@@ -113,7 +113,7 @@ def _names(models: frozenset[str]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """An engine's mutable state. Only the ledger writes to it; policies read it."""
+    """An engine's mutable state. Only the ledger writes to it, but for `window`; policies read it."""
 
     spec: NodeSpec
     url: str = field(init=False, repr=False)
@@ -136,6 +136,8 @@ class Node:
     """Open leases."""
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
+    window: float | None = None
+    """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0
     """Failed legs since the last good one."""
     open_until: float = 0.0
@@ -185,6 +187,11 @@ class Node:
     def full(self) -> bool:
         """Whether all its places are taken."""
         return self.spec.places is not None and self.requests >= self.spec.places
+
+    @property
+    def crowded(self) -> bool:
+        """Whether it has as many requests as it should: engines with room are better."""
+        return self.window is not None and self.requests >= self.window
 
     def usable(self, now: float) -> bool:
         """Return whether the engine is in use: it is available, and its breaker is not open."""

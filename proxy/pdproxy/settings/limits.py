@@ -66,14 +66,15 @@ class Deadlines(Section, frozen=True):
     """Releasing KV at a prefill engine. After that, the engine's own lease frees it."""
 
     retry: Seconds = 5.0
-    """A request that is to be tried again, before it may (`limits.retry_share`). Then its client gets the error."""
+    """A request that is to be tried again, before it may (`limits.retry_share`). Then its client gets a 503."""
 
     drain: Seconds = 60.0
     """Running requests, after the proxy was asked to stop. Keep it below the orchestrator's grace period."""
 
     unacknowledged: Seconds = 10.0
     """What was sent to an engine, or a question whether it is still there, without its machine's acknowledgement: its network or
-    its power is gone. For connections of prompts' legs, where the system can do it (Linux)."""
+    its power is gone. For connections of prompts' legs, where the system can do it (Linux). There it also ends a connection whose
+    engine is too busy to read the rest of a large body for so long."""
 
     total: Seconds = 3600.0
     """A whole request, whatever it waits for."""
@@ -100,7 +101,7 @@ class Limits(Section, frozen=True):
 
     engine_requests: EngineRequests = 0
     """Requests that each engine that answers clients may have on average, all of them together. `auto`: as many as it runs
-    without a queue, by what it reports. 0: no bound but `max_inflight`."""
+    without a queue, by what it reports. Engines with fewer are preferred. 0: no bound but `max_inflight`."""
 
     max_connections: Count = 8192
     """Connections of clients at once: several for each request that is served. Fewer if `ulimit -n` allows fewer. If there are
