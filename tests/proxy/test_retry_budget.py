@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import DeadlinePassed
+from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
@@ -86,8 +86,8 @@ async def test_a_request_waits_until_another_retry_has_its_data(path: str, body:
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)
-async def test_a_request_that_waits_too_long_gets_the_error_of_its_engine(path: str, body: dict[str, Any]) -> None:
-    """And one whose client leaves gives up its turn."""
+async def test_a_request_that_waits_too_long_is_refused(path: str, body: dict[str, Any]) -> None:
+    """With the reason, and when to come again. And one whose client leaves gives up its turn."""
     held_at.clear()
     gate, clock = Gate(), ManualClock()
     limits = {**LIMITS, "breaker_failures": 100}
@@ -101,7 +101,12 @@ async def test_a_request_that_waits_too_long_gets_the_error_of_its_engine(path: 
         await until(lambda: w.metric("pdproxy_retries", state="waiting") == 0)
         gate.open.set()
         answers = await asyncio.gather(*asked[:2])
-        assert sorted(answer.status for answer in answers) == [200, 502]
+        served, refused = sorted(answers, key=lambda answer: answer.status)
+        assert (served.status, refused.status) == (200, 503)
+        assert refused.json["error"]["reason"] == "retry_budget"
+        assert refused.header("retry-after") == "1"
+        assert {event.reason for event in w.events(RequestEnded)} == {None, "retry_budget"}
+        assert w.metric("pdproxy_refusals_total", reason="retry_budget", status="503") >= 1
         assert {event.wait for event in w.events(DeadlinePassed)} == {"retry"}
         assert w.metric("pdproxy_retries_refused_total") >= 1
 

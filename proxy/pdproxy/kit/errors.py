@@ -63,6 +63,7 @@ class Reason(Enum):
     QUEUE_TIMEOUT = "queue_timeout"
     DEADLINE = "deadline"
     CAPACITY = "capacity"
+    RETRY_BUDGET = "retry_budget"
     OBJECTIVE = "objective"
     NO_ENGINE = "no_engine"
     DRAINING = "draining"

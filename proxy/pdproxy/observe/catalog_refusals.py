@@ -27,6 +27,7 @@ REASONS = (
     (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
     (Reason.DEADLINE, _OURS, "it can't be served within its X-Request-Timeout"),
     (Reason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
+    (Reason.RETRY_BUDGET, _OURS, "its engine has failed, and no place to try it again came free in deadlines.retry"),
     (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
     (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
     (Reason.DRAINING, _OURS, "pdproxy is shutting down"),

@@ -187,7 +187,7 @@ class Exchange:
                 if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
                     drop_traceback(outcome.error)  # the client may leave while this waits
                     self._slot = self._slot or await self._dispatcher.resources.retry_slot()
-                    action = action if self._slot is not None else Fail(outcome.error)
+                    action = action if self._slot is not None else Fail(self._dispatcher.resources.not_retried())
                 if isinstance(action, Continue) and isinstance(outcome, DecodeFailed):
                     try:
                         await self._go_on(outcome)

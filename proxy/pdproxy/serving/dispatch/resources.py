@@ -10,7 +10,7 @@ import msgspec
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, EngineRefusedError, Wait
+from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -134,6 +134,11 @@ class ExchangeResources:
         if slot is None:
             self.observers.notify(DeadlinePassed(Wait.RETRY.value))
         return slot
+
+    def not_retried(self) -> OverloadedError:
+        """Return the error of a request whose engine has failed and that found no such place."""
+        text = "an engine failed, and too many requests are being tried again"
+        return OverloadedError(text, Reason.RETRY_BUDGET, retry_after=self.deadlines.retry)
 
     def report_failure(
         self, headers: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool

@@ -148,16 +148,12 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if not again:
                     raise
                 without.add(url)
-                failure = error.with_traceback(None)
             finally:
                 resources.close(lease, verdict)
                 self._leave_slot()
             self._slot = await resources.retry_slot()
-            try:
-                if self._slot is None:
-                    raise failure
-            finally:
-                del failure  # its traceback holds this frame
+            if self._slot is None:
+                raise resources.not_retried()
 
     def _leave_slot(self) -> None:
         slot, self._slot = self._slot, None
