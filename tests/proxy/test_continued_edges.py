@@ -44,6 +44,29 @@ async def test_a_silent_engine_is_not_asked_where_another_can_serve_alone() -> N
         assert len(d.requests) == 1
 
 
+@pytest.mark.parametrize("at", ["decode", "retry"])
+async def test_a_request_whose_time_is_up_between_two_streams(at: str) -> None:
+    """`deadlines.total` ends it with an error, and it counts as a stream that did not go on."""
+    clock = ManualClock()
+    async with world(decode=2, clock=clock, leaves=True, deadlines={"total": 7, "retry": 20}) as w:
+        first, other = w.decode
+        await w.ask(COMPLETIONS, completion(max_tokens=2))  # the other one's turn
+        if not other.requests:
+            first, other = other, first
+        first.sim.faults.add("reset@mid_stream:events=9")
+        other.default = scripts.stall
+        retries = w.proxy.service.resources.retries
+        taken = [await retries.enter() for _ in range(retries.limit)] if at == "retry" else []
+        asking = asyncio.ensure_future(w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        await until(lambda: retries.waiting if at == "retry" else len(other.requests) == 2)
+        assert broken(await clock.through(asking, STEP))["code"] == 504
+        assert w.metric("pdproxy_deadline_total", wait="total") == 1
+        assert results(w) == [("refused" if at == "retry" else "failed", "deadline")]
+        for slot in taken:
+            assert slot is not None
+            slot.leave()
+
+
 async def test_a_comment_behind_an_event_in_one_read() -> None:
     """The last event of data is not the one before it: half of a letter may have come with the comment."""
     async with world(leaves=True) as w:

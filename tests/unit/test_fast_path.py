@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.serving.stream.fast_path import MAX_SENT, FastPath
 from pdproxy.wire import tokens
 from pdproxy.wire.chunks import MAX_CHUNK, chunk, whole_chunks
 from pdproxy.wire.event_template import EventTemplates
@@ -287,3 +287,18 @@ def test_sizes_of_chunks_that_are_kept() -> None:
     for size in range(MAX_CHUNK):
         template.chunk_opening(size)
     assert len(template.openings) <= 512
+
+
+@pytest.mark.parametrize("comment", [b"", b": still here\n\n"])
+def test_the_last_event_is_kept_only_if_it_is_small(comment: bytes) -> None:
+    """Each of a thousand streams may have sent one of megabytes. Behind it, no earlier event takes its place."""
+    path, _ = opened()
+    small, large = event("a"), event("a", logprobs="x" * MAX_SENT)
+    path.written(small + comment)
+    assert path.sent == small
+    path.written(large + comment)
+    assert path.sent == b""
+    path.written(large + small + comment)
+    assert path.sent == small
+    path.written(event("a", logprobs="x" * (MAX_SENT - len(event("a", logprobs="")))))
+    assert len(path.sent) == MAX_SENT

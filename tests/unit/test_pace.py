@@ -22,6 +22,15 @@ def test_a_compile_at_the_first_request_is_suspicious_once() -> None:
     assert pace.allowed(30, 20, 0, 120) == 30, "the setting is the least in any case"
 
 
+def test_a_silence_that_was_judged_wrongly_is_allowed_twice_over() -> None:
+    """Not four times: it may have been a standstill."""
+    pace = Pace()
+    pace.was_judged(12, 100)
+    assert pace.allowed(10, 120, 0, 110) == 24
+    pace.came_back(8, 110)
+    assert pace.allowed(10, 120, 0, 120) == 32
+
+
 def test_a_silence_is_forgotten_in_time() -> None:
     """One bad minute must not hide a stall for hours."""
     pace = Pace()

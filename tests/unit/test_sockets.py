@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import sys
 from typing import Any
@@ -51,6 +52,29 @@ async def test_a_connection_that_nobody_acknowledges_ends(seconds: float, expect
     client.close()
     server.close()
     await asyncio.sleep(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have other options")
+async def test_a_process_that_reads_nothing_loses_the_connection() -> None:
+    """Its kernel acknowledges all the time, but its buffers are full: Linux counts that as no answer. So the time must be longer
+    than an API server may be busy while it has a large body to read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[Exception | None] = loop.create_future()
+
+        class Client(asyncio.Protocol):
+            def connection_lost(self, exc: Exception | None) -> None:
+                lost.set_result(exc)
+
+        transport, _ = await loop.create_connection(Client, *listener.getsockname())
+        watch_peer(transport, 0.5)
+        taken, _ = listener.accept()
+        with taken:
+            transport.write(b"x" * (32 << 20))
+            async with asyncio.timeout(30):
+                error = await lost
+        assert isinstance(error, OSError)
+        assert error.errno == errno.ETIMEDOUT
 
 
 def test_a_transport_without_a_socket_is_left_alone() -> None:

@@ -348,6 +348,23 @@ async def test_a_long_step_is_suspicious_once() -> None:
     await pool.close()
 
 
+@pytest.mark.parametrize(("seconds", "stalled"), [(AFTER + 2, False), (3 * AFTER, True)])
+async def test_a_step_that_was_taken_for_a_standstill_is_allowed_next_time(seconds: float, stalled: bool) -> None:
+    """If it ends soon after the verdict: then twice as long a silence is. One that lasted is not learned."""
+    pool = Pool("d1", "d2")
+    for _ in range(2):
+        leg = pool.leg("d1")
+        pool.busy.add("d1")
+        await pool.look(seconds)
+        found = pool.stalled
+        pool.busy.clear()
+        pool.engines["d1"].open_legs.remove(leg)
+        await pool.look(35)
+        assert pool.stalled == []
+    assert (found == ["d1"]) is stalled
+    await pool.close()
+
+
 async def test_a_proxy_that_was_held_up_blames_nobody() -> None:
     """It has not read what came meanwhile."""
     pool = Pool("d1", "d2")

@@ -10,7 +10,8 @@ another engine must send, is a silence too. So it raises a suspicion, and then t
                                             allowed to one without metrics whose legs have shown nothing yet; to
                                             one for prefills with a long prompt, before the pace of such is known.)
     a sign of it behind that                one request shows whether it serves again; also without a sign, after some time,
-                                            if it can't be asked for a token: nothing else may show it
+                                            if it can't be asked for a token: nothing else may show it. Soon after the
+                                            verdict, its silence is learned, too: it may only have been slow
 
 Times allowed are looked at eight times, so that all of this is over within them.
 """
@@ -38,6 +39,9 @@ SOON = 60.0
 """Seconds: an engine that stands still again so soon after it was let in is let in later."""
 FIRST_HOLD, LONGEST_HOLD = 5.0, 300.0
 """Seconds until such an engine is let in, doubled each time."""
+THAWED = 2.0
+"""An engine that shows a sign when it has been silent for no more than so many times the silence of the verdict may only have
+been slow: next time it is allowed to be silent for longer."""
 LONGEST_PAUSE = 30.0
 """Seconds between two canaries to an engine that stands still, at most."""
 
@@ -98,6 +102,8 @@ class StallWatch:
         self._silent_from = now
         """Since when it had been silent as the enquiry began."""
         self._stalled_at: float | None = None
+        self._has_learned = False
+        """Whether its pace knows how long it has stood still."""
         self._pause = self._verdicts.pause
         self._next_canary = 0.0
         self.engine.open_legs.pace = Pace()
@@ -215,6 +221,7 @@ class StallWatch:
         else:
             self._hold = 0.0
         self._stalled_at, self._suspected = now, None
+        self._has_learned = False
         self._pause, self._next_canary = self._verdicts.pause, now + self._verdicts.pause
         self._fail(legs, now)
 
@@ -229,6 +236,11 @@ class StallWatch:
             enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)
         blind = LONGEST_HOLD if enquiry.shows_progress else LONGEST_PAUSE
         shown = enquiry.last_sign > self._stalled_at
+        if shown and not self._has_learned:
+            self._has_learned = True
+            silence, before = enquiry.last_sign - self._silent_from, self._stalled_at - self._silent_from
+            if silence <= THAWED * before and not self._hold:  # else it stands still again and again
+                self.engine.open_legs.pace.was_judged(silence, now)
         if shown or (enquiry.refused and now >= self._stalled_at + blind):
             if now >= self._stalled_at + self._hold:
                 self.close()

@@ -6,6 +6,8 @@ LARGE = 64 << 10
 """Prompt bytes from which on a prefill's time says something about its length: that of smaller ones is mostly the queue's."""
 MARGIN = 4.0
 """So many times as long as before: a batch may be fuller, and a graph may be compiled again."""
+FALSE_MARGIN = 2.0
+"""The same behind a silence that was taken for a standstill, and ended by itself soon: it may have been one, too."""
 REMEMBERED = 300.0
 """Seconds for which a silence counts at least, and at most twice as long: one bad minute must not hide a stall for ever."""
 
@@ -32,6 +34,10 @@ class Pace:
         """The engine has shown a sign after so many seconds without any."""
         self._turn(now)
         self._longest = max(self._longest, silence)
+
+    def was_judged(self, silence: float, now: float) -> None:
+        """The engine was taken for one that stands still, and has shown a sign soon after, behind so many seconds of silence."""
+        self.came_back(silence * FALSE_MARGIN / MARGIN, now)
 
     def prefilled(self, prompt_bytes: int, seconds: float) -> None:
         """A prefill has ended well, this long after it was sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -134,6 +135,13 @@ class Following:
                     return found.writer()
 
                 return None if await self._exchange.run(begin) is None else Reason.REFUSED
+        except asyncio.CancelledError:
+            writer = self._relay.output
+            if self._pause is None and writer is not None and not writer.gone:  # `deadlines.total`, or the shutdown
+                if self._exchange is None:
+                    self._report(failed, will_retry=False)
+                self._notify("refused" if self._exchange is None else "failed", Reason.DEADLINE.value)
+            raise
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.CONTINUATION.value))
             return Reason.DEADLINE

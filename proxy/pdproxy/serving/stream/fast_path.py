@@ -28,6 +28,9 @@ _LEARN_INTERVAL = 8
 
 _DATA = b"data: {"
 
+MAX_SENT = 64 << 10
+"""Bytes of the last event that a stream keeps, so that another engine can go on behind it. One of a token has some hundreds."""
+
 
 class FastPath:
     """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
@@ -35,7 +38,7 @@ class FastPath:
     `events`: how many were forwarded; `last`: when the last one was (the clock's time, s); `buckets` and `total`: as in `Gaps`.
     `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept; `shows_ids`: whether
     they are kept, and the client gets them, too, which takes each event through the relay. `sent`: if they are kept, the last
-    event of data, with its ids, possibly framed as a chunk; b"" before there was one.
+    event of data, with its ids, possibly framed as a chunk; b"" before there was one, and behind one of over `MAX_SENT` bytes.
     """
 
     __slots__ = (
@@ -106,10 +109,11 @@ class FastPath:
         at = batch.rfind(END, 0, -len(END))
         last = batch if at < 0 else batch[at + len(END) :]
         if last.startswith(_DATA):
-            self.sent = last
+            self.sent = last if len(last) <= MAX_SENT else b""
         elif (at := batch.rfind(END + _DATA)) >= 0 or batch.startswith(_DATA):  # a comment is behind it
             start = at + len(END) if at >= 0 else 0
-            self.sent = batch[start : batch.find(END, start) + len(END)]
+            end = batch.find(END, start) + len(END)
+            self.sent = batch[start:end] if end - start <= MAX_SENT else b""
         rest, listed = tokens.taken(batch)
         if listed:
             self.keep_ids(listed)
