@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit import fair_queue
-from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
+from pdproxy.kit.fair_queue import FairQueue, QueueFullError
+from pdproxy.kit.fair_tenants import Entry
 
 
 class Served:
@@ -29,13 +31,21 @@ class Served:
         self.granted.append(ticket)
         return True
 
-    def enter(self, ticket: str, cost: float = 1.0, weight: float = 1.0, size: int = 0, priority: int = 0) -> None:
+    def enter(
+        self,
+        ticket: str,
+        cost: float = 1.0,
+        weight: float = 1.0,
+        size: int = 0,
+        priority: int = 0,
+        until: float = math.inf,
+    ) -> None:
         """Take a place or wait; the tenant is the ticket's first letter."""
-        queue, values = self.queue, (ticket[0], weight, ticket, cost, size, priority)
+        queue, values = self.queue, (ticket[0], weight, ticket, cost, size)
         entry = queue.take(*values)
         if entry is not None:
             self.granted.append(ticket)
-        self.entries[ticket] = entry or queue.queue_up(*values)
+        self.entries[ticket] = entry or queue.queue_up(*values, priority, until)
         queue.fill()
 
     def leave(self, ticket: str, cost: float | None = None) -> None:
@@ -146,6 +156,84 @@ def test_priorities_order_the_requests_of_one_tenant() -> None:
     for _ in range(4):
         served.leave(served.granted[-1])
     assert served.granted == ["x0", "a1", "b0", "a0", "a2"]
+
+
+def test_of_equal_priorities_who_waits_for_the_shortest_time_is_next() -> None:
+    """Then the oldest. Another tenant is not overtaken."""
+    served = Served(1)
+    served.enter("x0")
+    served.enter("a0", until=9.0)
+    served.enter("a1", until=5.0)
+    served.enter("a2", until=5.0)
+    served.enter("a3", until=1.0, priority=1)
+    served.enter("b0")
+    for _ in range(5):
+        served.leave(served.granted[-1])
+    assert served.granted == ["x0", "a1", "b0", "a2", "a0", "a3"]
+
+
+def test_weights_count_where_requests_wait_only_at_times() -> None:
+    """Half of the places come free when nobody waits, and go to as many requests of each tenant. The other half makes up."""
+    served, got, number = Served(8), {"a": 0, "b": 0}, 0
+
+    def send(names: str) -> None:
+        nonlocal number
+        for name in names:
+            number += 1
+            served.enter(f"{name}{number}", 10.0, {"a": 3.0, "b": 1.0}[name])
+
+    def leave(count: int) -> None:
+        for ticket in [one for one, entry in served.entries.items() if entry.has_place][:count]:
+            got[ticket[0]] += 1
+            served.leave(ticket, 10.0)
+
+    send("abababab")
+    for _ in range(200):
+        send("ababab" * 2)
+        leave(4)
+        for ticket in [one for one, entry in served.entries.items() if entry.waits]:
+            served.queue.stop_waiting(served.entries.pop(ticket))
+        leave(4)
+        assert served.queue.waiting == 0
+        send("baba")
+    assert got["a"] / got["b"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_while_after_nobody_has_waited_places_are_free_again() -> None:
+    """A tenant that then takes all of them does not pay for it later."""
+    served = Served(4)
+    for ticket in ("a0", "a1", "a2", "a3", "b0"):
+        served.enter(ticket, 10.0)
+    for ticket in ("a0", "a1", "a2", "a3"):
+        served.leave(ticket)
+    for number in range(10, 30):
+        served.enter(f"a{number}", 10.0)
+        served.leave(f"a{number}")
+    for name in ("a30", "a31", "a32", "a33", "a34", "b1", "a35", "b2"):
+        served.enter(name, 10.0)
+    served.leave("b0")
+    served.leave("a30")
+    served.leave("a31")
+    served.leave("a32")
+    assert sorted(one[0] for one in served.granted[-4:]) == ["a", "a", "b", "b"]
+
+
+def test_what_is_owed_is_bounded() -> None:
+    """A tenant with one place for long, while another got all others, goes first for as many requests as there are places."""
+    served = Served(4)
+    served.enter("b0", 10.0)
+    for number in range(103):
+        served.enter(f"a{number}", 10.0)
+    for _ in range(60):
+        served.leave(next(one for one, entry in served.entries.items() if entry.has_place and one != "b0"))
+    for number in range(1, 50):
+        served.enter(f"b{number}", 10.0)
+    before = len(served.granted)
+    for _ in range(12):
+        served.leave(next(one for one, entry in served.entries.items() if entry.has_place and one != "b0"))
+    names = "".join(one[0] for one in served.granted[before:])
+    assert names.startswith("bbb")
+    assert 4 <= names.count("a") <= 6, "then they take turns"
 
 
 def test_a_full_queue_makes_room_by_weight() -> None:
@@ -311,7 +399,7 @@ def test_no_order_of_calls_loses_a_place(steps: list[tuple[str, str, int]], plac
         if step == "enter":
             count += 1
             try:
-                served.enter(f"{name}{count}", 1.0 + number, 1.0 + number % 2, number, -number)
+                served.enter(f"{name}{count}", 1.0 + number, 1.0 + number % 2, number, number // 3, -float(number))
             except QueueFullError:
                 assert served.queue.waiting == queue
         elif step == "leave" and running:

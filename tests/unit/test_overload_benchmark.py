@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import overload
+import overload_load
 
+SHAPE = overload_load.Shape(tokens=5)
 ANSWERS = [
     (200, b"{}", 0.0),
     (503, b'{"error":{"reason":"deadline"}}', 0.0),
@@ -36,10 +37,11 @@ async def test_each_request_is_counted_once() -> None:
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    load = overload.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("one", "two"), "m", 5)
-    tally = overload.Tally()
+    load = overload_load.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("one", "two"), "m", (SHAPE,))
+    load.limits[SHAPE] = 1.0
+    tally = overload_load.Tally()
     for number in range(6):
-        await load._one(number, "ab"[number % 2], time.perf_counter(), 1.0, tally)
+        await load._one(SHAPE, "ab"[number % 2], asyncio.get_running_loop().time(), tally)
     load.connections.close()
     server.close()
     found = tally.good.total() + tally.late + tally.refused.total() + tally.failed.total()
@@ -56,11 +58,28 @@ async def test_an_answer_past_its_deadline_is_late() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    load = overload.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", 5)
-    tally = overload.Tally()
-    await load._one(0, "a", -1000.0, 1.0, tally)
+    load = overload_load.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", (SHAPE,))
+    load.limits[SHAPE] = 1.0
+    tally = overload_load.Tally()
+    await load._one(SHAPE, "a", asyncio.get_running_loop().time() - 1000.0, tally)
     server.close()
     assert (tally.late, tally.good.total()) == (1, 0)
+    assert 999.0 <= tally.most_over < 1100.0
+
+
+async def test_a_stream_that_ends_with_an_error_is_none() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = b'data: {"error":{"message":"late"}}\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    load = overload_load.Load(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", ("", ""), "m", (SHAPE,))
+    load.limits[SHAPE] = 1.0
+    tally = overload_load.Tally()
+    await load._one(SHAPE, "a", asyncio.get_running_loop().time(), tally)
+    server.close()
+    assert (tally.refused, tally.good.total()) == ({"504": 1}, 0)
 
 
 def test_the_percentile_of_delays_in_between() -> None:

@@ -33,6 +33,7 @@ def request_gauges(admission: Admission, bodies: BodyReader, retries: RetryBudge
 
     return [
         Gauge(catalog.INFLIGHT, lambda: [((), admission.inflight)]),
+        Gauge(catalog_refusals.PLACES, lambda: [((), admission.places)]),
         Gauge(catalog_refusals.TOKENS_IN_FLIGHT, lambda: [((), admission.tokens)]),
         Gauge(catalog.QUEUE, lambda: [((), admission.waiting)]),
         Gauge(catalog.BODY_READERS, readers),

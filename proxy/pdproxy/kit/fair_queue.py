@@ -2,20 +2,26 @@
 
 Owns the places, the requests that wait, and what each tenant has received. While requests wait, a place that comes free goes to
 the tenant that has received the least cost per weight (start-time fair queueing), there to the request with the smallest
-priority, and among those to the oldest. What was granted while nobody waited took nothing from others: it counts only as long as
-the place is held. Nor is there credit for idle times: a tenant that begins to wait has received at least as much as the one that
-is next. If the queue is full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most,
-by weight.
+priority, among those to the one that would wait for the shortest time, and then to the oldest.
+
+What was granted while nobody waited took nothing from others: it counts only as long as the place is held. But after a request
+has waited, as many grants as there are places count in any case: where requests wait only at times, whoever comes at others must
+not get more for that. A tenant without requests earns no credit: once it waits, it has received as much as the one
+that is next. One that has places is owed what it did not get, up to all places once.
+
+If the queue is full, a tenant with less in it displaces the least urgent request of the tenant with the most, by weight.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic
+
+from pdproxy.kit.fair_tenants import Entry, Tenant, Ticket
 
 MAX_RESTING = 4096
 """Tenants without any request of which it is remembered that they have received more than others. The oldest are forgotten."""
@@ -23,91 +29,9 @@ MAX_RESTING = 4096
 MOST_LOOKED_AT = 64
 """Tenants by which the work ahead of a request is estimated."""
 
-Ticket = TypeVar("Ticket")
-
 
 class QueueFullError(Exception):
     """Too many requests wait, and no other tenant has more of them by its weight."""
-
-
-class Tenant(Generic[Ticket]):
-    """What one tenant has. `received`: cost per weight, comparable with that of others that wait."""
-
-    __slots__ = (
-        "by_priority",
-        "free_cost",
-        "name",
-        "places",
-        "priorities",
-        "received",
-        "turn",
-        "waiting",
-        "waiting_cost",
-        "weight",
-    )
-
-    def __init__(self, name: Hashable, weight: float) -> None:
-        self.name = name
-        self.weight = weight
-        self.received = 0.0
-        self.free_cost = 0.0
-        """The cost of its requests that got their places while nobody waited, and still have them."""
-        self.places = 0
-        self.waiting = 0
-        self.waiting_cost = 0.0
-        self.turn = 0
-        """Among tenants that have received equally much, the one with the smallest is next."""
-        self.by_priority: dict[int, OrderedDict[Entry[Ticket], None]] = {}
-        self.priorities: list[int] = []
-
-    @property
-    def has(self) -> float:
-        """What it has received, with all that counts only as long as it is held."""
-        return self.received + self.free_cost / self.weight if self.free_cost else self.received
-
-    def first(self) -> Entry[Ticket]:
-        """Return the request that is served next of those that wait."""
-        return next(iter(self.by_priority[self.priorities[0]]))
-
-    def last(self) -> Entry[Ticket]:
-        """Return the request that is served last of those that wait."""
-        return next(reversed(self.by_priority[self.priorities[-1]]))
-
-    def append(self, entry: Entry[Ticket]) -> None:
-        """Let a request wait."""
-        if entry.priority not in self.by_priority:
-            self.by_priority[entry.priority] = OrderedDict()
-            insort(self.priorities, entry.priority)
-        self.by_priority[entry.priority][entry] = None
-        self.waiting += 1
-        self.waiting_cost += entry.cost
-
-    def remove(self, entry: Entry[Ticket]) -> None:
-        """Remove a request that waits."""
-        same = self.by_priority[entry.priority]
-        del same[entry]
-        if not same:
-            del self.by_priority[entry.priority]
-            self.priorities.remove(entry.priority)
-        self.waiting -= 1
-        self.waiting_cost = self.waiting_cost - entry.cost if self.waiting else 0.0
-
-
-class Entry(Generic[Ticket]):
-    """One request: it waits, has a place, or neither any more. `ticket` is the caller's.
-
-    `cost`: what its tenant is charged. `size`: what it takes of `max_size` while it has a place.
-    """
-
-    __slots__ = ("charged", "cost", "has_place", "priority", "size", "tenant", "ticket", "waits")
-
-    def __init__(self, tenant: Tenant[Ticket], ticket: Ticket, cost: float, size: int, priority: int) -> None:
-        self.tenant = tenant
-        self.ticket = ticket
-        self.cost = cost
-        self.size = size
-        self.priority = priority
-        self.waits = self.has_place = self.charged = False
 
 
 class FairQueue(Generic[Ticket]):
@@ -140,10 +64,12 @@ class FairQueue(Generic[Ticket]):
         """Those of them with waiting requests."""
         self._order: list[tuple[float, int, Tenant[Ticket]]] = []
         """A heap of (has, turn, tenant) of `_queued`. An item whose numbers are not the tenant's any more is dead."""
-        self._turns = 0
+        self._turns = self._count = 0
         self._served = 0.0
         """The most that a tenant had received before it was served, while others waited."""
         self._active_weight = 0.0
+        self._contended = 0
+        """How many more places are charged though nobody waits: as many as there are, since the last request that waited."""
         self.taken = 0
         """Places that are taken."""
         self.size = 0
@@ -152,7 +78,7 @@ class FairQueue(Generic[Ticket]):
         """Requests that wait."""
 
     def __repr__(self) -> str:
-        return f"<FairQueue {self.taken} of {self._places} taken, {self.waiting} waiting, {len(self._tenants)} tenants>"
+        return f"<FairQueue {self.taken} of {self._places} taken, {self.waiting} waiting>"
 
     @property
     def places(self) -> int:
@@ -164,21 +90,34 @@ class FairQueue(Generic[Ticket]):
         self._places = places
         self.fill()
 
-    def take(
-        self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int, priority: int = 0
-    ) -> Entry[Ticket] | None:
+    def take(self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int) -> Entry[Ticket] | None:
         """Take a place if one is free and nobody waits; None if not. Each success is matched by one `leave`."""
         if self.taken >= self._places or self.waiting or not self._fits(size):
             return None
-        entry = Entry(self._tenant(name, weight), ticket, cost, size, priority)
+        tenant = self._tenant(name, weight)
+        entry = Entry(tenant, ticket, cost, size)
+        if self._contended:
+            self._contended -= 1
+            self._lift(tenant, self._served, cost)
+            self._charge(entry)
+        else:
+            tenant.free_cost += cost
         self._give_place(entry)
-        entry.tenant.free_cost += cost
         return entry
 
     def queue_up(
-        self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int, priority: int = 0
+        self,
+        name: Hashable,
+        weight: float,
+        ticket: Ticket,
+        cost: float,
+        size: int,
+        priority: int = 0,
+        until: float = math.inf,
     ) -> Entry[Ticket]:
         """Let a request wait, after `take` has failed. It is matched by `stop_waiting`, or by `leave` once it has a place.
+
+        `until`: the time at which the caller will call `stop_waiting`.
 
         Raises:
             QueueFullError: too many requests wait, and no other tenant has more of them.
@@ -189,15 +128,18 @@ class FairQueue(Generic[Ticket]):
             if loser is None:
                 self._rest(tenant)
                 raise QueueFullError
-        entry = Entry(tenant, ticket, cost, size, priority)
+        self._count += 1
+        entry = Entry(tenant, ticket, cost, size)
+        entry.order = (priority, until, self._count)
         if not tenant.waiting:
             following = self._following()
-            tenant.received = max(tenant.received, self._served if following is None else following.received)
+            self._lift(tenant, self._served if following is None else following.received, cost)
             self._queued[name] = tenant
             self._next_turn(tenant)
         tenant.append(entry)
         entry.waits = True
         self.waiting += 1
+        self._contended = self._places
         if loser is not None:
             self._rest(loser)
         return entry
@@ -228,9 +170,8 @@ class FairQueue(Generic[Ticket]):
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets of all requests that wait."""
         for tenant in self._queued.values():
-            for same in tenant.by_priority.values():
-                for entry in same:
-                    yield entry.ticket
+            for entry in tenant.entries:
+                yield entry.ticket
 
     def over_share(self, name: Hashable) -> bool:
         """Return whether a tenant has more than its part of all places, by weight, while others wait for one."""
@@ -239,16 +180,18 @@ class FairQueue(Generic[Ticket]):
             return False
         return tenant.places * self._active_weight > self._places * tenant.weight
 
-    def cost_ahead(self, name: Hashable, weight: float) -> float:
+    def cost_ahead(
+        self, name: Hashable, weight: float, cost: float = 0.0, priority: int = 0, until: float = math.inf
+    ) -> float:
         """Return the cost of the waiting requests that are served before a new one of a tenant, as far as they are known now.
 
         Of very many tenants only some are looked at, and the others taken to be like them.
         """
         tenant = self._tenants.get(name)
-        own = 0.0 if tenant is None else tenant.waiting_cost
+        own = 0.0 if tenant is None else tenant.cost_before(priority, until)
         received = 0.0 if tenant is None else tenant.has
-        if not own and (following := self._following()) is not None:
-            received = max(received, following.received)
+        if (tenant is None or not tenant.waiting) and (following := self._following()) is not None:
+            received = max(received, following.received - self._owed(tenant, cost))
         begins = received + own / weight
         others = len(self._queued) - (name in self._queued)
         if not others:
@@ -320,10 +263,22 @@ class FairQueue(Generic[Ticket]):
             heapq.heappop(self._order)
         return None
 
+    def _lift(self, tenant: Tenant[Ticket], received: float, cost: float) -> None:
+        """Take the credit of idle times from a tenant. What it is owed while it has requests is kept, up to all places once."""
+        tenant.received = max(tenant.received, received - self._owed(tenant, cost))
+
+    def _owed(self, tenant: Tenant[Ticket] | None, cost: float) -> float:
+        return self._places * cost / tenant.weight if tenant is not None and tenant.places else 0.0
+
     # -- places
 
     def _fits(self, size: int) -> bool:
         return not self._max_size or not self.taken or self.size + size <= self._max_size
+
+    @staticmethod
+    def _charge(entry: Entry[Ticket]) -> None:
+        entry.tenant.received += entry.cost / entry.tenant.weight
+        entry.charged = True
 
     def _give_place(self, entry: Entry[Ticket]) -> None:
         entry.has_place = True
@@ -342,15 +297,14 @@ class FairQueue(Generic[Ticket]):
     def fill(self) -> None:
         """Grant free places to requests that wait."""
         while self.taken < self._places and (tenant := self._following()) is not None:
-            entry = tenant.first()
+            entry = tenant.entries[0]
             if not self._fits(entry.size):
                 return  # nobody overtakes it: it would wait as long as smaller ones come
             heapq.heappop(self._order)
             self._remove(entry)
             if self._granted(entry.ticket):
                 self._served = max(self._served, tenant.received)
-                tenant.received += entry.cost / tenant.weight
-                entry.charged = True
+                self._charge(entry)
                 self._give_place(entry)
                 if tenant.waiting:
                     self._next_turn(tenant)
@@ -365,10 +319,10 @@ class FairQueue(Generic[Ticket]):
             return None
         if largest is newcomer or _share(largest) <= (newcomer.waiting + 1) / newcomer.weight:
             # It has no less than the others. But a request of its own may be more urgent than another one.
-            if not newcomer.waiting or newcomer.last().priority <= priority:
+            if not newcomer.waiting or newcomer.entries[-1].order[0] <= priority:
                 return None
             largest = newcomer
-        entry = largest.last()
+        entry = largest.entries[-1]
         self._remove(entry)
         self._displaced(entry.ticket)
         return largest

@@ -55,6 +55,12 @@ CAPACITY = Description(
     "requests",
     (NODE,),
 )
+PLACES = Description(
+    "pdproxy_places",
+    Kind.GAUGE,
+    "Requests that may be served at once now: by limits.max_inflight, by what engines can take, and by clients' deadlines",
+    "requests",
+)
 TENANT_TOKENS = Description(
     "pdproxy_tenant_tokens_total",
     Kind.COUNTER,

@@ -1,32 +1,77 @@
 """How long a request would wait for a place, and how long it would be served then: by requests that have ended. Pure.
 
-Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that end per second. Two times of
-being served are known by the size of prompts: the one in which a quarter of the requests is answered, by which a request is
-refused while there are places; and the one in which nine of ten are, by which requests leave the queue: otherwise, under
-overload, places would go to the oldest requests, which just miss their deadlines. Nothing is said before enough requests have
-ended, and less and less once none end any more: what is refused by a time teaches nothing about it.
+Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that end per second. Times of being
+served are known by the size of prompts: the shortest of the last seconds, by which a request is refused that can't be done, and
+the one that nearly all need, by which it is known how long a request may wait. What was not answered in time counts as if it had
+needed longer. Nothing is said before enough requests have ended, nor of a shortest time where none has been answered lately:
+so what is refused by a time is tried again.
 """
 
 from __future__ import annotations
 
 import math
 
+from pdproxy.scheduling.concurrency_limit import GIVEN_UP
+
 MEAN_OVER = 10.0
 """Seconds over which ended requests are averaged."""
 _CLASSES = 32
 _ENOUGH = 8
-_QUANTILES = (0.25, 0.9)
 _GAIN = 0.02
-_HALF_LIFE = 5.0
-"""Seconds without a request of a size after which its times count half."""
+_SERVED_GAIN = 0.05
+_DEVIATIONS = 2.0
+"""Mean deviations above the mean, in logarithms, of the time that nearly all need."""
+_REMEMBERED = 5.0
+"""Seconds for which a shortest time is remembered at least, and twice that at most; longer where requests take longer."""
 _APART = 0.1
-"""Seconds between two requests that are learned from."""
+"""Seconds between two requests that are learned from, and between two additions to the rate."""
+
+
+class _Times:
+    """The times of being served of requests with prompts of one size."""
+
+    __slots__ = ("_before", "_began", "_now", "count", "deviation", "mean")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = self.deviation = 0.0
+        """Of the logarithms of seconds."""
+        self._began = -math.inf
+        self._now = self._before = math.inf
+        """The shortest time since `_began`, and that of as many seconds before."""
+
+    def add(self, now: float, seconds: float, *, late: bool) -> float:
+        """Learn from a request. Return the logarithm of its time, as a part of what others took."""
+        found = math.log(max(seconds, 1e-3) * (GIVEN_UP if late else 1.0))
+        off = found - self.mean if self.count else 0.0
+        if late:
+            if off <= 0:
+                return 0.0  # it may have needed any time
+        elif now - self._began > self._span():
+            self._before = self._now if now - self._began <= 2 * self._span() else math.inf
+            self._now, self._began = seconds, now
+        elif seconds < self._now:
+            self._now = seconds
+        self.count += 1
+        if self.count == 1:
+            self.mean = found
+        else:
+            gain = max(_SERVED_GAIN, 1 / self.count)
+            self.mean += gain * off
+            self.deviation += gain * (abs(off) - self.deviation)
+        return off
+
+    def shortest(self, now: float) -> float:
+        return 0.0 if now - self._began > 2 * self._span() else min(self._now, self._before)
+
+    def _span(self) -> float:
+        return max(_REMEMBERED, 2 * math.exp(self.mean))
 
 
 class Waits:
     """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
 
-    __slots__ = ("_began", "_cost", "_counted", "_counts", "_ended", "_logs", "_rate", "_seconds", "_seen")
+    __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_seconds", "_times")
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -37,44 +82,45 @@ class Waits:
         """Of a request, as means of the last ones."""
         self._began: float | None = None
         self._ended = 0.0
-        self._logs = tuple([0.0] * _CLASSES for _ in _QUANTILES)
-        """By the class of a prompt (powers of 2): the logarithm of the seconds in which that part of the requests is served."""
-        self._counts = [0] * _CLASSES
-        self._seen = [0.0] * _CLASSES
-        """When the last request of a class was learned from."""
+        self._learned = -math.inf
+        """When a request was learned from."""
+        self._times: dict[int, _Times] = {}
+        """By the class of a prompt (powers of 2)."""
 
-    def ended(self, now: float, cost: float, seconds: float) -> bool:
-        """Note a request that was answered, `seconds` after it got its place. Return whether `served` is to be called for it.
-
-        That is not more often than each tenth of a second: what it does costs more than a request at a high load is worth.
-        """
+    def ended(self, now: float, cost: float, seconds: float) -> None:
+        """Note a request that was answered, `seconds` after it got its place."""
         self._counted += cost
         if self._began is None:
+            self._began = now - max(seconds, 0.1)
             self._cost, self._seconds = cost, seconds
+            self._fold(now)
         else:
             self._cost += _GAIN * (cost - self._cost)
             self._seconds += _GAIN * (seconds - self._seconds)
-        if now < self._ended + _APART and self._began is not None:
+            if now >= self._ended + _APART:
+                self._fold(now)
+
+    def learns(self, now: float) -> bool:
+        """Return whether a request that is answered now is to be learned from: one in a tenth of a second.
+
+        More of them are not worth their cost at a high load. Requests that are late are all learned from: each of them had a
+        place for nothing.
+        """
+        if now < self._learned + _APART:
             return False
-        if self._began is None:
-            self._began = now - max(seconds, 0.1)
-        self._fold(now)
+        self._learned = now
         return True
 
-    def served(self, now: float, prompt: int, seconds: float, *, late: bool = False) -> None:
-        """Learn from a request that was answered, or that was not in so many seconds (`late`). `prompt`: its prompts' tokens."""
+    def served(self, now: float, prompt: int, seconds: float, *, late: bool = False) -> float:
+        """Learn from a request that was answered, or that was not in so many seconds (`late`). `prompt`: its prompts' tokens.
+
+        Return the logarithm of its time, as a part of the time that such requests took lately.
+        """
         size = min(prompt.bit_length(), _CLASSES - 1)
-        self._seen[size] = now
-        self._counts[size] = count = self._counts[size] + 1
-        found = math.log(max(seconds, 1e-3))
-        gain = max(_GAIN, 1 / count)
-        for part, logs in zip(_QUANTILES, self._logs, strict=True):
-            if count == 1:
-                logs[size] = found
-            elif not late or (
-                logs is self._logs[-1] and found > logs[size]
-            ):  # it would have taken longer, nobody knows how long
-                logs[size] += gain * (part if found > logs[size] else part - 1)
+        times = self._times.get(size)
+        if times is None:
+            times = self._times[size] = _Times()
+        return times.add(now, seconds, late=late)
 
     def wait(self, now: float, ahead: float, served: int = 0) -> float | None:
         """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes.
@@ -92,16 +138,14 @@ class Waits:
         return ahead / rate if rate > 1e-6 else None
 
     def service(self, now: float, prompt: int, part: float = 1.0) -> tuple[float, float]:
-        """Return the seconds in which a request with a place is answered at best, and almost surely; (0, 0) if they aren't known.
+        """Return the seconds in which a request with a place is answered at best, and nearly surely; (0, 0) if they aren't known.
 
         `part`: how much of the usual answer it wants at most, 1 for all of it.
         """
-        size = min(prompt.bit_length(), _CLASSES - 1)
-        if self._counts[size] < _ENOUGH:
+        times = self._times.get(min(prompt.bit_length(), _CLASSES - 1))
+        if times is None or times.count < _ENOUGH:
             return 0.0, 0.0
-        part *= 0.5 ** ((now - self._seen[size]) / _HALF_LIFE)
-        best, surely = (math.exp(logs[size]) * part for logs in self._logs)
-        return best, surely
+        return times.shortest(now) * part, math.exp(times.mean + _DEVIATIONS * times.deviation) * part
 
     def _fold(self, now: float) -> None:
         self._rate = self._rate * math.exp((self._ended - now) / MEAN_OVER) + self._counted / MEAN_OVER

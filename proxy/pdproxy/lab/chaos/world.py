@@ -150,17 +150,8 @@ class World:
             limits=LIMITS,
             probes=Probes(interval=1.0, scrape_interval=4.0),
         )
-        loop = asyncio.get_running_loop()
         chance = random.Random(f"{self.options.seed}/proxy")
-        watch = Watch(observers=(self._observer,), connector=VirtualConnector, now=loop.time, chance=chance.random)
-        self.proxy = Proxy.build(settings, watch=watch)
-        config = uvicorn_config(self.proxy, _Late(self.proxy))
-        config.load()
-        self.state.connections, self.state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]
-        make = config.http_protocol_class
-        listening = self.network.listen(PROXY, PORT)
-        listening.accept(lambda: make(config=config, server_state=self.state, app_state={}))  # type: ignore[call-arg]
-        self.proxy.start()
+        self.proxy = begin_proxy(settings, self.network, self.state, chance, self._observer)
 
     def in_proxy(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something on the proxy's host."""
@@ -189,6 +180,23 @@ class World:
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.stop())
         logging.getLogger("pdproxy").removeHandler(self._lines)
+
+
+def begin_proxy(
+    settings: Settings, network: VirtualNetwork, state: ServerState, chance: random.Random, *observers: Observer
+) -> Proxy:
+    """Start a proxy where its settings say, in the running virtual loop. `state`: gets its connections and tasks."""
+    loop = asyncio.get_running_loop()
+    watch = Watch(observers=observers, connector=VirtualConnector, now=loop.time, chance=chance.random)
+    proxy = Proxy.build(settings, watch=watch)
+    config = uvicorn_config(proxy, _Late(proxy))
+    config.load()
+    state.connections, state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]
+    make = config.http_protocol_class
+    listening = network.listen(settings.listen.host, settings.listen.port)
+    listening.accept(lambda: make(config=config, server_state=state, app_state={}))  # type: ignore[call-arg]
+    proxy.start()
+    return proxy
 
 
 class _Late:

@@ -1,18 +1,24 @@
 """Admission: requests wait here, before any engine works for them.
 
-Owns the places of requests being served; `kit.fair_queue` decides which request is next, and `scheduling.waits` predicts how
-long that takes. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a client
-with more places than its share loses one place, if it reads that answer too slowly.
+Owns the places of requests being served, and how many there are; `kit.fair_queue` decides which request is next, and
+`scheduling.waits` predicts how long that takes. A request with a deadline waits only as long as it can spare; half as long, once
+others have been waiting for longer than a request is served: places would go to requests that just miss their deadlines, if
+each were begun at the last moment. `scheduling.concurrency_limit` lowers the number of places where too many requests at once
+make each other late. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a
+client with more places than its share loses one place, if it reads that answer too slowly.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
-from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
+from pdproxy.kit.fair_queue import FairQueue, QueueFullError
+from pdproxy.kit.fair_tenants import Entry
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
+from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
@@ -20,6 +26,11 @@ from pdproxy.serving.request.demand import NO_DEMAND, Demand
 
 LEAST_SERVICE = 0.1
 """Seconds: a request that has less left is not begun."""
+STANDING = 0.5
+"""The part of its spare time that a request may wait, where others have been waiting for long."""
+LEAST_WAIT = 0.1
+"""The part of all its time that a request may wait in any case. Without it nobody would wait where none seems to have time, and
+places would go to whoever comes when one is free, whatever the tenants' weights are."""
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
 
@@ -27,28 +38,37 @@ OPTIMISM = 0.5
 class Place:
     """A request's place, or its wait for one. Released by one `leave`."""
 
-    __slots__ = ("_admission", "_demand", "_expected", "entry", "wake")
+    __slots__ = ("_admission", "_demand", "_expected", "begun", "entry", "served_before", "time", "wake")
 
     def __init__(self, admission: Admission, demand: Demand, expected: float) -> None:
         self._admission = admission
         self._demand = demand
         self._expected = expected
         self.entry: Entry[Place]
+        self.begun = self.served_before = 0.0
+        """When it got its place, and `Admission.served` then."""
+        self.time: float | None = None
+        """The seconds that it had from its arrival on, None if its client named none."""
         self.wake: asyncio.Future[None] | None = None
         """Done once the place is granted or refused. None if it was free."""
 
     def leave(
-        self, seconds: float = 0.0, prompt: int | None = None, completion: int | None = None, *, late: bool = False
+        self,
+        seconds: float = 0.0,
+        prompt: int | None = None,
+        completion: int | None = None,
+        *,
+        late: bool = False,
+        answered: bool = True,
     ) -> None:
         """Release the place: it is granted to a request that waits, if there is one.
 
         `seconds`: for how long it was taken. `prompt`, `completion`: the tokens that the request had, None where no engine has
-        reported any. `late`: whether it missed a deadline.
+        reported any. `late`: whether it missed a deadline. `answered`: whether it got a whole answer.
         """
-        admission = self._admission
-        if late:
-            admission.missed(self._demand, seconds)
-        admission.left(self, self._demand, self._expected, seconds, prompt, completion)
+        self._admission.left(
+            self, self._demand, self._expected, seconds, prompt, completion, late=late, answered=answered
+        )
 
 
 class Admission:
@@ -81,6 +101,11 @@ class Admission:
         self._clients = clients
         self._outputs = Outputs()
         self._waits = Waits()
+        self._limit = ConcurrencyLimit()
+        self._wanted = max_inflight
+        """The number of places, if it were not for the limit."""
+        self._served = self._served_at = 0.0
+        """The sum of the seconds for which requests have had places, up to a time."""
         self._queued_since = 0.0
         """Since when there have always been requests that wait, where there are some."""
         self._closed = False
@@ -106,6 +131,11 @@ class Admission:
         return self._queue.waiting
 
     @property
+    def places(self) -> int:
+        """How many requests may be served at once."""
+        return self._queue.places
+
+    @property
     def closed(self) -> bool:
         """Whether new requests are refused because of a shutdown."""
         return self._closed
@@ -116,7 +146,8 @@ class Admission:
 
     def resize(self, places: int | None) -> None:
         """Change the number of places, to `max_inflight` at most; None: to that. Requests that have one keep it."""
-        self._queue.resize(self._max_inflight if places is None else min(places, self._max_inflight))
+        self._wanted = self._max_inflight if places is None else min(places, self._max_inflight)
+        self._resize()
 
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
         """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.
@@ -130,45 +161,61 @@ class Admission:
         expected = self.expected(demand)
         place, size = Place(self, demand, expected), demand.prompt + int(expected)
         cost = demand.prompt + self._output_weight * expected
-        priority = demand.priority if self._by_priority else 0
-        service = 0.0
+        priority, patience = demand.priority if self._by_priority else 0, self._timeout
         if deadline is not None:
-            service = self._check(client, demand, deadline)
-        entry = self._queue.take(client.name, client.weight, place, cost, size, priority)
+            now = self._clock.now()
+            place.time = deadline - now
+            patience = min(self._check(client, demand, cost, priority, now, place.time), patience)
+        entry = self._queue.take(client.name, client.weight, place, cost, size)
         if entry is not None:
             place.entry = entry
+            self._begin(place, self._queue.taken - 1)
         else:
+            now = self._clock.now()
             if not self._queue.waiting:
-                self._queued_since = self._clock.now()
+                self._queued_since = now
+            until = now + patience
             try:
-                place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, priority)
+                place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, priority, until)
             except QueueFullError:
                 text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
                 raise OverloadedError(text, Reason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
-            await self._wait(client, place, deadline, service)
+            await self._wait(client, place, patience)
         return place
 
     def left(
-        self, place: Place, demand: Demand, expected: float, seconds: float, prompt: int | None, completion: int | None
+        self,
+        place: Place,
+        demand: Demand,
+        expected: float,
+        seconds: float,
+        prompt: int | None,
+        completion: int | None,
+        *,
+        late: bool,
+        answered: bool,
     ) -> None:
         """A request ends its place. For `Place.leave` only."""
-        cost = None
-        if prompt is not None or completion is not None:
+        cost, now = None, self._clock.now()
+        self._add_up(now, self._queue.taken)
+        is_known = prompt is not None or completion is not None
+        if is_known:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
-            now = self._clock.now()
-            if self._waits.ended(now, cost, seconds):
-                self._waits.served(now, demand.prompt, seconds)
-                if completion and demand.answers:
-                    self._outputs.add(demand.prompt, completion // demand.answers)
+            self._waits.ended(now, cost, seconds)
+        is_learned = late or (answered and is_known and self._waits.learns(now))
+        if is_learned:
+            longer = self._waits.served(now, demand.prompt, seconds, late=late)
+            served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
+            self._limit.ended(now, place.begun, served, longer, place.time, late=late)
+            if completion and demand.answers and not late:
+                self._outputs.add(demand.prompt, completion // demand.answers)
         entry = place.entry
         del place.entry  # they refer to each other
         self._queue.leave(entry, cost)
+        if is_learned:
+            self._resize()
         self._check_drained()
-
-    def missed(self, demand: Demand, seconds: float) -> None:
-        """A request has missed a deadline. For `Place.leave` only."""
-        self._waits.served(self._clock.now(), demand.prompt, seconds, late=True)
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
@@ -183,20 +230,17 @@ class Admission:
         """Return whether a client holds more places than its share while others wait for one."""
         return self._queue.over_share(client.name)
 
-    async def _wait(self, client: Client, place: Place, deadline: float | None, service: float) -> None:
+    async def _wait(self, client: Client, place: Place, patience: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()
         self._evict_slow(client)  # not before: a client is over its share only while others wait
         self._queue.fill()  # this request may have displaced the large one that the others waited for
-        seconds, until_deadline = self._timeout, False
-        if deadline is not None and (left := deadline - service - self._clock.now()) < seconds:
-            seconds, until_deadline = max(left, 0.0), True
         try:
-            async with self._clock.within(seconds):
+            async with self._clock.within(patience):
                 await place.wake
         except TimeoutError:
             self._give_up(place)
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            if until_deadline:
+            if patience < self._timeout:
                 raise self._too_late(client) from None
             text = f"no place came free in {self._timeout:g} s"
             raise OverloadedError(text, Reason.QUEUE_TIMEOUT, retry_after=self._wait_of(client)) from None
@@ -215,6 +259,7 @@ class Admission:
         entry = place.entry
         del place.entry  # they refer to each other
         if entry.has_place:
+            self._add_up(self._clock.now(), self._queue.taken)
             self._queue.leave(entry)  # granted in the same turn of the loop in which the caller was cancelled
         else:
             self._queue.stop_waiting(entry)
@@ -224,7 +269,23 @@ class Admission:
         if wake is None or wake.done():  # cancelled or refused, and its caller has not run since
             return False
         wake.set_result(None)
+        self._begin(place, self._queue.taken)
         return True
+
+    def _begin(self, place: Place, taken: int) -> None:
+        """A request gets its place. `taken`: those that were taken until now."""
+        place.begun = now = self._clock.now()
+        self._add_up(now, taken)
+        place.served_before = self._served
+
+    def _add_up(self, now: float, taken: int) -> None:
+        self._served += taken * (now - self._served_at)
+        self._served_at = now
+
+    def _resize(self) -> None:
+        places = int(min(self._wanted, self._limit.places))
+        if places != self._queue.places:
+            self._queue.resize(places)
 
     def _displaced(self, place: Place) -> None:
         if place.wake is not None and not place.wake.done():
@@ -232,29 +293,35 @@ class Admission:
             text = "requests of other clients wait, and this client has the most of them"
             place.wake.set_exception(LimitError(text, Reason.SHARE))
 
-    def _check(self, client: Client, demand: Demand, deadline: float) -> float:
-        """Return the seconds that a request almost surely needs with a place.
+    def _check(self, client: Client, demand: Demand, cost: float, priority: int, now: float, left: float) -> float:
+        """Return how long a request may wait for a place. `left`: the seconds in which it is to be answered.
 
         Raises:
-            OverloadedError: it can't be done by its deadline.
+            OverloadedError: it can't be done in that time.
         """
         usual = self._outputs.expected(demand.prompt)
         part = 1.0 if demand.limit is None or demand.limit >= usual else max(demand.limit, 1) / usual
-        now = self._clock.now()
         best, surely = self._waits.service(now, demand.prompt, part)
-        surely = max(surely, LEAST_SERVICE)
-        left = deadline - now
         if left < max(best, LEAST_SERVICE):
             raise self._too_late(client)
-        if self._queue.waiting and left < (self._wait_of(client) or 0.0) * OPTIMISM + surely:
+        waiting = self._queue.waiting
+        spare = left - max(surely, LEAST_SERVICE)
+        if waiting and now > self._queued_since + surely:
+            spare *= STANDING
+        patience = max(spare, left * LEAST_WAIT)
+        if waiting and patience < (self._wait_of(client, cost, priority, now + patience) or 0.0) * OPTIMISM:
             raise self._too_late(client)
-        return surely
+        return patience
 
-    def _wait_of(self, client: Client) -> float | None:
-        """Return the predicted wait of a new request of a client, None if nothing is known."""
+    def _wait_of(self, client: Client, cost: float = 0.0, priority: int = 0, until: float = math.inf) -> float | None:
+        """Return the predicted wait of a new request of a client, None if nothing is known.
+
+        `cost`: its own, which stands for the request that must end before it gets a place.
+        """
         now = self._clock.now()
         served = self._queue.taken if now < self._queued_since + MEAN_OVER else 0
-        return self._waits.wait(now, self._queue.cost_ahead(client.name, client.weight), served)
+        ahead = cost + self._queue.cost_ahead(client.name, client.weight, cost, priority, until)
+        return self._waits.wait(now, ahead, served)
 
     def _too_late(self, client: Client) -> OverloadedError:
         text = "the request can't be served within its X-Request-Timeout now"

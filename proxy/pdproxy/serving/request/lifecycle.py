@@ -180,7 +180,8 @@ class Lifecycle:
                 if place is not None:
                     seconds = resources.now() - (request.admitted or request.received)
                     tokens = request.totals.prompt_tokens, request.totals.completion_tokens
-                    place.leave(seconds, *tokens, late=isinstance(error, EngineTimeoutError))
+                    late = isinstance(error, EngineTimeoutError)
+                    place.leave(seconds, *tokens, late=late, answered=error is None)
             try:
                 if error is not None:
                     await request.answer_error(error)
