@@ -17,6 +17,7 @@ from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import DecodeFailed
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
+from pdproxy.serving.stream.failures import GivenUpError
 from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -60,8 +61,8 @@ class MakeFollower(Protocol):
     """Makes the exchange that goes on with a stream."""
 
     def __call__(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Follower:
-        """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent, even for a split
-        prompt only if no engine can serve alone. It leaves the slot.
+        """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent or goes down,
+        even for a split prompt only if no engine can serve alone. It leaves the slot.
         """
 
 
@@ -117,7 +118,7 @@ class Following:
         within = resources.clock.within(resources.deadlines.continuation)
         try:
             async with within:
-                silent = isinstance(failed.error, EngineTimeoutError)
+                silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)  # or is going down
                 found = await continuation(resources, self._request, self._relay, failed.url, silent=silent)
                 if isinstance(found, Reason):
                     return found
