@@ -10,13 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pdproxy.sim.api.protocol import ChatBody, NamedTool
+from pdproxy.sim.api.protocol import ChatBody, NamedTool, Tool
 from pdproxy.sim.api.structured import TextGrammar, texts_of_schema
 from pdproxy.sim.language import mix
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy.sim.request import Grammar
+from pdproxy.sim.tokenizer import IM_END, TOOL_CALL, Tokenizer
 
 _NAME = re.compile(r'"name": "([^"]*)"')
 _ARGUMENTS = re.compile(r'"arguments": ')
+_TOOLS = re.compile(r"<\|im_start\|>tools\n(\[.*?\])<\|im_end\|>")
 _BEGIN, _END = "<tool_call>\n", "\n</tool_call>"
 
 
@@ -38,6 +40,32 @@ def grammar_of_calls(body: ChatBody, tokenizer: Tokenizer) -> TextGrammar:
         for arguments in texts_of_schema(tool.function.parameters or {"type": "object"})
     ]
     return TextGrammar(tokenizer, texts)
+
+
+def grammar_of_begun_call(prompt: Sequence[int], tokenizer: Tokenizer) -> Grammar | None:
+    """Return how a model ends a call that a prompt ends with the beginning of, None where it does not. As a real model would."""
+    begun = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (TOOL_CALL, IM_END)), None)
+    if begun is None or prompt[begun] != TOOL_CALL:
+        return None
+    found = _TOOLS.findall(tokenizer.decode(prompt[:begun], skip_special_tokens=False))
+    if not found:
+        return None
+    tools = [Tool.model_validate(one) for one in json.loads(found[-1])]
+    body = ChatBody.model_validate({"messages": [], "tools": tools, "tool_choice": "required"})
+    return _Rest(grammar_of_calls(body, tokenizer), tuple(prompt[begun:]))
+
+
+class _Rest:
+    """What a grammar allows behind some ids."""
+
+    binds_thoughts = True
+
+    def __init__(self, grammar: TextGrammar, begun: tuple[int, ...]) -> None:
+        self._grammar, self._begun = grammar, begun
+
+    def allowed(self, generated: Sequence[int]) -> Sequence[int]:
+        """Return the ids that may follow."""
+        return self._grammar.allowed((*self._begun, *generated))
 
 
 class CallParser:
@@ -67,14 +95,20 @@ class CallParser:
                 return None
             self.name = found.group(1)
             function = {"name": self.name}
+            if new := self._new_arguments():  # the step made several tokens
+                function["arguments"] = new
             call = {"id": self._call_id, "type": "function", "index": 0, "function": function}
             return {"content": None, "tool_calls": [call]}
+        new = self._new_arguments()
+        return {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
+
+    def _new_arguments(self) -> str:
+        """Return the arguments that are new since the last time."""
         marker = _ARGUMENTS.search(self._text)
         if marker is None:
-            return None
+            return ""
         before, self.arguments = len(self.arguments), _first_value(self._text[marker.end() :])
-        new = self.arguments[before:]
-        return {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
+        return self.arguments[before:]
 
 
 def _first_value(text: str) -> str:
