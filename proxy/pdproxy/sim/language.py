@@ -21,8 +21,8 @@ _MULTI_BYTE = 29
 _STRONG_BIAS = 50.0
 _MIN_THOUGHTS, _MORE_THOUGHTS = 8, 6
 """The minimum number of tokens of thoughts, and how many more on average."""
-_ROLE_TOKENS = len(Tokenizer().encode("assistant\n"))
-"""Tokens between the mark of an answer and the answer."""
+_ROLE = Tokenizer().encode("assistant\n")
+"""What is between the mark of an answer and the answer."""
 
 
 def mix(*parts: int) -> int:
@@ -55,14 +55,13 @@ class Language:
 
     def thoughts_begun(self, prompt: Sequence[int]) -> int | None:
         """Return how many tokens of thoughts a prompt ends with, `_MIN_THOUGHTS` at most; None if it ends behind thoughts."""
-        if not self._thinks:
+        if not self._thinks or next((one for one in reversed(prompt) if one in (THINK, THINK_END)), None) == THINK_END:
             return None
-        for back, token in enumerate(reversed(prompt)):
-            if token in (THINK, THINK_END, IM_START):
-                if token == IM_START:
-                    return min(max(back - _ROLE_TOKENS, 0), _MIN_THOUGHTS)
-                return None if token == THINK_END else 0
-        return 0
+        since = next((back for back, token in enumerate(reversed(prompt)) if token == IM_START), 0)
+        begins = len(prompt) - since
+        if list(prompt[begins : begins + len(_ROLE)]) != _ROLE:
+            return 0
+        return min(since - len(_ROLE), _MIN_THOUGHTS)
 
     def behind(self, thoughts: int | None) -> Language:
         """Return what draws the tokens behind a prompt with so many thoughts, as of `thoughts_begun`."""
