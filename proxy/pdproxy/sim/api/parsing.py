@@ -51,7 +51,11 @@ class ChoiceParser:
         if self._thinks and self._thoughts.open:
             return self._thoughts.add(text, ids)
         if self.calls is not None:
-            return self.calls.add(text)
+            found = self.calls.add(text)
+            if found is not None and "id" in (found.get("tool_calls") or [{}])[0] and (more := self.calls.add("")):
+                # The step made several tokens: arguments came with the name.
+                found["tool_calls"][0]["function"] |= more["tool_calls"][0]["function"]
+            return found
         if self._looks and not text:
             return None  # a tool parser runs with and without tools, and has no output here
         return {"content": text}

@@ -95,20 +95,14 @@ class CallParser:
                 return None
             self.name = found.group(1)
             function = {"name": self.name}
-            if new := self._new_arguments():  # the step made several tokens
-                function["arguments"] = new
             call = {"id": self._call_id, "type": "function", "index": 0, "function": function}
             return {"content": None, "tool_calls": [call]}
-        new = self._new_arguments()
-        return {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
-
-    def _new_arguments(self) -> str:
-        """Return the arguments that are new since the last time."""
         marker = _ARGUMENTS.search(self._text)
         if marker is None:
-            return ""
+            return None
         before, self.arguments = len(self.arguments), _first_value(self._text[marker.end() :])
-        return self.arguments[before:]
+        new = self.arguments[before:]
+        return {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
 
 
 def _first_value(text: str) -> str:
