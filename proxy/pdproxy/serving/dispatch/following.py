@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
 from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continuation, finish, why_failed
@@ -134,7 +134,10 @@ class Following:
                     self._notify("continued", self._cause, self._pause)
                     return found.writer()
 
-                return None if await self._exchange.run(begin) is None else Reason.REFUSED
+                if await self._exchange.run(begin) is not None:
+                    return Reason.REFUSED
+                await self._end(found)
+                return None
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.CONTINUATION.value))
             return Reason.DEADLINE
@@ -143,6 +146,17 @@ class Following:
                 raise  # the stream went on, and has failed again
             drop_traceback(error)
             return why_failed(error)
+        finally:
+            if self._continuation is not None:
+                self._continuation.close()
+
+    async def _end(self, found: Continuation) -> None:
+        """Wait until the client has got all."""
+        try:
+            await found.end()
+        except EngineError:
+            self._notify("failed", Reason.DERENDER.value)
+            raise
 
     def _report(self, failed: DecodeFailed, *, will_retry: bool) -> None:
         headers = self._request.headers
