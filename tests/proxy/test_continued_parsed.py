@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,10 @@ import pytest
 from pdproxy.observe.events import StreamContinued
 from pdproxy.settings.continuations import Continuations
 from pdproxy.settings.schema import Settings
-from pdproxy.transfer.parsed_events import DERENDER
+from pdproxy.transfer.parsed_events import DERENDER, RENDER
 from tests.fakes.client import Answer
+from tests.fakes.clock import STEP, ManualClock
+from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import CHAT, World, chat, until, world
 from tests.proxy.test_continued import PLACES, RUNNING, TOKENS, UNBROKEN, USAGE
 
@@ -176,7 +177,7 @@ async def test_a_slow_parser_gets_what_came_meanwhile_in_one_call() -> None:
         body = body_of("reasoning")
         expected = await asked(w, body)
         for engine in w.engines:
-            engine.sim.faults.add("slow@head:path=/v1/chat/completions/derender,next=1000,delay=0.05")
+            engine.sim.faults.add("slow@queued:path=/v1/chat/completions/derender,next=1000,delay=0.05")
         found = await cut(w, "reset@mid_stream:events=3", body)
         assert same(found) == same(expected)
         calls = sum(n for engine in w.engines for what, n in engine.sim.faults.happened.items() if "slow" in what)
@@ -201,7 +202,7 @@ async def test_an_engine_that_does_not_parse(failing: int) -> None:
             assert results(w) == [("continued", "eof")]
         else:
             assert "no engine has parsed the answer" in broken(answer)["message"]
-            assert results(w) == [("continued", "eof"), ("failed", "derender")]
+            assert [reason for _, reason in results(w)] == ["eof", "derender"]
         await w.quiet()
 
 
@@ -281,17 +282,55 @@ async def test_an_answer_that_becomes_too_long() -> None:
         await w.quiet()
 
 
-async def test_a_client_that_leaves_while_the_answer_is_parsed() -> None:
-    async with world(decode=2, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True) as w:
+async def test_engines_that_parse_too_late() -> None:
+    """No longer than `deadlines.between_tokens` for one call, whichever engines are asked."""
+    clock = ManualClock()
+    facts = FACTS["reasoning"]
+    async with world(decode=2, clock=clock, facts=facts, leaves=True, deadlines={"between_tokens": 7}) as w:
         for engine in w.engines:
-            engine.sim.faults.add("stall@queued:path=/v1/chat/completions/derender,next=1000")
+            engine.sim.faults.add(f"stall@queued:path={DERENDER},next=9")
         w.decode[0].sim.faults.add("reset@mid_stream:events=5")
-        await w.ask(CHAT, body_of("reasoning", max_tokens=2))  # the other one's turn
-        await w.ask(CHAT, body_of("reasoning", max_tokens=2))
-        asking = [asyncio.ensure_future(w.ask(CHAT, body_of("reasoning"))) for _ in range(2)]
+        for _ in range(2):
+            answer = await clock.through(w.ask(CHAT, body_of("reasoning")), STEP)
+            if results(w):
+                break
+        assert "no engine has parsed the answer" in broken(answer)["message"]
+        assert results(w) == [("continued", "eof"), ("failed", "derender")]
+        assert w.metric("pdproxy_deadline_total", wait="between_tokens") == 1
+
+
+@pytest.mark.parametrize("path", [RENDER, DERENDER])
+async def test_a_client_that_leaves_while_an_engine_is_asked(path: str) -> None:
+    async with world(decode=1, aggregated=1, limits=UNBROKEN, facts=FACTS["reasoning"], leaves=True) as w:
+        for engine in w.engines:
+            engine.sim.faults.add(f"stall@queued:path={path},next=9")
+        w.decode[0].sim.faults.add("reset@mid_stream:events=5")
+        client = await w.client()
+        client.post(CHAT, body_of("reasoning"))
         await until(lambda: any("stall@queued" in engine.sim.faults.happened for engine in w.engines))
-        for one in asking:
-            one.cancel()
+        client.close()
+        assert (await w.ended(1)).outcome == "client_left"
         await w.quiet()
-        assert w.proxy.service.resources.records is not None
-        assert w.proxy.service.resources.records.held == 0
+        assert w.metric("pdproxy_held_bytes", what="records") == 0
+
+
+@pytest.mark.parametrize("failing", [False, True])
+async def test_no_garbage(failing: bool) -> None:
+    """What is left when a stream was parsed, or could not be, is freed at once."""
+    async with world(decode=2, limits=UNBROKEN, facts=FACTS["reasoning"]) as w:
+        body = body_of("reasoning")
+        if failing:
+            for engine in w.engines:
+                engine.sim.faults.add(f"status@queued:path={DERENDER},next=1000,status=500")
+
+        async def one() -> None:
+            w.decode[0].sim.faults.add("reset@mid_stream:events=5")
+            before = len(results(w))
+            while len(results(w)) == before:
+                await w.ask(CHAT, body)
+            await w.quiet()
+
+        await one()
+        with left_to_the_collector() as found:
+            await one()
+        assert not found

@@ -145,7 +145,8 @@ class ParsedEvents:
         self._ended = False
         self._end: Fields | None = None  # the choice with the finish reason, before it is of a call
         self._asked_end: Fields | None = None  # that of the present call
-        self._about: Fields = {}  # the last event's usage and fingerprint
+        self._about: Fields = {}  # usage and fingerprint of the last event, before they are of a call
+        self._asked_about: Fields = {}
         self._behind = b""  # events behind the choice
 
     def __repr__(self) -> str:
@@ -201,6 +202,7 @@ class ParsedEvents:
             return None
         self._asked, self._new = self._new, []
         self._asked_end, self._end = self._end, None
+        self._asked_about, self._about = self._about, {}
         finish = NULL if self._asked_end is None else self._asked_end["finish_reason"]
         choice = {"index": 0, "token_ids": self._asked, "finish_reason": finish}
         state = {"tools_streamed": bool(self._calls), "last_tool_call_ids": self._calls}
@@ -261,7 +263,7 @@ class ParsedEvents:
             "logprobs": NULL,
             "finish_reason": NULL,
         }
-        about, self._about = self._about, {}
+        about = self._asked_about
         if end is not None:
             finish = end["finish_reason"]
             called = self._calls and bytes(finish) == b'"stop"'

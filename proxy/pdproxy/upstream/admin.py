@@ -203,18 +203,20 @@ class EngineAdmin:
     async def derenders(self, url: str) -> bool:
         """Return whether an engine parses the token ids of chats, with a parser of its own.
 
-        One without a parser needs no chat's request for that. One without `--enable-scale-out` refuses all.
+        One without a parser needs no chat's request for that. One without `--enable-scale-out` refuses all. One that does not
+        answer is none that can be relied on, and serves all the same.
         """
         try:
             await self.ask(url, DERENDER, _EMPTY_CHUNK, max_bytes=MAX_SHORT_ANSWER)
-        except EngineRefusedError as error:
-            if error.status != 400:
-                return False
+        except EngineError as error:
+            needs_chat = isinstance(error, EngineRefusedError) and error.status == 400
         else:
+            needs_chat = False
+        if not needs_chat:
             return False
         try:
             await self.ask(url, DERENDER, _EMPTY_CHAT, max_bytes=MAX_SHORT_ANSWER)
-        except EngineRefusedError:
+        except EngineError:
             return False
         return True
 

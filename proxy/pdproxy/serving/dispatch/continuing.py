@@ -106,6 +106,8 @@ async def continuation(
     `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if it is the only one.
     """
     record, writer, fast_path = request.record, relay.output, relay.fast_path
+    if isinstance(writer, ParsedStream) and writer.is_broken:
+        return Reason.DERENDER
     if not isinstance(record, Record):
         return record or Reason.NONE_LEFT
     if not _others(resources, record.kept.model, failed):
@@ -124,7 +126,7 @@ async def continuation(
         return Reason.NO_IDS
     if writer is None:
         return Reason.REASONING_SEEN
-    if isinstance(writer, ContinuedWriter | ParsedStream) and writer.is_broken:
+    if isinstance(writer, ContinuedWriter) and writer.is_broken:
         return Reason.NO_IDS  # those of what was not written are counted
     kept = record.kept
     own = next((value for _, value in request.headers.authorization), None)
@@ -180,14 +182,8 @@ async def _parsed(
     async def derender(body: bytes, max_bytes: int) -> bytes | None:
         return await ask(DERENDER, kept.model, body, max_bytes=max_bytes)
 
-    chat, prompt_ids, ids, most, shown = record.chat, record.prompt_ids, stream.ids, derendering.most, last.shown
-
-    def make(output: ResponseWriter, plain: ContinuedEvents) -> ParsedStream:
-        return ParsedStream(
-            output, ParsedEvents(plain, shown, kept, chat, prompt_ids, ids, lens, calls, most), derender
-        )
-
-    return make
+    about = (last.shown, kept, record.chat, record.prompt_ids, stream.ids, lens, calls, derendering.most)
+    return lambda output, plain: ParsedStream(output, ParsedEvents(plain, *about), derender)
 
 
 def _lens(count: int, several: Sequence[int]) -> list[int] | None:
