@@ -1,7 +1,8 @@
 """Streams on real engines whose engines are killed, terminated or stopped at random moments: they go on, word for word.
 
 Each cell (signal, role, kind) runs `PDPROXY_TEST_CONTINUED_TIMES` times (3). `PDPROXY_TEST_CONTINUED_OUT` names a file: what it
-lists is done already, and each other time of a cell is added to it. So a run can be resumed.
+lists is done already, and each other time of a cell is added to it. So a run can be resumed. Chats with reasoning have engines of
+their own, with a parser and `--enable-scale-out`: all of what random weights say is reasoning, which never ends.
 """
 
 import asyncio
@@ -10,13 +11,14 @@ import os
 import random
 import secrets
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .client import Answer, ask
-from .engine import MODEL, Engine
+from .engine import MODEL, Engine, Role
 from .fleet import Fleet
 from .proxy import Proxy
 from .shapes import CHAT, COMPLETIONS, USAGE, question, story
@@ -33,10 +35,35 @@ SETTINGS = {
     "deadlines": {"connect": 2, "prefill": 15, "first_token": 15, "between_tokens": BETWEEN_TOKENS, "drain": 5},
     "limits": {"continuations": 2},
 }
+THINKERS: dict[str, Role] = {
+    "thinker": "plain",
+    **dict.fromkeys(("thinker-p0", "thinker-p1"), "prefill"),
+    **dict.fromkeys(("thinker-d0", "thinker-d1"), "decode"),
+}
+
+
+@pytest.fixture(scope="module")
+def thinkers(fleet: Fleet) -> Iterator[Fleet]:
+    """Engines as those of `fleet`, with a reasoning parser, that derender."""
+    thinkers = Fleet(fleet.launcher, flags="--reasoning-parser deepseek_r1 --enable-scale-out")
+    try:
+        thinkers.launch(THINKERS)
+        yield thinkers
+    finally:
+        thinkers.end()
+
+
+def _said(answer: Answer) -> str:
+    """Return all text of a stream, and where its reasoning ends."""
+    deltas = [choice.get("delta", choice) for chunk in answer.chunks for choice in chunk["choices"]]
+    reasoning = "".join(delta.get("reasoning") or "" for delta in deltas)
+    return f"{reasoning}|{answer.text}"
 
 
 def _body(kind: str, nonce: str) -> dict[str, Any]:
-    common = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **USAGE}
+    common: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, **USAGE}
+    if kind != "reasoning":  # an end token in the middle would be text to a parser
+        common["ignore_eos"] = True
     return common | ({"prompt": story(nonce)} if kind == "text" else {"messages": question(nonce)})
 
 
@@ -46,11 +73,12 @@ def _difference(plain: Answer, seen: Answer) -> str:
         return f"no end: {seen.events[-1:]}"
     if len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in seen.chunks}) != 1:
         return "several ids"
-    if plain.text != seen.text:
-        pairs = zip(plain.text, seen.text, strict=False)
-        same = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(plain.text), len(seen.text)))
-        return f"other text from character {same} of {len(plain.text)} on"
-    counts = [[found.chunks[-1]["usage"][name] for name in COUNTS] for found in (plain, seen)]
+    wanted, found = _said(plain), _said(seen)
+    if wanted != found:
+        pairs = zip(wanted, found, strict=False)
+        same = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(wanted), len(found)))
+        return f"other text from character {same} of {len(wanted)} on"
+    counts = [[answer.chunks[-1]["usage"][name] for name in COUNTS] for answer in (plain, seen)]
     return "" if counts[0] == counts[1] else f"other usage: {counts}"
 
 
@@ -61,11 +89,15 @@ def _done(cell: str) -> int:
     return sum(json.loads(line)["cell"] == cell for line in Path(OUT).read_text().splitlines())
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize("kind", ["text", "chat", "reasoning"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSTOP"])
-async def test_streams_go_on(fleet: Fleet, tmp_path: Path, how: str, role: str, kind: str) -> None:
+async def test_streams_go_on(
+    fleet: Fleet, request: pytest.FixtureRequest, tmp_path: Path, how: str, role: str, kind: str
+) -> None:
     """Two prefill and two decode engines; one of them is gone or silent from a random moment on. All streams are complete."""
+    if kind == "reasoning":
+        fleet = request.getfixturevalue("thinkers")
     cell, path = f"{how} {role} {kind}", COMPLETIONS if kind == "text" else CHAT
     for time_ in range(_done(cell), TIMES):
         await asyncio.to_thread(fleet.heal)

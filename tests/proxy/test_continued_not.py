@@ -266,6 +266,17 @@ async def test_only_the_engine_that_failed_is_there() -> None:
         assert found == expected
 
 
+async def test_the_only_engine_goes_down() -> None:
+    """It has given its answers up: another prefill for it would leave KV at P until the lease's end."""
+    async with world(decode=1, limits=UNBROKEN) as w:
+        w.decode[0].sim.faults.add("abort_finish@mid_stream:events=3")
+        error = broken(await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12)))
+        assert "gave the answer up" in error["message"]
+        assert results(w) == [("refused", "no_engine")]
+        assert len(w.prefill[0].requests) == 1
+        await w.quiet()
+
+
 async def test_only_a_silent_engine_is_there() -> None:
     """It is not waited for again: the error comes after `deadlines.between_tokens`."""
     clock = ManualClock()
@@ -276,6 +287,29 @@ async def test_only_a_silent_engine_is_there() -> None:
         await clock.reach(7)
         assert broken(await asking)["code"] == 504
         assert results(w) == [("refused", "no_engine")]
+
+
+@pytest.mark.parametrize("failing", [1, 4])
+async def test_an_engine_that_returns_no_text(failing: int) -> None:
+    """The text at a cut is asked of one other engine then, and of no third one."""
+    body = completion(stream=True, max_tokens=12, stop=["zz 78"], stream_options=USAGE)
+    async with world(decode=3, limits=UNBROKEN) as w:
+        expected = await asked(w, COMPLETIONS, body)
+        for engine in w.engines[:failing]:  # idle engines are asked in this order
+            engine.sim.faults.add("status@queued:path=/detokenize,next=99,status=500")
+        w.decode[0].sim.faults.add(RESET)
+        for _ in range(3):
+            answer = await w.ask(COMPLETIONS, body)
+            if results(w):
+                break
+        if failing == 1:
+            assert results(w) == [("continued", "eof")]
+            text, finish, usages, _, done = whole(answer)
+            assert ((text, finish, usages), done) == (expected, True)
+        else:
+            assert results(w) == [("refused", "half_letter")]
+        asked_for = sum(len(engine.sim.faults.happened) for engine in w.engines) - 1
+        assert asked_for == min(failing, 2)
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "detokenize"])

@@ -266,7 +266,7 @@ def test_ids_beyond_a_bound_are_counted_only(monkeypatch: pytest.MonkeyPatch) ->
     path, _ = taught(event("x"))
     before = path.tokens
     for _ in range(10):
-        path.keep_ids(b",".join([b"7"] * 60))
+        path.keep_ids([b"7"] * 60)
     for _ in range(100):
         path.forward(chunk(event("a")))
     assert path.tokens == before + 700
@@ -302,3 +302,27 @@ def test_the_last_event_is_kept_only_if_it_is_small(comment: bytes) -> None:
     assert path.sent == small
     path.written(event("a", logprobs="x" * (MAX_SENT - len(event("a", logprobs="")))))
     assert len(path.sent) == MAX_SENT
+
+
+def test_how_many_ids_an_event_had_is_kept() -> None:
+    """A parser that goes on with the stream needs that. Most events have one, and take no memory."""
+    path, _ = taught(event("x"))
+    lists = [(1,), (2, 3), (4,), (5,), (6, 7, 8), *[(9,)] * 60, (10, 11)]
+    for ids in lists[:-1]:
+        read = chunk(event("a", ids))
+        assert path.forward(read) == len(read)
+    path.written(event("b", lists[-1]) + event("c", (12,)) + event("d", ()) + event("e", (13, 14)))
+    found = list(path.ids)[1:]
+    assert found == [one for ids in lists for one in ids] + [12, 13, 14]
+    pairs = list(zip(path.several[::2], path.several[1::2], strict=True))
+    assert [found[at - 1 : at - 1 + count_] for at, count_ in pairs] == [[2, 3], [6, 7, 8], [10, 11], [13, 14]]
+
+
+def test_ids_of_calls_are_kept() -> None:
+    """Those that can't be read make all unknown."""
+    path, _ = opened()
+    path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":"c","index":0}]'))
+    assert path.calls == ["c"]
+    path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":7}]'))
+    path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":"d"}]'))
+    assert path.calls is None

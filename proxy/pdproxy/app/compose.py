@@ -104,7 +104,8 @@ class Proxy(Parts):
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
         auditor = Auditor(engines, ledger, observers)
         scraped = Scraped(auditor)
-        prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now)
+        derenders = bool(limits.continuations) and settings.continuations.parsed == "auto"
+        prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now, derenders=derenders)
 
         transfer = build_transfer(settings, engines, clock, observers)
         canary = HealthCanary(
@@ -184,6 +185,7 @@ class Proxy(Parts):
             records=continuing.records if continuing is not None else None,
             detokenizing=continuing.detokenizing if continuing is not None else None,
             is_alive=continuing.is_alive if continuing is not None else None,
+            derendering=continuing.derendering if continuing is not None else None,
         )
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),

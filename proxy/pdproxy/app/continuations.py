@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
+from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.record import Records
 from pdproxy.settings.schema import Settings
@@ -21,6 +22,7 @@ class Continuing:
     records: Records
     detokenizing: Detokenizing
     is_alive: Callable[[str], Awaitable[bool]]
+    derendering: Derendering | None
 
 
 def build_continuing(
@@ -39,17 +41,33 @@ def build_continuing(
     if not settings.limits.continuations:
         return None
 
-    async def ask(url: str, model: str | None, ids: Sequence[int], authorization: bytes | None) -> str:
+    def own(authorization: bytes | None) -> str | None:
         # As on the data path: without keys of clients, their own header is forwarded.
-        own = None if own_keys else (authorization or b"").decode("latin-1")
-        return await admin.text_of(url, model, ids, authorization=own)
+        return None if own_keys else (authorization or b"").decode("latin-1")
+
+    async def ask(url: str, model: str | None, ids: Sequence[int], authorization: bytes | None) -> str:
+        return await admin.text_of(url, model, ids, authorization=own(authorization))
+
+    async def ask_for(url: str, path: str, body: bytes, authorization: bytes | None, max_bytes: int) -> bytes:
+        key, timeout = own(authorization), settings.deadlines.between_tokens
+        return await admin.ask(url, path, body, authorization=key, timeout=timeout, max_bytes=max_bytes)
 
     async def is_alive(url: str) -> bool:
         return await admin.answers(url, "/health")
 
-    wanted = settings.continuations
+    wanted, deadlines = settings.continuations, settings.deadlines
+    derendering = None
+    if wanted.parsed == "auto":
+        deadline, most = deadlines.between_tokens, wanted.max_parsed_tokens
+        derendering = Derendering(ask_for, engines, observers, clock, deadline=deadline, most=most)
+        observers.add(derendering)
     return Continuing(
-        Records(sampled=wanted.sampled, max_bytes=wanted.max_bytes),
-        Detokenizing(ask, engines, observers, clock, deadline=settings.deadlines.tokenize),
+        Records(
+            sampled=wanted.sampled,
+            max_bytes=wanted.max_bytes,
+            derenders=(lambda _: False) if derendering is None else derendering.possible,
+        ),
+        Detokenizing(ask, engines, observers, clock, deadline=deadlines.tokenize),
         is_alive,
+        derendering,
     )

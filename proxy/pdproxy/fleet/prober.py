@@ -54,6 +54,7 @@ class Prober:
     """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
 
     An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each engine.
+    `derenders`: engines are asked whether they derender.
     """
 
     def __init__(
@@ -66,7 +67,10 @@ class Prober:
         tasks: TaskOwner,
         probes: Probes,
         now: Callable[[], float],
+        *,
+        derenders: bool = False,
     ) -> None:
+        self._asks_derender = derenders
         self._engines = engines
         self._ledger = ledger
         self._admin = admin
@@ -204,7 +208,16 @@ class Prober:
         longest = min((card.max_model_len for card in cards if card.max_model_len), default=None)
         adapters = frozenset(card.id for card in cards if card.parent is not None)
         return Evidence(
-            names, version, block_size, canary, template_tokens, metrics.started, longest, adapters, metrics.kv_blocks
+            names,
+            version,
+            block_size,
+            canary,
+            template_tokens,
+            metrics.started,
+            longest,
+            adapters,
+            metrics.kv_blocks,
+            self._asks_derender and await self._admin.derenders(engine.url),
         )
 
     async def _canaries(self, url: str, cards: list[ModelCard]) -> tuple[tuple[tuple[int, ...], ...], int]:

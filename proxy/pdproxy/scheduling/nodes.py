@@ -73,6 +73,7 @@ class Evidence:
     tokens that its chat template adds to one message. `started`: when it was started, in Unix seconds (another value means a
     restart); 0 where it reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None where
     unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV blocks it has, None where unknown.
+    `derenders`: it can parse a chat behind any of its tokens (`--enable-scale-out` with a parser).
     """
 
     models: frozenset[str]
@@ -84,6 +85,7 @@ class Evidence:
     max_model_len: int | None = None
     adapters: frozenset[str] = frozenset()
     kv_blocks: int | None = None
+    derenders: bool = False
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
         """Return whether both come from one run of the engine.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pdproxy.settings.section import Count, Section
 
 
@@ -15,3 +17,12 @@ class Continuations(Section, frozen=True):
     max_bytes: Count = 268_435_456
     """Bytes that are kept of all streams, 256 MiB: the token ids of their prompts, 6 bytes each. That is enough for 1000 streams
     with prompts of 40,000 tokens. A stream beyond it ends with an error when its engine fails."""
+
+    parsed: Literal["auto", "off"] = "auto"
+    """Also chats whose events a parser makes: with tools, or in the middle of their reasoning. Only where all engines of the
+    model run with `--enable-scale-out`: they parse what the engine that goes on makes. off: such chats end with an error, and
+    engines are not asked whether they can parse."""
+
+    max_parsed_tokens: Count = 8192
+    """Tokens of a prompt and its answer together up to which such a chat goes on. Engines parse all of the answer again for
+    each piece of it, and are sent all of both."""

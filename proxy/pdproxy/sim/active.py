@@ -38,8 +38,8 @@ class ActiveRequest:
     salt: int
     params: dict[str, Any] | None
     chance: random.Random | None
-    has_thought: bool = False
-    """Its prompt ends behind thoughts."""
+    thoughts: int | None = None
+    """As of `Language.thoughts_begun`."""
     state: State = State.WAITING
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)

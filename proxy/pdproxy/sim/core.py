@@ -71,7 +71,7 @@ class Core:
             arrived=now,
             tokens=list(request.prompt),
             salt=crc32((request.cache_salt or "").encode()),
-            has_thought=self._language.has_thought(request.prompt),
+            thoughts=self._language.thoughts_begun(request.prompt),
             params=dict(params) if params is not None and self.facts.connector != "none" else None,
             chance=chance,
         )
@@ -247,7 +247,7 @@ class Core:
         first = not sequence.generated
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
         recent = sequence.tokens[-3:]
-        language = self._language.behind(sequence.has_thought)
+        language = self._language.behind(sequence.thoughts)
         token = language.next_token(state, sequence.generated, sequence.request.sampling, draw, recent)
         sequence.tokens.append(token.id)
         sequence.generated.append(token.id)

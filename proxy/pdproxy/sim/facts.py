@@ -170,6 +170,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Streams have a usage in each event and at their end, whatever the client asks for."""
     enable_auto_tool_choice: bool = True
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
+    enable_scale_out: bool = False
+    """Chats are rendered and derendered on routes of their own."""
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = False
     reasoning_parser: Literal["none", "deepseek_r1"] = "none"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from pdproxy.sim.request import Candidate, Grammar, SamplingParams, Token
-from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, THINK, THINK_END, WITH_SPACE
+from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, IM_START, THINK, THINK_END, WITH_SPACE, Tokenizer
 
 _MASK = (1 << 64) - 1
 _CHOICES = 20
@@ -21,6 +21,8 @@ _MULTI_BYTE = 29
 _STRONG_BIAS = 50.0
 _MIN_THOUGHTS, _MORE_THOUGHTS = 8, 6
 """The minimum number of tokens of thoughts, and how many more on average."""
+_ROLE = Tokenizer().encode("assistant\n")
+"""What is between the mark of an answer and the answer."""
 
 
 def mix(*parts: int) -> int:
@@ -39,21 +41,31 @@ def fold(digest: int, token: int) -> int:
 class Language:
     """Draws tokens. `eos_every`: average number of tokens before the end; 0: never. `thinks`: thoughts come first."""
 
-    def __init__(self, eos_every: int, *, thinks: bool = False) -> None:
+    def __init__(self, eos_every: int, *, thinks: bool = False, begun: int = 0) -> None:
         self._eos_every = eos_every
         self._thinks = thinks
-        self._behind_thoughts = Language(eos_every) if thinks else self
-
-    def has_thought(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt ends behind thoughts: none follow then."""
-        last = (
-            next((token for token in reversed(prompt) if token in (THINK, THINK_END)), None) if self._thinks else None
+        self._begun = begun
+        """Tokens of thoughts that the prompt ends with, `_MIN_THOUGHTS` at most."""
+        self._others = (
+            [Language(eos_every, thinks=True, begun=one) for one in range(1, _MIN_THOUGHTS + 1)]
+            if (thinks and not begun)
+            else []
         )
-        return last == THINK_END
+        self._behind_thoughts = Language(eos_every) if self._others else self
 
-    def behind(self, has_thought: bool) -> Language:
-        """Return what draws the tokens behind a prompt that has, or has not, the end of thoughts."""
-        return self._behind_thoughts if has_thought else self
+    def thoughts_begun(self, prompt: Sequence[int]) -> int | None:
+        """Return how many tokens of thoughts a prompt ends with, `_MIN_THOUGHTS` at most; None if it ends behind thoughts."""
+        if not self._thinks or next((one for one in reversed(prompt) if one in (THINK, THINK_END)), None) == THINK_END:
+            return None
+        since = next((back for back, token in enumerate(reversed(prompt)) if token == IM_START), 0)
+        begins = len(prompt) - since
+        if list(prompt[begins : begins + len(_ROLE)]) != _ROLE:
+            return 0
+        return min(since - len(_ROLE), _MIN_THOUGHTS)
+
+    def behind(self, thoughts: int | None) -> Language:
+        """Return what draws the tokens behind a prompt with so many thoughts, as of `thoughts_begun`."""
+        return self._behind_thoughts if thoughts is None else self._others[thoughts - 1] if thoughts else self
 
     def prompt_scores(self, seed: int, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
         """Return the `top` candidates for each token of a prompt, None for the first. `seed`: the digest before it."""
@@ -138,7 +150,7 @@ class Language:
         return Token(token, logprob, rank, tuple(candidate for candidate, _ in found))
 
     def _thoughts_end(self, bits: int, generated: Sequence[int]) -> bool:
-        enough = len(generated) >= _MIN_THOUGHTS and bits % _MORE_THOUGHTS == 0
+        enough = self._begun + len(generated) >= _MIN_THOUGHTS and bits % _MORE_THOUGHTS == 0
         return enough and THINK_END not in generated
 
     def _candidates(self, state: int, generated: Sequence[int], recent: Sequence[int]) -> Iterator[Candidate]:

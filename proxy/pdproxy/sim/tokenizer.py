@@ -16,6 +16,7 @@ from pdproxy.sim.vocabulary import BREAKS, WORDS
 BOS, EOS, IM_START, IM_END = 0, 1, 2, 3
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
 THINK, THINK_END = SPECIAL.index("<think>"), SPECIAL.index("</think>")
+TOOL_CALL = SPECIAL.index("<tool_call>")
 FIRST_BYTE = len(SPECIAL)
 FIRST_PIECE = FIRST_BYTE + 256
 

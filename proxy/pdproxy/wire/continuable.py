@@ -114,6 +114,7 @@ class Reason(Enum):
     STOP_PENDING = "stop_pending"
     HALF_LETTER = "half_letter"
     NO_IDS = "no_ids"
+    DERENDER = "derender"
     TOO_LONG = "too_long"
     MEMORY = "memory"
     UNKNOWN_FIELD = "unknown_field"
@@ -153,7 +154,8 @@ class Continuable(msgspec.Struct, frozen=True):
 
     `sampling`: the fields that are sent again, as a JSON object. `limit`: tokens that the answer may have, None: as many as fit
     into the context. `stops`: stop strings; `shows_stop`: whether they are a part of the answer. `shows_ids`: whether the client
-    gets the token ids.
+    gets the token ids. `calls_tools`: a parser looks for calls in the answer. `ignores_eos`: end
+    tokens may be in the middle of the answer.
     """
 
     route: Route
@@ -165,6 +167,8 @@ class Continuable(msgspec.Struct, frozen=True):
     shows_stop: bool
     wants_usage: bool
     shows_ids: bool = False
+    calls_tools: bool = False
+    ignores_eos: bool = False
 
     @property
     def held_back(self) -> int:
@@ -191,9 +195,11 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
     for name, value in fields.items():
         if name in _SENT:
             sent[name] = value
-        if name in _FREE:
+        if name in _FREE or (name == "tools" and parsed.derenders):
             continue
         text = bytes(value)
+        if name == "tool_choice" and text == b'"auto"' and parsed.derenders:
+            continue
         if text != b"null" and text not in NEUTRAL.get(name, ()) and text not in _ALSO_NEUTRAL.get(name, ()):
             return _BY_FIELD.get(name, Reason.UNKNOWN_FIELD)
     try:
@@ -225,6 +231,8 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
         shows_stop,
         parsed.wants_usage,
         shown,
+        parsed.derenders,
+        "ignore_eos" in fields and not has_value(fields, "ignore_eos", b"false"),
     )
 
 

@@ -128,6 +128,8 @@ class Parsed(msgspec.Struct, frozen=True):
     body_bytes: int
     items: int = 0
     """Strings, arrays and objects in the body; 0 where there were too few to be counted."""
+    derenders: bool = False
+    """It is a chat's stream with tools, and all engines of its model can parse it behind any of its tokens."""
 
     @property
     def goes_whole(self) -> bool:
@@ -168,14 +170,14 @@ class Parsed(msgspec.Struct, frozen=True):
     def adds_ids(self) -> bool:
         """Whether an engine is asked for the token ids of a stream that the client didn't ask for.
 
-        Not with tools, whose parser then sends other events with the same content, nor with hidden reasoning, whose ids would be
-        missing.
+        With tools, whose parser then sends events without content as well, only if that is of use. Not with hidden reasoning,
+        whose ids would be missing.
         """
         return (
             self.stream
             and self.alone is None
             and not self.starts_in_silence
-            and "tools" not in self.fields
+            and ("tools" not in self.fields or self.derenders)
             and not has_value(self.fields, "return_token_ids", b"true")
         )
 

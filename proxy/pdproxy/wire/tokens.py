@@ -40,13 +40,13 @@ def are_too_many(batch: bytes) -> bool:
     return lists > _MIN_CHECKED and lists > batch.count(b"\n\n")
 
 
-def taken(batch: bytes) -> tuple[bytes, bytes]:
-    """Return a batch without its ids, and the ids with commas between them."""
+def taken(batch: bytes) -> tuple[bytes, list[bytes]]:
+    """Return a batch without its ids, and each list of ids that is not empty, with commas between the ids."""
     parts = _IDS.split(batch)
     if len(parts) == 1:
-        return batch, b""
+        return batch, []
     rest = (b'"token_ids": null' if batch.find(_SPACED) >= 0 else b'"token_ids":null').join(parts[::2])
-    return rest, b",".join([ids for ids in parts[1::2] if ids])
+    return rest, [ids for ids in parts[1::2] if ids]
 
 
 def keep(listed: bytes, ids: array[int]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import structs
 
@@ -17,16 +18,19 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.cut import Cut, find_cut
+from pdproxy.serving.dispatch.parsed_stream import ParsedStream
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.stream.continued_writer import ContinuedWriter
 from pdproxy.serving.stream.failures import GivenUpError
+from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.continuation import continued
 from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
+from pdproxy.transfer.parsed_events import DERENDER, RENDER, ParsedEvents, why_not
 from pdproxy.wire import sse
 from pdproxy.wire.continuable import Continuable, Reason
 from pdproxy.wire.engine import Usage
@@ -36,18 +40,33 @@ MAX_IDS = 65_536
 """Ids of an answer that another engine is given. More are not: writing them would hold up the event loop."""
 
 _OF_IDS = b"0123456789, "
+_MAX_RENDERED = 1 << 20
+"""Bytes of what an engine renders of a chat, without the prompt's ids."""
+
+MakeParsed = Callable[[ResponseWriter, ContinuedEvents], ParsedStream]
 
 
 class Continuation:
-    """How another engine goes on with a stream: by `request`. `done`: tokens of the answer before that."""
+    """How another engine goes on with a stream: by `request`. `done`: tokens of the answer before that.
 
-    __slots__ = ("_events", "_held", "_writer", "done", "request")
+    `parsed`: makes the writer of a stream whose events a parser makes.
+    """
+
+    __slots__ = ("_events", "_held", "_parsed", "_stream", "_writer", "done", "request")
 
     def __init__(
-        self, request: PromptRequest, writer: ResponseWriter, last: LastEvent, cut: Cut, cached: int | None
+        self,
+        request: PromptRequest,
+        writer: ResponseWriter,
+        last: LastEvent,
+        cut: Cut,
+        cached: int | None,
+        parsed: MakeParsed | None = None,
     ) -> None:
         self.request = request
         self.done = cut.done
+        self._parsed = parsed
+        self._stream: ParsedStream | None = None
         self._writer = writer
         self._held = sse.data(last.with_text(cut.held)) if cut.held else b""
         self._events = ContinuedEvents(last.shown, is_chat=last.is_chat, done=cut.done, cached=cached)
@@ -59,7 +78,20 @@ class Continuation:
         """Return where the engine's stream goes. The client first gets the text that was held back from it."""
         if self._held:
             self._writer.write(self._held)
+        if self._parsed is not None:
+            self._stream = self._parsed(self._writer, self._events)
+            return self._stream
         return ContinuedWriter(self._writer, self._events)
+
+    async def end(self) -> None:
+        """Wait until all that the engine has sent is the client's. Raises as `ParsedStream.end`."""
+        if self._stream is not None:
+            await self._stream.end()
+
+    def close(self) -> None:
+        """Drop what nobody waits for any more."""
+        if self._stream is not None:
+            self._stream.close()
 
     def rewritten(self, event: bytes) -> bytes:
         """Return an event of the engine as the client gets it."""
@@ -74,6 +106,8 @@ async def continuation(
     `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if it is the only one.
     """
     record, writer, fast_path = request.record, relay.output, relay.fast_path
+    if isinstance(writer, ParsedStream) and writer.is_broken:
+        return Reason.DERENDER
     if not isinstance(record, Record):
         return record or Reason.NONE_LEFT
     if not _others(resources, record.kept.model, failed):
@@ -90,7 +124,7 @@ async def continuation(
         last = LastEvent(fast_path.sent)
     except NotACompletionError:
         return Reason.NO_IDS
-    if writer is None or (last.is_chat and not _is_content(last, is_parsed=record.is_parsed)):
+    if writer is None:
         return Reason.REASONING_SEEN
     if isinstance(writer, ContinuedWriter) and writer.is_broken:
         return Reason.NO_IDS  # those of what was not written are counted
@@ -101,18 +135,74 @@ async def continuation(
         detokenizing = resources.detokenizing
         return None if detokenizing is None else await detokenizing.text(kept.model, some, own, without=failed)
 
-    cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
+    cut: Cut | Reason = Reason.TOOLS if kept.calls_tools else Reason.REASONING_SEEN
+    if not last.is_chat or (not kept.calls_tools and _is_content(last, is_parsed=record.is_parsed)):
+        cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
     if kept.shows_ids and isinstance(cut, Cut) and cut.done < len(ids):
         return Reason.HALF_LETTER  # the client has these ids
+    makes: MakeParsed | None = None
     if isinstance(cut, Reason):
-        return cut
+        if not record.chat or not last.is_chat:
+            return cut
+        found = await _parsed(resources, record, fast_path, last, own, failed)
+        if isinstance(found, Reason):
+            return found
+        makes = found
+        cut, kept = Cut(len(ids)), structs.replace(kept, shows_ids=True)
     limit = _limit(resources, kept, record.prompt_tokens, cut.done)
     if isinstance(limit, Reason):
         return limit
     parsed, prompt = continued(kept, record.prompt_ids, ids[: cut.done], limit=limit)
     headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
-    following = PromptRequest(parsed, prompt, headers, record.new_relay, left=request.left - 1)
-    return Continuation(following, writer, last, cut, relay.filter.cached_tokens)
+    new_relay = record.new_relay if makes is None else partial(_showing_ids, record.new_relay)
+    following = PromptRequest(parsed, prompt, headers, new_relay, left=request.left - 1)
+    return Continuation(following, writer, last, cut, relay.filter.cached_tokens, makes)
+
+
+async def _parsed(
+    resources: ExchangeResources, record: Record, stream: FastPath, last: LastEvent, own: bytes | None, failed: str
+) -> MakeParsed | Reason:
+    """Return what makes the client's end of a stream whose events a parser makes, or why nobody can go on with it.
+
+    `own`: the client's `Authorization`; `failed`: the URL of the engine that failed.
+    """
+    derendering, kept, calls = resources.derendering, record.kept, stream.calls
+    if derendering is None or calls is None:
+        return Reason.DERENDER
+    if record.prompt_tokens + len(stream.ids) > derendering.most:
+        return Reason.TOO_LONG
+    if (lens := _lens(len(stream.ids), stream.several)) is None:
+        return Reason.NO_IDS
+    ask = partial(derendering.answer, authorization=own, without=failed)
+    rendered = await ask(RENDER, kept.model, record.chat, max_bytes=_MAX_RENDERED + len(record.prompt_ids))
+    why = Reason.DERENDER if rendered is None else why_not(rendered)
+    if why is not None:
+        return why
+
+    async def derender(body: bytes, max_bytes: int) -> bytes | None:
+        return await ask(DERENDER, kept.model, body, max_bytes=max_bytes)
+
+    about = (last.shown, kept, record.chat, record.prompt_ids, stream.ids, lens, calls, derendering.most)
+    return lambda output, plain: ParsedStream(output, ParsedEvents(plain, *about), derender)
+
+
+def _lens(count: int, several: Sequence[int]) -> list[int] | None:
+    """Return how many of `count` ids came in each event, None if that is not known. `several`: as of `FastPath`."""
+    found: list[int] = []
+    at = 0
+    for start, length in zip(several[::2], several[1::2], strict=True):
+        if not at <= start <= count - length:
+            return None
+        found += [1] * (start - at) + [length]
+        at = start + length
+    return found + [1] * (count - at)
+
+
+def _showing_ids(new_relay: Callable[[], Relay]) -> Relay:
+    """Return a relay that leaves the ids in the events, for a parser."""
+    relay = new_relay()
+    relay.fast_path.show_ids()
+    return relay
 
 
 def _others(resources: ExchangeResources, model: str | None, failed: str) -> bool:

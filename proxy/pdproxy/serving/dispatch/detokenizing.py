@@ -13,8 +13,12 @@ AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[
 """Sends an engine (its URL) a model's name and ids, with the client's own `Authorization`; returns their text."""
 
 
+_ENGINES = 2
+"""Engines that are asked for one text, one after the other."""
+
+
 class Detokenizing:
-    """Asks for texts. `deadline`: seconds for one text."""
+    """Asks for texts. `deadline`: seconds for one text, whatever fails meanwhile."""
 
     def __init__(
         self,
@@ -44,12 +48,14 @@ class Detokenizing:
         able = [node for node in able if node.url != without] or able
         if not able:
             return None
-        node = min(able, key=lambda one: one.requests)
+        asked = sorted(able, key=lambda one: one.requests)[:_ENGINES]
         try:
             async with self._clock.within(self._deadline):
-                return await self._ask(node.url, model, ids, authorization)
+                for node in asked:
+                    try:
+                        return await self._ask(node.url, model, ids, authorization)
+                    except (EngineError, OverloadedError):
+                        continue
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
-        except (EngineError, OverloadedError):
-            pass
         return None

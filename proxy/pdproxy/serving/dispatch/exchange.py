@@ -286,7 +286,8 @@ class Exchange:
 
     def _next(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Exchange:
         """Return the exchange that goes on with a stream. It keeps a record of its own, and leaves the slot."""
-        self._drop_record()
+        if not self._request.is_of_use:
+            self._drop_record()
         exchange = Exchange(self._dispatcher, request)
         exchange._slot = slot
         exchange._avoid = (failed,)  # it may serve on: a broken connection is not its end

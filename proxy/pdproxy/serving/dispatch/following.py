@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
 from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continuation, finish, why_failed
@@ -18,6 +18,7 @@ from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import DecodeFailed
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
+from pdproxy.serving.stream.failures import GivenUpError
 from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -61,8 +62,8 @@ class MakeFollower(Protocol):
     """Makes the exchange that goes on with a stream."""
 
     def __call__(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Follower:
-        """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent, even for a split
-        prompt only if no engine can serve alone. It leaves the slot.
+        """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent or goes down,
+        even for a split prompt only if no engine can serve alone. It leaves the slot.
         """
 
 
@@ -118,7 +119,7 @@ class Following:
         within = resources.clock.within(resources.deadlines.continuation)
         try:
             async with within:
-                silent = isinstance(failed.error, EngineTimeoutError)
+                silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)  # or is going down
                 found = await continuation(resources, self._request, self._relay, failed.url, silent=silent)
                 if isinstance(found, Reason):
                     return found
@@ -134,7 +135,10 @@ class Following:
                     self._notify("continued", self._cause, self._pause)
                     return found.writer()
 
-                return None if await self._exchange.run(begin) is None else Reason.REFUSED
+                if await self._exchange.run(begin) is not None:
+                    return Reason.REFUSED
+                await self._end(found)
+                return None
         except asyncio.CancelledError:
             writer = self._relay.output
             if self._pause is None and writer is not None and not writer.gone:  # `deadlines.total`, or the shutdown
@@ -150,6 +154,17 @@ class Following:
                 raise  # the stream went on, and has failed again
             drop_traceback(error)
             return why_failed(error)
+        finally:
+            if self._continuation is not None:
+                self._continuation.close()
+
+    async def _end(self, found: Continuation) -> None:
+        """Wait until the client has got all."""
+        try:
+            await found.end()
+        except EngineError:
+            self._notify("failed", Reason.DERENDER.value)
+            raise
 
     def _report(self, failed: DecodeFailed, *, will_retry: bool) -> None:
         headers = self._request.headers

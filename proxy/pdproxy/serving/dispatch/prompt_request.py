@@ -51,6 +51,11 @@ class PromptRequest:
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
 
+    @property
+    def is_of_use(self) -> bool:
+        """Whether the record is still of use while another engine goes on: what it makes is parsed with that."""
+        return isinstance(self.record, Record) and self.record.chat != b""
+
     def drop(self) -> None:
         """Drop everything but the headers and the record. No further leg may be made from it."""
         self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None

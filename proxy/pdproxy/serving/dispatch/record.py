@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.serving.stream.relay import Relay
+from pdproxy.transfer.contract import encode
 from pdproxy.wire.continuable import Continuable, Reason, plan
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, Route
 
 _OVERHEAD = 512
 """Bytes of a record beside the ids and the fields."""
@@ -18,13 +19,14 @@ _OVERHEAD = 512
 class Record:
     """What another engine needs to go on. `prompt_ids`: a JSON array, b"" before they are known. `new_relay`: of the request.
 
-    `is_parsed`: as of `Beginning`.
+    `is_parsed`: as of `Beginning`; `chat`: the client's body, b"" if nobody can parse what its parser would.
     """
 
-    __slots__ = ("is_parsed", "kept", "new_relay", "prompt_ids", "size")
+    __slots__ = ("chat", "is_parsed", "kept", "new_relay", "prompt_ids", "size")
 
-    def __init__(self, kept: Continuable, new_relay: Callable[[], Relay]) -> None:
+    def __init__(self, kept: Continuable, new_relay: Callable[[], Relay], chat: bytes = b"") -> None:
         self.kept = kept
+        self.chat = chat
         self.new_relay = new_relay
         self.prompt_ids = b""
         self.is_parsed = False
@@ -41,9 +43,15 @@ class Record:
 
 
 class Records:
-    """The records of one process. `sampled`: also of answers that are drawn by chance; `max_bytes`: of all of them."""
+    """The records of one process. `sampled`: also of answers that are drawn by chance; `max_bytes`: of all of them.
 
-    def __init__(self, *, sampled: bool, max_bytes: int) -> None:
+    `derenders`: whether all engines of a model can parse its chats behind any token.
+    """
+
+    def __init__(
+        self, *, sampled: bool, max_bytes: int, derenders: Callable[[str | None], bool] = lambda _: False
+    ) -> None:
+        self._derenders = derenders
         self._sampled = sampled
         self._max_bytes = max_bytes
         self.held = 0
@@ -55,13 +63,21 @@ class Records:
     def planned(self, parsed: Parsed, new_relay: Callable[[], Relay]) -> Record | Reason:
         """Return a record of a request whose stream is about to flow, or why nobody may go on with it. It does not count yet."""
         kept = plan(parsed, sampled=self._sampled)
-        return kept if isinstance(kept, Reason) else Record(kept, new_relay)
+        if isinstance(kept, Reason):
+            return kept
+        is_chat = parsed.route is Route.CHAT and not (kept.stops or kept.shows_ids or kept.ignores_eos)
+        may_parse = is_chat and (parsed.derenders or self._derenders(kept.model))
+        if kept.calls_tools and not may_parse:
+            return Reason.TOOLS
+        return Record(kept, new_relay, encode(parsed.fields) if may_parse else b"")
 
     def keep(self, record: Record, prompt_ids: bytes) -> Record | Reason:
         """Complete a record and count it, until `drop`. Return why it is not kept, if it is not."""
         if not prompt_ids:
             return Reason.NO_IDS
-        size = len(prompt_ids) + len(record.kept.sampling) + _OVERHEAD
+        if not record.is_parsed and not record.kept.calls_tools:
+            record.chat = b""  # no parser makes its events
+        size = len(prompt_ids) + len(record.kept.sampling) + len(record.chat) + _OVERHEAD
         if self.held + size > self._max_bytes:
             return Reason.MEMORY
         record.prompt_ids, record.size = prompt_ids, size

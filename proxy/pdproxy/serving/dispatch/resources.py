@@ -17,6 +17,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import Prefixes
@@ -83,6 +84,15 @@ class ExchangeResources:
     """None as well."""
     is_alive: Callable[[str], Awaitable[bool]] | None = None
     """Asks the engine of a URL whether it is healthy; None as well."""
+    derendering: Derendering | None = None
+    """None as well, or where no chat goes on whose events a parser makes."""
+
+    def with_ids_of_calls(self, parsed: Parsed) -> Parsed:
+        """Return a chat with tools as one whose ids engines are asked for, where they are of use."""
+        derendering = self.derendering
+        if derendering is None or not self.continuations or not derendering.possible(parsed.model):
+            return parsed
+        return msgspec.structs.replace(parsed, derenders=True)
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""

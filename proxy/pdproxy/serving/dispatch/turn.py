@@ -180,7 +180,7 @@ def whole(turn: OpenTurn | None, answer: Answer, parsed: Parsed, relay: Relay) -
             body, listed = tokens.taken(tokens.without_prompt(body))
         ids = tokens.new()
         if listed:
-            tokens.keep(listed, ids)
+            tokens.keep(b",".join(listed), ids)
         if params is not None:
             turn.keeps(params)
         turn.answered(ids, None if relay.usage is None else relay.usage.completion_tokens)

@@ -142,6 +142,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if is_batch or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
             return partial(self._serve_list, parsed, leg_headers)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
+        if parsed.stream and "tools" in parsed.fields and route is Route.CHAT and prompt is not None:
+            parsed = service.resources.with_ids_of_calls(parsed)
         new_relay = partial(
             Relay,
             wants_usage=not parsed.adds_usage,

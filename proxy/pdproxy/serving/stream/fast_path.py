@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pdproxy.observe.events import ITL_BOUNDS
-from pdproxy.wire import tokens
+from pdproxy.wire import tokens, tool_calls
 from pdproxy.wire.chunks import MAX_SIZE_LINE, PAYLOAD_SIZE, SIZE_LINE_OF_PAYLOAD
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.sse import END
@@ -39,6 +39,8 @@ class FastPath:
     `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept; `shows_ids`: whether
     they are kept, and the client gets them, too, which takes each event through the relay. `sent`: if they are kept, the last
     event of data, with its ids, possibly framed as a chunk; b"" before there was one, and behind one of over `MAX_SENT` bytes.
+    `several`: where in `ids` those of an event begin that had several, how many, and so on; `calls`: the ids of its tool calls,
+    None if they are not known.
     """
 
     __slots__ = (
@@ -51,11 +53,13 @@ class FastPath:
         "_unparsed",
         "_write",
         "buckets",
+        "calls",
         "enabled",
         "events",
         "keeps_ids",
         "last",
         "sent",
+        "several",
         "takes_ids",
         "total",
     )
@@ -74,6 +78,8 @@ class FastPath:
         self.takes_ids = takes_ids
         self.keeps_ids = takes_ids or shows_ids
         self.sent = b""
+        self.several = tokens.new()
+        self.calls: list[str] | None = []
         self._templates = templates
         self._template = templates.latest(takes_ids=takes_ids)
         self._learn_at = 0  # `events` from which on the next attempt is allowed
@@ -95,11 +101,33 @@ class FastPath:
         """How many token ids were removed from events."""
         return len(self.ids) + self._not_kept
 
-    def keep_ids(self, listed: bytes) -> None:
-        """Keep ids, with commas between them, of events that the relay forwards."""
+    def keep_ids(self, lists: Sequence[bytes]) -> None:
+        """Keep the lists of ids, with commas between these, of events that the relay forwards."""
         if self._unparsed:
             self._parse_ids()  # those came earlier
-        self._not_kept += tokens.keep(listed, self._ids)
+        before = len(self._ids)
+        self._not_kept += tokens.keep(b",".join(lists), self._ids)
+        self._note_several(before, lists)
+
+    def _note_several(self, at: int, lists: Sequence[bytes]) -> None:
+        """Keep how many ids each event had, if that is not one. `at`: ids before them."""
+        if len(self._ids) - at == len(lists):
+            return
+        for listed in lists:
+            if count := listed.count(b","):
+                self.several.extend((at, count + 1))
+            at += count + 1
+
+    def _keep_calls(self, batch: bytes) -> None:
+        found = tool_calls.ids_in(batch)
+        if found is None or self.calls is None or len(self.calls) + len(found) > tool_calls.MAX_CALLS:
+            self.calls = None
+        else:
+            self.calls += found
+
+    def show_ids(self) -> None:
+        """Keep the ids, and leave them in the events. Call it before the stream begins."""
+        self.takes_ids, self.keeps_ids = False, True
 
     def written(self, batch: bytes) -> bytes:
         """Keep the ids of whole events that the relay forwards. Return what the client gets of them.
@@ -117,6 +145,8 @@ class FastPath:
         rest, listed = tokens.taken(batch)
         if listed:
             self.keep_ids(listed)
+            if tool_calls.MARK in batch:
+                self._keep_calls(batch)
         if not self.takes_ids:
             return batch
         return tokens.without_withheld(rest) if tokens.WITHHELD in rest else rest
@@ -233,9 +263,12 @@ class FastPath:
 
     def _parse_ids(self) -> None:
         last = self._template.last
-        listed = b"".join(self._unparsed).replace(last, b",").rstrip(b",")
+        joined = b"".join(self._unparsed)
         self._unparsed.clear()
-        self._not_kept += tokens.keep(listed, self._ids)
+        before = len(self._ids)
+        self._not_kept += tokens.keep(joined.replace(last, b",").rstrip(b","), self._ids)
+        if len(self._ids) - before != joined.count(last):
+            self._note_several(before, joined.split(last)[:-1])
 
 
 def _has_line_end(part: bytes, start: int) -> bool:

@@ -53,6 +53,13 @@ def rank_of(request: Request) -> int | None:
 
 
 def check_model(body_model: str | None, engine: Engine) -> None:
+    """Refuse a model that is not served, and everything once the core is dead."""
+    check_name(body_model, engine)
+    if engine.dead:
+        raise EngineDeadError
+
+
+def check_name(body_model: str | None, engine: Engine) -> None:
     """Refuse a model that is not served."""
     if body_model and body_model != engine.facts.model:
         raise Refused(
@@ -61,8 +68,6 @@ def check_model(body_model: str | None, engine: Engine) -> None:
             kind="NotFoundError",
             status=404,
         )
-    if engine.dead:
-        raise EngineDeadError
 
 
 def usage(prompt: int, completion: int) -> dict[str, object]:

@@ -33,6 +33,7 @@ from pdproxy.sim.api.invocations import invoke
 from pdproxy.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdproxy.sim.api.responses import ResponsesBody, respond
+from pdproxy.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy.sim.api.scoring import ScoringBody, score
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.error_body import error_body
@@ -51,6 +52,8 @@ _COUNTED = (
 _SCALE_OUT = (
     "/v1/completions/render",
     "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
     "/inference/v1/generate",
     "/inference/v1/abort_requests",
 )
@@ -108,8 +111,10 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _schema)
     app.add_exception_handler(Refused, _refused)
     app.router.routes.extend(_generating())
+    if engine.facts.enable_scale_out:
+        app.router.routes.extend(_scaling_out())
     for path in _SCALE_OUT:
-        _add(app, path, _disabled, ["POST"])
+        _add(app, path, _disabled, ["POST"])  # behind the routes that are there
     _about(app, engine)
     if engine.facts.api_key is not None:
         app.add_middleware(_Keys, key=engine.facts.api_key)
@@ -197,6 +202,23 @@ def _generating() -> tuple[BaseRoute, ...]:
     @router.post("/v1/messages/count_tokens", dependencies=json_only, response_model=None)
     async def _counted(body: CountBody, request: Request) -> Response:
         return await count(_engine(request), body, _date(request))
+
+    return tuple(router.routes)
+
+
+@cache
+def _scaling_out() -> tuple[BaseRoute, ...]:
+    """Return the routes of `--enable-scale-out`, as `_generating`."""
+    router = APIRouter()
+    json_only = [Depends(_json_only)]
+
+    @router.post("/v1/chat/completions/render", dependencies=json_only, response_model=None)
+    async def _rendered(body: ChatBody, request: Request) -> Response:
+        return rendered(_engine(request), body, request, _date(request))
+
+    @router.post("/v1/chat/completions/derender", dependencies=json_only, response_model=None)
+    async def _derendered(body: DerenderBody, request: Request) -> Response:
+        return derendered(_engine(request), body)
 
     return tuple(router.routes)
 

@@ -16,7 +16,8 @@ from pdproxy.sim.api import answer, reasoning
 from pdproxy.sim.api.errors import EngineRefused, Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import chat_logprobs, prompt_logprobs
-from pdproxy.sim.api.protocol import ChatBody, NamedTool
+from pdproxy.sim.api.parsing import ChoiceParser, finish_of, looks_for_calls
+from pdproxy.sim.api.protocol import ChatBody
 from pdproxy.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
 from pdproxy.sim.api.template import render
 from pdproxy.sim.api.tools import CallParser, calls_tools, grammar_of_calls
@@ -113,7 +114,7 @@ class _Job:
         self._rank = rank
         self._created = int(time.time())
         self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
-        self._parsed = not batch and bool(body.tools) and body.tool_choice not in (None, "none")
+        self._parsed = not batch and looks_for_calls(body)
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
         self._echo = str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
@@ -153,11 +154,6 @@ class _Job:
     def _thought(self, tokens: int) -> dict[str, int] | None:
         """Return `completion_tokens_details`."""
         return {"reasoning_tokens": tokens} if self._thinks else None
-
-    def _finish(self, reason: str | None, parser: CallParser | None) -> str | None:
-        named = isinstance(self._body.tool_choice, NamedTool)
-        called = parser is not None and parser.name is not None and not named
-        return "tool_calls" if called and reason == "stop" else reason
 
     async def whole(self, params: SamplingParams) -> Response:
         """Return the whole answer."""
@@ -220,7 +216,7 @@ class _Job:
             "index": index,
             "message": message,
             "logprobs": self._logprobs(merged),
-            "finish_reason": self._finish(last.finish_reason, parser),
+            "finish_reason": finish_of(body, last.finish_reason, parser),
             "stop_reason": last.stop_reason,
             "token_ids": self._ids(merged),
             "routed_experts": None,
@@ -234,8 +230,9 @@ class _Job:
         """Yield the events of a stream except `[DONE]`."""
         body, facts = self._body, self._engine.facts
         head = self._head("chat.completion.chunk")
-        parsers = [self._parser() for _ in range(body.children)]
-        thinkers = [reasoning.Thoughts(self._prompt.ids) for _ in range(body.children)]
+        parsers = [
+            ChoiceParser(facts, self._prompt.ids, self._parser(), hides=self._hides) for _ in range(body.children)
+        ]
         generated: list[list[int]] = [[] for _ in range(body.children)]
         cached: int | None = None
         created = 0
@@ -249,13 +246,13 @@ class _Job:
                     raise LoadFailedError
                 index, parser = delta.index, parsers[delta.index]
                 generated[index] += delta.ids
-                content = self._content(delta, thinkers[index], parser)
+                content = parser.add(delta.text, delta.ids)
                 logprobs = self._logprobs(delta)
                 if content is None:
                     if delta.finish_reason is None and logprobs is None and self._ids(delta) is None:
                         continue
                     content = {}
-                finish = self._finish(delta.finish_reason, parser)
+                finish = finish_of(body, delta.finish_reason, parser.calls)
                 choice = {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish}
                 if finish is not None:
                     choice["stop_reason"] = delta.stop_reason
@@ -278,28 +275,6 @@ class _Job:
             yield answer.event(
                 head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
             )
-
-    def _content(self, delta: Delta, thinker: reasoning.Thoughts, parser: CallParser | None) -> dict[str, Any] | None:
-        """Return the parsed delta, None: nothing to send."""
-        parsed = self._parsed_delta(delta, thinker, parser)
-        if parsed is None or not self._hides:
-            return parsed
-        if not parsed.get("content") and "tool_calls" not in parsed:
-            return None
-        return {"content": parsed.get("content"), "reasoning": None} | {
-            name: value for name, value in parsed.items() if name == "tool_calls"
-        }
-
-    def _parsed_delta(
-        self, delta: Delta, thinker: reasoning.Thoughts, parser: CallParser | None
-    ) -> dict[str, Any] | None:
-        if self._thinks and thinker.open:
-            return thinker.add(delta.text, delta.ids)
-        if parser is not None:
-            return parser.add(delta.text)
-        if self._engine.facts.enable_auto_tool_choice and not delta.text:
-            return None  # a tool parser runs with and without tools, and has no output here
-        return {"content": delta.text}
 
     def _openings(self, head: dict[str, Any]) -> list[bytes]:
         """Return the events before the first token: the role of each choice, and the echo."""

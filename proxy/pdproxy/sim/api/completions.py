@@ -16,6 +16,7 @@ from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import Entry, completion_logprobs, entry_of, prompt_logprobs
 from pdproxy.sim.api.protocol import CompletionBody
 from pdproxy.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
+from pdproxy.sim.api.tools import grammar_of_begun_call
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.request import SamplingParams
 
@@ -35,6 +36,7 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
     try:
         for one, prompt in zip(params, prompts, strict=True):
             admit(one, body, prompt.ids, engine.facts, engine.tokenizer, rank=rank)
+            one.grammar = one.grammar or grammar_of_begun_call(prompt.ids, engine.tokenizer)
     except EngineRefused as error:
         if body.stream:
             return answer.streamed_refusal(error)

@@ -10,13 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pdproxy.sim.api.protocol import ChatBody, NamedTool
+from pdproxy.sim.api.protocol import ChatBody, NamedTool, Tool
 from pdproxy.sim.api.structured import TextGrammar, texts_of_schema
 from pdproxy.sim.language import mix
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy.sim.request import Grammar
+from pdproxy.sim.tokenizer import IM_END, TOOL_CALL, Tokenizer
 
 _NAME = re.compile(r'"name": "([^"]*)"')
 _ARGUMENTS = re.compile(r'"arguments": ')
+_TOOLS = re.compile(r"<\|im_start\|>tools\n(\[.*?\])<\|im_end\|>")
 _BEGIN, _END = "<tool_call>\n", "\n</tool_call>"
 
 
@@ -38,6 +40,32 @@ def grammar_of_calls(body: ChatBody, tokenizer: Tokenizer) -> TextGrammar:
         for arguments in texts_of_schema(tool.function.parameters or {"type": "object"})
     ]
     return TextGrammar(tokenizer, texts)
+
+
+def grammar_of_begun_call(prompt: Sequence[int], tokenizer: Tokenizer) -> Grammar | None:
+    """Return how a model ends a call that a prompt ends with the beginning of, None where it does not. As a real model would."""
+    begun = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (TOOL_CALL, IM_END)), None)
+    if begun is None or prompt[begun] != TOOL_CALL:
+        return None
+    found = _TOOLS.findall(tokenizer.decode(prompt[:begun], skip_special_tokens=False))
+    if not found:
+        return None
+    tools = [Tool.model_validate(one) for one in json.loads(found[-1])]
+    body = ChatBody.model_validate({"messages": [], "tools": tools, "tool_choice": "required"})
+    return _Rest(grammar_of_calls(body, tokenizer), tuple(prompt[begun:]))
+
+
+class _Rest:
+    """What a grammar allows behind some ids."""
+
+    binds_thoughts = True
+
+    def __init__(self, grammar: TextGrammar, begun: tuple[int, ...]) -> None:
+        self._grammar, self._begun = grammar, begun
+
+    def allowed(self, generated: Sequence[int]) -> Sequence[int]:
+        """Return the ids that may follow."""
+        return self._grammar.allowed((*self._begun, *generated))
 
 
 class CallParser:

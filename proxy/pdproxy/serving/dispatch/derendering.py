@@ -1,0 +1,93 @@
+"""What engines make of a chat's request and of its token ids: `/v1/chat/completions/render` and `derender`.
+
+Only engines that run with `--enable-scale-out` and a parser have a use here. The prober asks each of them once per run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, OverloadedError, Wait
+from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
+
+Ask = Callable[[str, str, bytes, bytes | None, int], Awaitable[bytes]]
+"""Sends an engine (its URL), on a path, a body with the client's `Authorization`; returns its answer of so many bytes at most."""
+_ENGINES = 2
+"""Engines that are asked for one answer, one after the other."""
+_MAX_MODELS = 1024
+
+
+class Derendering:
+    """Asks engines, and knows which models' engines all can. `deadline`: seconds for one answer, whatever fails meanwhile.
+
+    `most`: tokens of a prompt and its answer together, so that no engine parses for long. An observer.
+    """
+
+    def __init__(
+        self,
+        ask: Ask,
+        engines: EngineRegistry,
+        observers: Observers,
+        clock: Clock,
+        *,
+        deadline: float,
+        most: int,
+    ) -> None:
+        self._ask = ask
+        self._engines = engines
+        self._observers = observers
+        self._clock = clock
+        self._deadline = deadline
+        self._possible: dict[str | None, bool] = {}
+        self.most = most
+
+    def __repr__(self) -> str:
+        return f"<Derendering within {self._deadline:g} s>"
+
+    def notify(self, event: Event) -> None:
+        """Look again when an engine has changed."""
+        if isinstance(event, NodeChanged):
+            self._possible.clear()
+
+    def possible(self, model: str | None) -> bool:
+        """Return whether all engines of a model that are up can parse what their chats' parsers do."""
+        found = self._possible.get(model)
+        if found is None:
+            evidences = [
+                engine.node.evidence
+                for engine in self._engines.values()
+                if engine.node.up and engine.node.evidence is not None and (model is None or engine.node.serves(model))
+            ]
+            found = bool(evidences) and all(evidence.derenders for evidence in evidences)
+            if len(self._possible) >= _MAX_MODELS:  # clients choose these names
+                self._possible.clear()
+            if evidences:
+                self._possible[model] = found
+        return found
+
+    async def answer(
+        self, path: str, model: str | None, body: bytes, authorization: bytes | None, *, without: str, max_bytes: int
+    ) -> bytes | None:
+        """Return an engine's answer, None if none has answered in time. `without`: the URL of an engine that is asked last."""
+        now = self._clock.now()
+        able = [
+            engine.node
+            for engine in self._engines.values()
+            if engine.node.usable(now)
+            and engine.node.evidence is not None
+            and engine.node.evidence.derenders
+            and (model is None or engine.node.serves(model))
+        ]
+        asked = sorted(able, key=lambda one: (one.url == without, one.requests))[:_ENGINES]
+        try:
+            async with self._clock.within(self._deadline):
+                for node in asked:
+                    try:
+                        return await self._ask(node.url, path, body, authorization, max_bytes)
+                    except (EngineError, OverloadedError):
+                        continue
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.BETWEEN_TOKENS.value))
+        return None

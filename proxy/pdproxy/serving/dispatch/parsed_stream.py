@@ -1,0 +1,131 @@
+"""The client's end of a chat's stream that another engine goes on with as a completion, while engines parse its token ids.
+
+One call is under way at a time. What comes meanwhile is put into the next one, so a slow parser makes fewer and larger events,
+and never a queue of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pdproxy.kit.errors import EngineError
+from pdproxy.serving.access.clients import Client
+from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.transfer.chat_chunks import NotACompletionError
+from pdproxy.transfer.parsed_events import ParsedEvents
+from pdproxy.upstream.connection import Headers
+
+Derender = Callable[[bytes, int], Awaitable[bytes | None]]
+"""Returns an engine's answer of at most so many bytes to a call, None if it can't be had."""
+
+
+class ParsedStream:
+    """A `ResponseWriter` in front of the one that the stream has begun on. Its owner calls `end` or `close`, once."""
+
+    begun = True
+
+    def __init__(self, output: ResponseWriter, events: ParsedEvents, derender: Derender) -> None:
+        self._output = output
+        self._events = events
+        self._derender = derender
+        self._calls: asyncio.Task[None] | None = None
+        self._why_broken: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<ParsedStream to {self._output!r}>"
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something was not written."""
+        return self._why_broken is not None
+
+    @property
+    def client(self) -> Client:
+        """The client whose request it is."""
+        return self._output.client
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+        return self._output.gone
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads more slowly than we write."""
+        return self._output.paused
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Have `pause` and `resume` called when the client stops and continues to read."""
+        self._output.on_pressure(pause, resume)
+
+    def write(self, data: bytes) -> None:
+        """Have whole events parsed, and send what becomes of them.
+
+        Raises:
+            EngineError: they are none of a completion, or those before could not be parsed.
+        """
+        if self._why_broken is None:
+            try:
+                self._events.take(data)
+            except NotACompletionError as error:
+                self._why_broken = f"the engine sent an invalid completion event: {error}"
+        if self._why_broken is not None:
+            raise EngineError(self._why_broken)
+        if self._calls is None:
+            self._calls = asyncio.get_running_loop().create_task(self._call(), name="derender")
+
+    async def _call(self) -> None:
+        """Ask until there is nothing more to ask for."""
+        events = self._events
+        try:
+            while (body := events.call()) is not None:
+                answer = await self._derender(body, events.max_answer)
+                if answer is None:
+                    self._why_broken = "no engine has parsed the answer"
+                    return
+                if shown := events.answered(answer):
+                    self._output.write(shown)
+        except NotACompletionError as error:
+            self._why_broken = f"an engine has parsed the answer to something else: {error}"
+            return
+        finally:
+            self._calls = None
+        if rest := events.rest():
+            self._output.write(rest)
+
+    async def end(self) -> None:
+        """Wait until all has been sent. Each call has a deadline.
+
+        Raises:
+            EngineError: something could not be parsed.
+        """
+        if self._calls is not None:
+            await self._calls
+        if self._why_broken is not None:
+            raise EngineError(self._why_broken)
+
+    def close(self) -> None:
+        """End the call that is under way: nobody waits for the stream any more."""
+        if self._calls is not None:
+            self._calls.cancel()
+
+    def chunk_writer(self) -> None:
+        """Return None: each event is another one for the client."""
+        return
+
+    def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Never called: the stream has begun."""
+        raise RuntimeError("a stream that has begun cannot be answered whole")
+
+    def begin(self, headers: Headers) -> None:
+        """Do nothing: the stream has begun."""
+
+    def drop_body(self) -> None:
+        """Do nothing: the body was dropped when the stream began."""
+
+    def finish(self) -> None:
+        """Do nothing: the owner ends the stream."""
+
+    def break_off(self) -> None:
+        """Do nothing: the owner breaks the stream off."""
