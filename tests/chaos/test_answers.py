@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from pdproxy.lab.chaos.access import Refusals
 from pdproxy.lab.chaos.answers import Answer, MalformedError, Told, read_answer, told
 from pdproxy.lab.chaos.oracle import Body, judge
 
@@ -26,12 +27,12 @@ GOOD = event("one") + event(" two", "length") + USAGE + DONE
 
 
 def streamed(body: str) -> tuple[str, str]:
-    answer = Answer(200, "text/event-stream; charset=utf-8", False, bytearray(body.encode()), True)
+    answer = Answer(200, "text/event-stream; charset=utf-8", False, "", bytearray(body.encode()), True)
     return judge(answer, Body("/v1/completions", {"stream": True}, RIGHT))
 
 
-def whole(body: object, status: int = 200, allowed: frozenset[int] = frozenset()) -> tuple[str, str]:
-    answer = Answer(status, "application/json", False, bytearray(json.dumps(body).encode()), True)
+def whole(body: object, status: int = 200, allowed: Refusals = frozenset(), again: str = "") -> tuple[str, str]:
+    answer = Answer(status, "application/json", False, again, bytearray(json.dumps(body).encode()), True)
     return judge(answer, Body("/v1/completions", {}, RIGHT), allowed)
 
 
@@ -49,8 +50,10 @@ def test_right_answers() -> None:
 def test_well_formed_errors() -> None:
     assert streamed(event("one") + FAILED) == ("error", "event 502")
     assert streamed(event("one") + FAILED + DONE) == ("error", "event 502")
-    assert whole({"error": {**ERROR, "reason": "more may stand there"}}, 503) == ("error", "503")
-    assert whole({"error": ERROR}, 408, frozenset({408})) == ("error", "408")
+    assert whole({"error": {**ERROR, "reason": "queue_full"}}, 503, again="7") == ("error", "503 queue_full")
+    assert whole({"error": ERROR}, 408, frozenset({(408, "")})) == ("error", "408")
+    late = {"error": {**ERROR, "reason": "deadline"}}
+    assert whole(late, 503, frozenset({(503, "deadline")}), again="1") == ("error", "503 deadline")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,14 @@ def test_wrong_bodies() -> None:
     assert whole({"error": ERROR}, 408)[0] == "wrong"
     assert whole({"detail": "x"}, 500)[0] == "wrong"
     assert whole([], 500)[0] == "wrong"
+    late = {"error": {**ERROR, "reason": "deadline"}}
+    assert whole(late, 503, again="1")[0] == "wrong", "it had no deadline"
+    assert whole({"error": {**ERROR, "reason": "share"}}, 429, again="1")[0] == "wrong"
+
+
+@pytest.mark.parametrize("again", ["", "0", "61", "-1", "soon"])
+def test_refusals_say_when_to_come_again(again: str) -> None:
+    assert whole({"error": {**ERROR, "reason": "queue_full"}}, 503, again=again)[0] == "wrong"
 
 
 def _read(data: bytes) -> Answer:
@@ -127,5 +138,5 @@ def test_answers_that_break_off_or_are_no_http(data: bytes, kind: type[Exception
 
 def test_told_keeps_choices_apart() -> None:
     body = event("a") + event("b").replace('"index": 0', '"index": 1') + event("c", "stop") + DONE
-    answer = Answer(200, "text/event-stream", False, bytearray(body.encode()), True)
+    answer = Answer(200, "text/event-stream", False, "", bytearray(body.encode()), True)
     assert told(answer) == Told({0: "ac", 1: "b"}, {0: "stop"})

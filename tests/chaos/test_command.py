@@ -15,8 +15,10 @@ import pdproxy
 from pdproxy.cli.main import main
 from pdproxy.lab.chaos import run as runner
 from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.invariants import Finding
+from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.options import Options
+from pdproxy.lab.chaos.setup import CONNECTORS
+from pdproxy.sim.facts import ConnectorName
 
 PACKAGE = Path(pdproxy.__file__).parent
 
@@ -31,6 +33,22 @@ def test_a_seed_passes_and_replays_exactly_in_another_process() -> None:
     assert (first.digest, first.deliveries, first.virtual) == (second.digest, second.deliveries, second.virtual)
     other = runner.run_one(msgspec.structs.replace(options, seed=4))
     assert other.digest != first.digest
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_every_connector_runs(connector: ConnectorName) -> None:
+    result = runner.run_one(Options(seed=3, seconds=1, rate=10, connector=connector))
+    assert result.findings == []
+    assert result.calls["right"] >= 5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_engines_for_any_role(seed: int) -> None:
+    result = runner.run_one(Options(seed=seed, seconds=1, rate=10, prefill=1, decode=2, pool="any"))
+    assert result.findings == []
+    assert result.calls["right"] >= 5
 
 
 @pytest.mark.timeout(300)
@@ -106,6 +124,12 @@ def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
         ["--prefill", "0"],
         ["--seeds", "2", "--only", "3"],
         ["--seeds", "2", "--trace", "file"],
+        ["--connector", "lmcache-pd"],
+        ["--connector", "moriio"],
+        ["--connector", "none"],
+        ["--connector", "cpu", "--prefill", "1"],
+        ["--connector", "cpu", "--pool", "any"],
+        ["--pool", "some"],
     ],
 )
 def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,4 +138,6 @@ def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> 
     except SystemExit as ended:
         code = int(ended.code or 0)
     assert code == 2
-    assert capsys.readouterr().err.startswith("pdproxy chaos: ")
+    said = capsys.readouterr().err
+    assert said.startswith("pdproxy chaos: ")
+    assert said.splitlines()[1:] in ([], ["See `pdproxy chaos --help`."])

@@ -13,6 +13,7 @@ import pytest
 
 from pdproxy.lab.chaos import invariants
 from pdproxy.lab.chaos.clients import Outcome
+from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
@@ -30,7 +31,7 @@ def report(ident: str = "a", outcome: str = "ok", total: float = 1.0) -> Request
     return RequestEnded(ident, "/v1/completions", None, outcome, 200, (), 0.0, None, total, None, None, Gaps())
 
 
-def rules(found: list[invariants.Finding]) -> set[str]:
+def rules(found: list[Finding]) -> set[str]:
     return {one.rule for one in found}
 
 

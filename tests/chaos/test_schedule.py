@@ -43,8 +43,18 @@ def test_the_simulator_takes_every_fault() -> None:
         assert item.words()
 
 
+def test_engines_for_any_role_have_faults_of_both_roles() -> None:
+    items = [item for seed in range(20) for item in schedule(Options(seed=seed, pool="any", prefill=1, decode=2))]
+    faults = [one for one in items if isinstance(one, Fault)]
+    assert {one.engine for one in faults} == {"E0", "E1", "E2"}
+    assert {one.spec.partition(":")[0] for one in faults if one.spec} == set(ANSWERS["E"])
+    assert all(one.other != one.engine for one in faults)
+
+
 def test_the_command_repeats_the_run() -> None:
     options = Options(seed=17, seconds=12.5, decode=2, faults=3.0)
     assert options.command() == "pdproxy chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
     assert options.command(frozenset({41, 3})).endswith("--only 3,41")
+    assert Options(connector="cpu").command() == "pdproxy chaos --seed 0 --seconds 60 --connector cpu"
+    assert Options(pool="any").command() == "pdproxy chaos --seed 0 --seconds 60 --pool any"
     assert Options().command() == "pdproxy chaos --seed 0 --seconds 60"

@@ -1,6 +1,7 @@
 """Which engines are asked for canaries, when again, and what follows from what they say."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -288,3 +289,22 @@ async def test_an_engine_that_was_removed_does_not_count(engines: Engines) -> No
     await engines.canaries.look()
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
     assert engines.asked.count(D) == 2
+
+
+async def test_a_tokenizer_that_is_not_there_leaves_no_garbage(engines: Engines) -> None:
+    """The future by which its error came would keep the engine's models until a collection."""
+    engines.cards = [ModelCard("other", "/other", None)]
+    engines.up(P)
+    engines.up(D)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        assert await engines.canaries.look()
+        await asyncio.sleep(0)
+        gc.collect()
+        left = [one for one in gc.garbage if isinstance(one, UnusableError | ModelCard)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert left == []
+    assert engines.roots == ["/other"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pdproxy.bench import reading
 from pdproxy.cli.load_options import typed
 from pdproxy.cli.parser import USAGE_ERROR, examples
+from pdproxy.transfer import registry
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -59,6 +60,19 @@ def add(commands: Commands) -> None:
             help=f"number of {role} engines (default: 3)",
         )
     parser.add_argument(
+        "--connector",
+        metavar="NAME",
+        choices=registry.names(),
+        default="nixl",
+        help="how KV moves: nixl, nixl-push, mooncake, cpu, shared, lmcache-mp or kvstore-keys (default: nixl)",
+    )
+    parser.add_argument(
+        "--pool",
+        choices=("roles", "any"),
+        default="roles",
+        help="engines of one role each, or all of role any (default: roles)",
+    )
+    parser.add_argument(
         "--rate",
         metavar="R",
         type=typed(reading.number(0.0, 1000.0, "requests per second")),
@@ -101,16 +115,22 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.lab.chaos import report
     from pdproxy.lab.chaos.options import Options
     from pdproxy.lab.chaos.run import run_all, run_one, shortest
+    from pdproxy.lab.chaos.setup import unsuitable
 
     options = Options(
         seed=arguments.seed,
         seconds=arguments.seconds,
         prefill=arguments.prefill,
         decode=arguments.decode,
+        connector=arguments.connector,
+        pool=arguments.pool,
         rate=arguments.rate,
         faults=arguments.faults,
         only=arguments.only,
     )
+    if (why := unsuitable(options)) is not None:
+        sys.stderr.write(f"pdproxy chaos: {why}\n")
+        return USAGE_ERROR
     failed = False
     try:
         seeds = range(arguments.seed, arguments.seed + arguments.seeds)

@@ -19,7 +19,7 @@ import msgspec
 from pdproxy.fleet.engine import Engine, Judgement
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
-from pdproxy.kit.frames import frames
+from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import Event, NodeChanged, Observers, TokenizerJudged
 from pdproxy.scheduling.nodes import Node
@@ -215,6 +215,7 @@ class Canaries:
             try:
                 tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
             except UnusableError as error:
+                drop_traceback(error)  # the future that it came by refers to it, and a frame of it to the future
                 why = f"{truncate(card.root or card.id)}: {truncate(error)}: name its folder with `tokenizer`"
                 judged[card.id] = Judgement(None, Agreement(False, False, _NOTHING), why)
                 continue

@@ -118,6 +118,7 @@ class StreamContinued(msgspec.Struct, frozen=True):
     result: str
     reason: str
     seconds: float | None = None
+    request_id: str = ""
 
 
 class DeadlinePassed(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.cpu import Cpu, FindReceiver, Part, SendPart
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.network import EnginePort
+from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
@@ -92,13 +93,14 @@ class CpuLink:
         self._awake.set()
 
     async def perform(self, command: FindReceiver | SendPart) -> None:
-        """Carry out a command of P's connector."""
-        match command:
-            case FindReceiver():
-                self._connector().found(await self._find())
-            case SendPart():
-                await asyncio.sleep(self._facts.hardware.transfer_s(command.part.stop - command.part.start))
-                self._connector().sent(command.part, whole=await self._send(command))
+        """Carry out a command of P's connector. The core may die meanwhile."""
+        with contextlib.suppress(EngineDeadError):
+            match command:
+                case FindReceiver():
+                    self._connector().found(await self._find())
+                case SendPart():
+                    await asyncio.sleep(self._facts.hardware.transfer_s(command.part.stop - command.part.start))
+                    self._connector().sent(command.part, whole=await self._send(command))
 
     async def _find(self) -> str:
         """Return the id of the engine that listens at the configured address, once there is one."""
@@ -122,7 +124,7 @@ class CpuLink:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError, EngineDeadError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             if question.part is not None and question.engine_id == self._engine_id:

@@ -16,6 +16,7 @@ class Answer(msgspec.Struct):
     status: int = 0
     content_type: str = ""
     closes: bool = False
+    retry_after: str = ""
     body: bytearray = msgspec.field(default_factory=bytearray)
     complete: bool = False
 
@@ -49,6 +50,7 @@ async def read_answer(reader: asyncio.StreamReader, into: Answer, pace: float = 
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
     into.content_type = headers.get("content-type", "")
     into.closes = headers.get("connection") == "close"
+    into.retry_after = headers.get("retry-after", "")
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).strip(), 16):
             await _read(reader, size, into, pace, piece)

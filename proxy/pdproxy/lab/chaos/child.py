@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pdproxy.lab.chaos.course import Result, run
-from pdproxy.lab.chaos.invariants import Finding
+from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.trace import Trace
 

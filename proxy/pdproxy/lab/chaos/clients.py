@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 
+from pdproxy.lab.chaos.access import Credentials, Refusals
 from pdproxy.lab.chaos.answers import Answer, MalformedError, read_answer
 from pdproxy.lab.chaos.oracle import Body, judge
 from pdproxy.lab.chaos.schedule import Call
@@ -14,7 +15,7 @@ from pdproxy.lab.chaos.virtual.transport import WINDOW, VirtualTransport
 
 _NARROW = 512
 """Bytes on the way to a client that reads slowly, and of each of its reads."""
-_TOO_SLOW = frozenset({408})
+_TOO_SLOW: Refusals = frozenset({(408, "")})
 _PIECES = 3
 """In so many pieces a client that sends slowly sends its request."""
 
@@ -35,6 +36,14 @@ class Outcome(msgspec.Struct, frozen=True):
     sent: bool = True
     slow: bool = False
     """Whether the client itself was so slow that it may have been dropped."""
+    sender: Credentials = Credentials()
+    ready: float | None = None
+    """When the request was sent whole and it was its turn, None if that is not known."""
+
+    @property
+    def reason(self) -> str:
+        """The reason of a refusal, empty if there is none."""
+        return self.detail.partition(" ")[2] if self.how == "error" and not self.detail.startswith("event") else ""
 
 
 class Visitors:
@@ -46,11 +55,14 @@ class Visitors:
         self._bodies = asked
         self._patience = patience
         self.outcomes: list[Outcome] = []
+        self.asked: dict[str, Body] = {}
+        """What was asked, by request."""
 
     async def visit(self, call: Call, name: str, source: str) -> None:
         """Do what a call says; `name` begins its requests' ids, `source` is the client's address."""
         loop = asyncio.get_running_loop()
         idents = [f"{name}-{place}" for place in range(len(call.bodies))]
+        self.asked |= {ident: self._bodies[number] for ident, number in zip(idents, call.bodies, strict=True)}
         began = loop.time()
         try:
             async with asyncio.timeout(self._patience):
@@ -66,7 +78,8 @@ class Visitors:
             if call.client == "pipelines":
                 for place, ident in enumerate(idents):
                     body = self._bodies[call.bodies[place]]
-                    transport.write(body.request(ident, keep=place < len(idents) - 1))
+                    keep = place < len(idents) - 1
+                    transport.write(body.request(ident, keep=keep, headers=call.sender.headers))
             for place, ident in enumerate(idents):
                 if not await self._ask(call, place, ident, transport, reader):
                     if call.client == "pipelines":  # these were sent; the connection ends with the failure before them
@@ -86,7 +99,7 @@ class Visitors:
         body = self._bodies[call.bodies[place]]
         last = place == len(call.bodies) - 1
         began = asyncio.get_running_loop().time()
-        answer, sent = Answer(), True
+        answer, sent, ready = Answer(), True, None if call.client == "pipelines" and place else began
         how, detail = "cut", ""
         # Nothing counts here what a client has taken, so one that reads while more comes may be found slow, as on a system
         # without TCP_INFO.
@@ -94,31 +107,41 @@ class Visitors:
         try:
             async with asyncio.timeout(self._patience):
                 if call.client == "sends_slowly":
-                    sent = False
-                    await _send_slowly(body.request(ident, keep=False), transport, call.amount)
-                    sent = True
+                    sent, ready = False, None
+                    request = body.request(ident, keep=False, headers=call.sender.headers)
+                    await _send_slowly(request, transport, call.amount)
+                    sent, ready = True, asyncio.get_running_loop().time()
                 elif call.client != "pipelines":
-                    transport.write(body.request(ident, keep=not last))
+                    transport.write(body.request(ident, keep=not last, headers=call.sender.headers))
                 if call.client in ("leaves", "resets"):
                     how, detail = await _leave(reader, answer, int(call.amount))
                 else:
                     pace = call.amount if call.client == "reads_slowly" else 0.0
                     await read_answer(reader, answer, pace, _NARROW if pace else 1 << 16)
-                    how, detail = judge(answer, body, _TOO_SLOW if slow else frozenset())
+                    how, detail = judge(answer, body, call.sender.refusals | (_TOO_SLOW if slow else frozenset()))
         except TimeoutError:
             how, detail = "silent", f"{len(answer.body)} bytes of an answer with status {answer.status}"
         except MalformedError as error:
             how, detail = "wrong", str(error)
         except (OSError, EOFError) as error:
             how, detail = "cut", f"{type(error).__name__} after {len(answer.body)} bytes, status {answer.status}"
-        self._end(ident, call, how, detail, began, sent=sent, slow=slow)
+        self._end(ident, call, how, detail, began, sent=sent, slow=slow, ready=ready)
         return how == "right" and not answer.closes
 
     def _end(
-        self, ident: str, call: Call, how: str, detail: str, began: float, *, sent: bool, slow: bool = False
+        self,
+        ident: str,
+        call: Call,
+        how: str,
+        detail: str,
+        began: float,
+        *,
+        sent: bool,
+        slow: bool = False,
+        ready: float | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
-        self.outcomes.append(Outcome(ident, call.number, how, detail, began, now, sent, slow))
+        self.outcomes.append(Outcome(ident, call.number, how, detail, began, now, sent, slow, call.sender, ready))
 
 
 async def _send_slowly(request: bytes, transport: VirtualTransport, pace: float) -> None:

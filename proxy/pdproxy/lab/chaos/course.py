@@ -7,30 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from collections import Counter
 
 import msgspec
 
-from pdproxy.lab.chaos import invariants
+from pdproxy.lab.chaos import access_rules, continued_rules, invariants
 from pdproxy.lab.chaos.clients import Outcome, Visitors
-from pdproxy.lab.chaos.invariants import PATIENCE, Finding
+from pdproxy.lab.chaos.ending import Ending
+from pdproxy.lab.chaos.finding import Finding
+from pdproxy.lab.chaos.invariants import PATIENCE
+from pdproxy.lab.chaos.one_by_one import TIMES, OneByOne
 from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.oracle import BODIES, ask_judge, bodies
+from pdproxy.lab.chaos.oracle import BODIES, Body, ask_judge, bodies, streams
 from pdproxy.lab.chaos.schedule import Call, Fault, Item, schedule
+from pdproxy.lab.chaos.setup import LEASE, MODEL, PORT, PROXY, quiet_for
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.troubles import Troubles
 from pdproxy.lab.chaos.virtual.loop import SpinningError, StuckError, VirtualLoop
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import CLIENTS, LEASE, MODEL, PORT, PROXY, World
+from pdproxy.lab.chaos.world import CLIENTS, World
 
-_RECOVERY = 12.0
-"""Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died."""
+_RECOVERY = 30.0
+"""Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died, canaries."""
 _BURSTS, _BURST, _BETWEEN = 10, 8, 3.0
 """The calm: so many times so many requests at once, with so many seconds between."""
 _LEAVE_AFTER = (0.0, 300.0)
 """Some of them leave after so many bytes, or before any."""
-_QUIET = 8.0
-"""Seconds until nothing may be held any more: engines close idle connections after 5 s."""
 _POLLS, _POLL = 100, 0.05
 
 
@@ -95,11 +98,13 @@ class _Course:
         world = World(self._options, self._network, self._trace)
         await world.begin()
         asked = bodies(self._options.seed, MODEL)
-        await ask_judge(self._network, world.judge.host, PORT, asked)
+        alone = streams(self._options.seed, MODEL, TIMES)
+        await ask_judge(self._network, world.judge.host, PORT, [*asked, *alone])
         names, timers = self._names(own), world.proxy.front.clock.timers
         gc.freeze()
-        await self._under_faults(world, Visitors(self._network, (PROXY, PORT), asked, PATIENCE))
-        await self._calm(world, Visitors(self._network, (PROXY, PORT), asked, PATIENCE))
+        await self._under_faults(world, self._visitors(asked))
+        await self._calm(world, self._visitors(asked))
+        await self._one_by_one(world, self._visitors(alone))
         await self._quiet(world)
         self.findings += await self._lasting(world, names, timers, own)
         self.findings += invariants.balanced(world, self._trace.events)
@@ -107,12 +112,14 @@ class _Course:
         self.findings += invariants.garbage()
         await asyncio.sleep(_POLL)
         del world.errors[errors:]  # generators of the simulator that the collection closes
-        self._phase("end")
-        await world.end()
+        await self._end(world, self._visitors(asked))
         await asyncio.sleep(1.0)
         left = sorted(task.get_name() for task in asyncio.all_tasks() if task is not own)
         self.findings += invariants.ended(left, [repr(one) for one in self._network.open])
         self.findings += invariants.logged(world.errors)
+
+    def _visitors(self, asked: list[Body]) -> Visitors:
+        return Visitors(self._network, (PROXY, PORT), asked, PATIENCE)
 
     @staticmethod
     def _names(own: asyncio.Task[object] | None) -> list[str]:
@@ -148,6 +155,10 @@ class _Course:
         for outcome in self._load:
             self._trace.ended(outcome)
         self.findings += invariants.answered(self._load)
+        self.findings += access_rules.admitted(self._load)
+        bodies = visitors.asked
+        decided = continued_rules.explained(self._trace.decisions, bodies, troubles.soundness, world.answering)
+        self.findings += decided
         await world.heal()
 
     async def _at(self, begun: float, item: Item, visitors: Visitors, troubles: Troubles) -> None:
@@ -178,13 +189,27 @@ class _Course:
             await asyncio.sleep(_BETWEEN)
         await asyncio.sleep(LEASE)
         expired -= sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
-        served = {engine.name: len(engine.sim.requests) for engine in world.engines}
+        served = {engine.name: len(engine.sim.requests) for engine in world.engines if not world.is_blind(engine)}
         self.findings += invariants.calm(visitors.outcomes, served, -expired)
+        self.findings += access_rules.within_limits(self._trace.reports)
         self.findings += invariants.reported([*self._load, *visitors.outcomes], self._trace.events)
+
+    async def _one_by_one(self, world: World, visitors: Visitors) -> None:
+        self._phase("one by one")
+        alone = OneByOne(world, visitors, Troubles(world), self._trace)
+        self.findings += await alone.run(self._options.seed, CLIENTS)
+
+    async def _end(self, world: World, visitors: Visitors) -> None:
+        self._phase("end")
+        chance = random.Random(f"{self._options.seed}/end")
+        ending = Ending(world, visitors, self._trace, CLIENTS)
+        self.findings += await ending.remove(chance)
+        self.findings += await ending.stop(chance)
+        await world.end()
 
     async def _quiet(self, world: World) -> None:
         self._phase("quiet")
-        await asyncio.sleep(_QUIET)
+        await asyncio.sleep(quiet_for(self._options))
         self.findings += invariants.quiet(world)
         for _ in range(_POLLS):  # a probe may be under way
             if not self._network.open:

@@ -9,12 +9,12 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.tasks import Failures
 from pdproxy.lab.chaos.clients import Outcome
+from pdproxy.lab.chaos.finding import Finding, shortened
 from pdproxy.lab.chaos.world import DEADLINES, LIMITS, World
 from pdproxy.observe.events import Event, RequestEnded
 
@@ -22,19 +22,18 @@ SLACK = 2.0
 """Seconds beyond the deadlines: links that are slow, ticks of the clock, the abort of what is late."""
 PATIENCE = DEADLINES.queue + DEADLINES.total + SLACK + DEADLINES.client_body
 """Seconds in which a client has its whole answer or an error, whatever happens."""
-STREAM = DEADLINES.queue + LIMITS.attempts * (DEADLINES.connect + DEADLINES.prefill + DEADLINES.first_token) + 4 * SLACK
+_ATTEMPT = DEADLINES.connect + DEADLINES.prefill + DEADLINES.kv_ready + DEADLINES.first_token
+STREAM = (
+    DEADLINES.queue
+    + DEADLINES.tokenize
+    + LIMITS.attempts * (_ATTEMPT + DEADLINES.retry)
+    + (LIMITS.continuations + 1) * DEADLINES.between_tokens
+    + LIMITS.continuations * DEADLINES.continuation
+    + 4 * SLACK
+)
 """Seconds in which a stream that its client reads is over: its deadlines, and the time of its tokens."""
-_REFUSED = ("408",)
+_REFUSED = ("408", "401")
 """Statuses of requests that were refused before they were whole, of which there is another event."""
-_MANY = 5
-"""Findings of one rule that are described."""
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """A rule that does not hold."""
-
-    rule: str
-    text: str
 
 
 def answered(outcomes: Iterable[Outcome]) -> list[Finding]:
@@ -50,7 +49,7 @@ def answered(outcomes: Iterable[Outcome]) -> list[Finding]:
         for one in outcomes
         if one.how in rules and not (one.slow and one.how in ("cut", "silent"))
     ]
-    return _shortened(found)
+    return shortened(found)
 
 
 def calm(outcomes: Iterable[Outcome], served: Mapping[str, int], expired: int) -> list[Finding]:
@@ -68,7 +67,7 @@ def calm(outcomes: Iterable[Outcome], served: Mapping[str, int], expired: int) -
     found += [
         Finding("each engine serves again", f"{name} got no request") for name, count in served.items() if not count
     ]
-    return _shortened(found)
+    return shortened(found)
 
 
 def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Finding]:
@@ -101,7 +100,7 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
             if report.stream and not one.slow and report.total_s > STREAM
         ]
     found += [Finding("each report has its request", f"report of {name}") for name in reports]
-    return _shortened(found)
+    return shortened(found)
 
 
 def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
@@ -125,7 +124,7 @@ def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timer
     found = [Finding("tasks end", f"{count} more of {name}") for name, count in more.items()]
     if timers > timers_before:
         found.append(Finding("timers are cancelled", f"{timers} instead of {timers_before}"))
-    return _shortened(found)
+    return shortened(found)
 
 
 def garbage() -> list[Finding]:
@@ -146,7 +145,7 @@ def garbage() -> list[Finding]:
     gc.set_debug(0)
     gc.garbage.clear()
     gc.collect()  # frees it
-    return _shortened([Finding("no garbage", f"{count} of {kind}") for kind, count in sorted(kinds.items())])
+    return shortened([Finding("no garbage", f"{count} of {kind}") for kind, count in sorted(kinds.items())])
 
 
 def _is_ours(module: str) -> bool:
@@ -166,6 +165,7 @@ def quiet(world: World) -> list[Finding]:
         for state, (count, oldest) in proxy.custodian.snapshot().items()
         if count
     ]
+    found += world.books.findings()
     if proxy.custodian.orphans.count:
         found.append(Finding("abandoned prefills end", repr(proxy.custodian.orphans)))
     if proxy.admission.inflight or proxy.admission.waiting:
@@ -181,34 +181,27 @@ def quiet(world: World) -> list[Finding]:
         found.append(Finding("connections end", f"{proxy.connections.open} of clients are open"))
     for engine in world.engines:
         sim = engine.sim.engine
-        if usage := max(stats.kv_cache_usage for stats in sim.rank_stats):
+        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV that will not come.
+        stuck, _ = proxy.custodian.stuck.snapshot(proxy.custodian.now()).get(engine.url, (0, 0.0))
+        if not sim.awaited and (usage := max(stats.kv_cache_usage for stats in sim.rank_stats)):
             found.append(Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks"))
-        if sim.handles or sim.awaited:
-            found.append(Finding("blocks are freed", f"{engine.name} holds {len(sim.handles)} handles"))
+        if sim.handles or len(sim.awaited) > stuck:
+            text = (
+                f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} pushes, {stuck} are lost"
+            )
+            found.append(Finding("blocks are freed", text))
         if crashes := engine.sim.crashes:
             found.append(Finding("the simulator works", f"{engine.name}: {crashes[0]}"))
-    return _shortened(found)
+    return shortened(found)
 
 
 def logged(errors: Iterable[str]) -> list[Finding]:
     """The proxy logs no error, and no exception goes nowhere: both are defects of the proxy, whatever happens outside."""
-    return _shortened([Finding("no error is logged", text) for text in errors])
+    return shortened([Finding("no error is logged", text) for text in errors])
 
 
 def ended(tasks: Iterable[str], transports: Iterable[str]) -> list[Finding]:
     """After the end there is no task and no connection."""
     found = [Finding("tasks end", name) for name in tasks]
     found += [Finding("transports end", name) for name in transports]
-    return _shortened(found)
-
-
-def _shortened(found: Sequence[Finding]) -> list[Finding]:
-    """Return a few findings of each rule, and how many more there are."""
-    counts = Counter(one.rule for one in found)
-    shown: Counter[str] = Counter()
-    kept = []
-    for one in found:
-        shown[one.rule] += 1
-        if shown[one.rule] <= _MANY:
-            kept.append(one)
-    return [*kept, *(Finding(rule, f"... {count - _MANY} more") for rule, count in counts.items() if count > _MANY)]
+    return shortened(found)

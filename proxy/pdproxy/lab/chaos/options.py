@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+from pdproxy.sim.facts import ConnectorName
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,6 +17,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How long load and faults last."""
     prefill: int = 3
     decode: int = 3
+    connector: ConnectorName = "nixl"
+    """How KV gets from prefill to decode engines."""
+    pool: Literal["roles", "any"] = "roles"
+    """Whether engines have a role each, or all of them (`prefill` and `decode` together) any role."""
     rate: float = 8.0
     """Requests per second."""
     faults: float = 1.5
@@ -24,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command line that repeats the run, with these items only."""
         words = ["pdproxy chaos", f"--seed {self.seed}", f"--seconds {self.seconds:g}"]
         usual = Options()
-        for name in ("prefill", "decode", "rate", "faults"):
+        for name in ("prefill", "decode", "connector", "pool", "rate", "faults"):
             value = getattr(self, name)
             if value != getattr(usual, name):
                 words.append(f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}")

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from pdproxy.lab.chaos.access import Refusals
 from pdproxy.lab.chaos.answers import Answer, MalformedError, Told, read_answer, told
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATES = (COMPLETIONS, CHAT)
 BODIES = 24
 """Different requests of a seed."""
 _WORDS = ("river", "mountain", "harbour", "ledger", "copper", "window", "a", "the", "of")
 _ALLOWED = frozenset({500, 502, 503, 504})
 """Statuses that say that the engines or the proxy could not, whatever the request."""
+_OWN = "deadline"
+"""The reason for which only requests with a deadline are refused."""
+_LONGEST = 60
+"""Seconds in `Retry-After`."""
 
 
 class Body(msgspec.Struct):
@@ -31,8 +38,8 @@ class Body(msgspec.Struct):
         """Whether it asks for a stream."""
         return bool(self.fields.get("stream"))
 
-    def request(self, ident: str, *, keep: bool) -> bytes:
-        """Return it as HTTP. `keep`: the connection is used again."""
+    def request(self, ident: str, *, keep: bool, headers: Sequence[bytes] = ()) -> bytes:
+        """Return it as HTTP. `keep`: the connection is used again; `headers`: lines beside the usual ones."""
         content = msgspec.json.encode(self.fields)
         return b"\r\n".join(
             (
@@ -42,6 +49,7 @@ class Body(msgspec.Struct):
                 b"content-length: %d" % len(content),
                 b"x-request-id: %b" % ident.encode(),
                 b"connection: %b" % (b"keep-alive" if keep else b"close"),
+                *headers,
                 b"",
                 content,
             )
@@ -52,6 +60,21 @@ def bodies(seed: int, model: str) -> list[Body]:
     """Return the requests of a seed, without their right answers."""
     chance = random.Random(f"{seed}/bodies")
     return [_body(number, chance, model) for number in range(BODIES)]
+
+
+def streams(seed: int, model: str, count: int) -> list[Body]:
+    """Return requests for streams that another engine can go on with at any place, without their right answers."""
+    chance = random.Random(f"{seed}/streams")
+    found = []
+    for number in range(count):
+        text = f"stream {number} " + " ".join(chance.choices(_WORDS, k=chance.randint(2, 150)))
+        fields = {"model": model, "temperature": 0, "max_tokens": 40, "stream": True}
+        fields["stream_options"] = {"include_usage": True}
+        if number % 2:
+            found.append(Body(CHAT, {**fields, "messages": [{"role": "user", "content": text}]}))
+        else:
+            found.append(Body(COMPLETIONS, {**fields, "prompt": text}))
+    return found
 
 
 def _body(number: int, chance: random.Random, model: str) -> Body:
@@ -94,10 +117,10 @@ async def ask_judge(network: VirtualNetwork, host: str, port: int, asked: list[B
             raise MalformedError(f"the judge answers {answer.status}: {bytes(answer.body[:200])!r}")
 
 
-def judge(answer: Answer, body: Body, allowed: frozenset[int] = frozenset()) -> tuple[str, str]:
-    """Judge a complete answer: `right`, `error` with its status, or `wrong` with what is wrong.
+def judge(answer: Answer, body: Body, allowed: Refusals = frozenset()) -> tuple[str, str]:
+    """Judge a complete answer: `right`, `error` with its status and its reason, or `wrong` with what is wrong.
 
-    `allowed`: statuses of errors that this client caused itself.
+    `allowed`: refusals that this client caused itself.
     """
     right = body.right
     assert right is not None
@@ -106,9 +129,13 @@ def judge(answer: Answer, body: Body, allowed: frozenset[int] = frozenset()) -> 
     except MalformedError as error:
         return "wrong", f"status {answer.status}: {error}"
     if answer.status != 200:
-        if found.error is None or answer.status not in _ALLOWED | allowed:
+        reason = str(found.error.get("reason", "")) if found.error is not None else ""
+        usual = answer.status in _ALLOWED and reason != _OWN
+        if found.error is None or not (usual or (answer.status, reason) in allowed):
             return "wrong", f"status {answer.status}: {bytes(answer.body[:200])!r}"
-        return "error", str(answer.status)
+        if reason and not (answer.retry_after.isdecimal() and 1 <= int(answer.retry_after) <= _LONGEST):
+            return "wrong", f"status {answer.status} {reason}: Retry-After {answer.retry_after!r}"
+        return "error", f"{answer.status} {reason}".rstrip()
     if found.error is not None:
         if not body.stream:
             return "wrong", "an error with status 200"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.invariants import Finding
+from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.run import Shortest
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.lab.chaos.child import TRACE
 from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.invariants import Finding
+from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.schedule import Item, schedule
 from pdproxy.lab.chaos.shrink import shrink

@@ -10,8 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from pdproxy.lab.chaos.access import Credentials, drawn
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.oracle import BODIES
+from pdproxy.lab.chaos.setup import places
 
 Client = Literal["plain", "kept", "leaves", "resets", "reads_slowly", "sends_slowly", "pipelines"]
 _CLIENTS: dict[Client, int] = {
@@ -19,10 +21,20 @@ _CLIENTS: dict[Client, int] = {
 }  # fmt: skip
 """How often clients are of each kind."""
 Trouble = Literal[
-    "arm", "restart", "kill", "terminate", "freeze", "dead_core", "cut", "half_cut", "slow_link", "remove"
+    "arm",
+    "restart",
+    "kill",
+    "terminate",
+    "freeze",
+    "core_freeze",
+    "dead_core",
+    "cut",
+    "half_cut",
+    "slow_link",
+    "remove",
 ]
 _TROUBLES: dict[Trouble, int] = {
-    "arm": 60, "restart": 6, "kill": 6, "terminate": 5, "freeze": 6, "dead_core": 4, "cut": 4, "half_cut": 3,
+    "arm": 60, "restart": 6, "kill": 6, "terminate": 5, "freeze": 6, "core_freeze": 6, "dead_core": 4, "cut": 4, "half_cut": 3,
     "slow_link": 4, "remove": 2,
 }  # fmt: skip
 ANSWERS = {
@@ -39,7 +51,8 @@ ANSWERS = {
         *("reset@accept", "stall@accept", "lease_expiry@after", "reset@after", "dead_core@prefilling"),
     ),
 }
-"""Faults of answers, by an engine's role: what the simulator calls them."""
+ANSWERS["E"] = tuple(dict.fromkeys((*ANSWERS["P"], *ANSWERS["D"])))
+"""Faults of answers, by the first letter of an engine's name: what the simulator calls them."""
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
@@ -50,11 +63,13 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     client: Client
     bodies: tuple[int, ...]
     amount: float
+    sender: Credentials = Credentials()
 
     def words(self) -> str:
         """Return what it is, in words."""
         more = f" ({self.amount:g})" if self.client not in ("plain", "kept", "pipelines") else ""
-        return f"at {self.at:.3f} s a client {self.client}{more}: request {', '.join(map(str, self.bodies))}"
+        sender = f", {words}" if (words := self.sender.words()) else ""
+        return f"at {self.at:.3f} s a client {self.client}{more}{sender}: request {', '.join(map(str, self.bodies))}"
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
@@ -101,13 +116,14 @@ def _call(number: int, options: Options) -> Call:
         "reads_slowly": chance.choice((0.05, 0.3, 3.0)),
         "sends_slowly": chance.choice((0.05, 0.3, 3.0)),
     }.get(client, 0.0)
-    return Call(number, at, client, tuple(chance.randrange(BODIES) for _ in range(count)), amount)
+    bodies = tuple(chance.randrange(BODIES) for _ in range(count))
+    return Call(number, at, client, bodies, amount, drawn(chance))
 
 
 def _fault(number: int, options: Options) -> Fault:
     chance = random.Random(f"{options.seed}/{number}")
     at = chance.uniform(0, options.seconds)
-    engines = [f"P{one}" for one in range(options.prefill)] + [f"D{one}" for one in range(options.decode)]
+    engines = [one.name for one in places(options)]
     (what,) = chance.choices(list(_TROUBLES), list(_TROUBLES.values()))
     engine = chance.choice(engines)
     seconds = chance.choice((0.1, 0.5, 1.5, 4.0, 8.0)) * chance.uniform(0.8, 1.2)
@@ -118,6 +134,8 @@ def _fault(number: int, options: Options) -> Fault:
             extra.append(f"events={chance.randint(1, 8)}")
         return Fault(number, at, what, engine, seconds, spec=f"{spec}:{','.join(extra)}")
     if what in ("cut", "half_cut", "slow_link"):
-        other = chance.choice(["proxy", *(one for one in engines if one[0] != engine[0])])
+        other = chance.choice(
+            ["proxy", *(one for one in engines if one[0] != engine[0] or (one[0] == "E" and one != engine))]
+        )
         return Fault(number, at, what, engine, seconds, other)
     return Fault(number, at, what, engine, seconds)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from pdproxy.lab.chaos.clients import Outcome
-from pdproxy.observe.events import Event, LoopBeat, RequestEnded
+from pdproxy.observe.events import Event, LoopBeat, RequestEnded, StreamContinued
 
 
 class Trace:
@@ -21,6 +21,10 @@ class Trace:
         self._digest = hashlib.blake2b(digest_size=8)
         self._file: IO[str] | None = None if file is None else file.open("w")
         self.events: list[Event] = []
+        self.reports: list[tuple[float, RequestEnded]] = []
+        """The ends of requests, each with its time."""
+        self.decisions: list[tuple[float, StreamContinued]] = []
+        """What became of streams whose engine failed, each with its time."""
         self.deliveries = 0
 
     def delivered(self, number: int, size: int) -> None:
@@ -33,7 +37,13 @@ class Trace:
         if isinstance(event, LoopBeat):
             return
         self.events.append(event)
-        more = f" {event.request_id} {event.outcome} {event.status}" if isinstance(event, RequestEnded) else ""
+        more = ""
+        if isinstance(event, RequestEnded):
+            self.reports.append((asyncio.get_running_loop().time(), event))
+            more = f" {event.request_id} {event.outcome} {event.status}"
+        elif isinstance(event, StreamContinued):
+            self.decisions.append((asyncio.get_running_loop().time(), event))
+            more = f" {event.request_id} {event.result} {event.reason}"
         self._line(f"event {type(event).__name__}{more}")
 
     def ended(self, outcome: Outcome) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 
 from pdproxy.lab.chaos.schedule import Fault
+from pdproxy.lab.chaos.setup import PROXY
+from pdproxy.lab.chaos.soundness import Soundness
 from pdproxy.lab.chaos.virtual.transport import Link
-from pdproxy.lab.chaos.world import PROXY, ChaosEngine, World
+from pdproxy.lab.chaos.world import ChaosEngine, World
 
 _SLOW = 0.4
 """Seconds that a slow link takes more."""
@@ -19,10 +21,20 @@ class Troubles:
     def __init__(self, world: World) -> None:
         self._world = world
         self._engines = {engine.name: engine for engine in world.engines}
+        self.soundness = Soundness(self._engines)
 
     async def happen(self, fault: Fault) -> None:
         """Let one happen, and end it."""
-        engine = self._engines[fault.engine]
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        try:
+            await self._happen(fault, self._engines[fault.engine])
+        finally:
+            for name in (fault.engine, fault.other):
+                if name in self._engines:
+                    self.soundness.disturbed(name, begun, loop.time())
+
+    async def _happen(self, fault: Fault, engine: ChaosEngine) -> None:
         match fault.what:
             case "arm":
                 number = engine.sim.faults.add(fault.spec)
@@ -44,6 +56,10 @@ class Troubles:
                 engine.sim.freeze_now(0.0)
                 await asyncio.sleep(fault.seconds)
                 await engine.run(engine.sim.thaw())
+            case "core_freeze":
+                await engine.run(engine.sim.freeze_core())
+                await asyncio.sleep(fault.seconds)
+                await engine.run(engine.sim.thaw_core())
             case "cut" | "half_cut" | "slow_link":
                 await self._disturb(fault, engine)
             case "remove":

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import tempfile
 from collections.abc import Coroutine
 from contextvars import Context, copy_context
+from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,78 +20,64 @@ from uvicorn.server import ServerState
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
 from pdproxy.app.watch import Watch
-from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.ordered_set import OrderedSet
+from pdproxy.lab.chaos.access import LINES, TENANT_HEADER, WEIGHTS
+from pdproxy.lab.chaos.kv_books import KvBooks
 from pdproxy.lab.chaos.options import Options
+from pdproxy.lab.chaos.setup import JUDGE, PORT, PROXY, STORED, Place, facts, nodes, places, pool
 from pdproxy.lab.chaos.virtual.connector import VirtualConnector
 from pdproxy.lab.chaos.virtual.network import HOST, VirtualNetwork
 from pdproxy.lab.chaos.virtual.ports import VirtualPorts
-from pdproxy.observe.events import Event, Observer
+from pdproxy.observe.events import Observer
+from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.overload import Overload
 from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Listen, Node, Pool, Settings
-from pdproxy.sim.facts import ConnectorName, Facts, Role
+from pdproxy.settings.schema import Auth, Listen, Settings
+from pdproxy.sim.facts import ConnectorName
 from pdproxy.sim.server import SimServer
+from pdproxy.sim.storage import MemoryStorage, Storage
 from pdproxy.web.app import create_app
 
-PROXY = "10.0.1.1"
 CLIENTS = "10.0.2.1"
-JUDGE = "10.0.3.1"
-"""The host of the engine that is asked what is right. The proxy does not know it."""
-PORT = 8000
-_SIDE_PORT = 5600
-MODEL = "tiny"
-LEASE = 10.0
-"""Seconds for which a prefill engine keeps KV that nobody fetches."""
 # Each wait of a stream ends long before `total`: a deadline that is missing shows.
 DEADLINES = Deadlines(
     connect=1.0,
+    tokenize=2.0,
     client_head=5.0,
     client_body=5.0,
     queue=5.0,
     prefill=5.0,
+    kv_ready=2.0,
     first_token=5.0,
     between_tokens=3.0,
+    continuation=5.0,
     client_write=3.0,
     abandoned_prefill=3.0,
     release=3.0,
+    retry=2.0,
     drain=10.0,
     total=120.0,
     probe=1.0,
 )
 LIMITS = Limits(max_inflight=12, max_queue=24, min_read_rate=256, breaker_cooldown=3.0)
 """So few that requests wait for places once some engines stand still."""
-HARDWARE = Hardware(prefill_tokens_per_s=4000.0, decode_step_s=0.02, request_overhead_s=0.001)
-"""Slow enough that many requests are under way at once."""
-
-
-CONNECTOR: ConnectorName = "nixl"
-"""How KV gets from prefill to decode engines."""
+HEALTH = Health(stalled_after=2.0, canary_timeout=1.0, canary_interval=0.5, slow_start=2.0)
+OUTLIERS = OutlierSettings(interval=5.0, min_requests=5, eject_for=5.0)
 
 
 class ChaosEngine:
     """One simulated engine on a host of its own."""
 
     def __init__(
-        self, name: str, role: Role, host: str, ports: VirtualPorts, chance: int, connector: ConnectorName
+        self, place: Place, ports: VirtualPorts, chance: int, connector: ConnectorName, storage: Storage | None = None
     ) -> None:
-        self.name = name
-        self.role: Role = role
-        self.host = host
-        facts = Facts(
-            role=role,
-            model=MODEL,
-            connector=connector,
-            hardware=HARDWARE,
-            eos_every=0,
-            kv_lease_duration=LEASE,
-            heartbeat_interval=2.0,
-            handshake_timeout=2.0,
-            side_channel_host=host,
-            side_channel_port=_SIDE_PORT,
+        self.name, self.role, self.host = place.name, place.role, place.host
+        self.sim = SimServer(
+            facts(place, connector), host=place.host, port=PORT, chance=chance, network=ports, storage=storage
         )
-        self.sim = SimServer(facts, host=host, port=PORT, chance=chance, network=ports)
-        self._context = _context_of(host)
+        self._context = _context_of(place.host)
 
     def __repr__(self) -> str:
         return f"<ChaosEngine {self.name} {self.sim.life}>"
@@ -111,16 +99,13 @@ class World:
         self.options = options
         self.network = network
         ports = VirtualPorts(network)
-        roles: list[tuple[str, Role, str]] = [
-            *((f"P{number}", "prefill", f"10.0.0.{10 + number}") for number in range(options.prefill)),
-            *((f"D{number}", "decode", f"10.0.0.{50 + number}") for number in range(options.decode)),
-        ]
+        storage = MemoryStorage() if options.connector in STORED else None
         self.engines = [
-            ChaosEngine(name, role, host, ports, options.seed * 100 + number, CONNECTOR)
-            for number, (name, role, host) in enumerate(roles)
+            ChaosEngine(place, ports, options.seed * 100 + number, options.connector, storage)
+            for number, place in enumerate(places(options))
         ]
-        self.judge = ChaosEngine("judge", "aggregated", JUDGE, ports, options.seed * 100 + 99, "none")
-        self.nodes = {engine.name: Node(url=engine.url, role=engine.role) for engine in self.engines}
+        self.judge = ChaosEngine(Place("judge", "aggregated", JUDGE), ports, options.seed * 100 + 99, "none")
+        self.nodes = nodes(options)
         self._observer = observer
         self.proxy: Proxy
         self.errors: list[str] = []
@@ -128,6 +113,7 @@ class World:
         self.state = ServerState()
         self._context = _context_of(PROXY)
         self._lines = _Errors(self.errors)
+        self._keys = Path(tempfile.mkstemp(prefix="pdproxy-chaos-")[1])
 
     async def begin(self) -> None:
         """Start engines and proxy, and wait until the proxy has probed all engines."""
@@ -143,22 +129,46 @@ class World:
             await asyncio.sleep(0.05)
 
     async def _begin_proxy(self) -> None:
+        self._keys.write_text(LINES)
         settings = Settings(
             listen=Listen(host=PROXY, port=PORT),
-            pools=(Pool(nodes=tuple(self.nodes.values())),),
+            auth=Auth(api_keys_file=str(self._keys)),
+            overload=Overload(tenant_header=TENANT_HEADER, weights=dict(WEIGHTS)),
+            pools=(pool(self.options, self.nodes),),
             deadlines=DEADLINES,
             limits=LIMITS,
+            health=HEALTH,
+            outliers=OUTLIERS,
             probes=Probes(interval=1.0, scrape_interval=4.0),
         )
         chance = random.Random(f"{self.options.seed}/proxy")
         self.proxy = begin_proxy(settings, self.network, self.state, chance, self._observer)
+        self.books = KvBooks(self.proxy.custodian)
+
+    @property
+    def answering(self) -> list[str]:
+        """The names of the engines that answer clients."""
+        return [engine.name for engine in self.engines if engine.role != "prefill"]
+
+    def is_blind(self, engine: ChaosEngine) -> bool:
+        """Return whether an engine was found to stand still, and may not be asked whether it works again.
+
+        It gets no request until its metrics move or five minutes are over, also where only one answer of it was lost.
+        """
+        node = next((node for node in self.proxy.ledger.nodes if node.url == engine.url), None)
+        can_ask = self.proxy.transfer.contract.capabilities.canary_on
+        return node is not None and node.stalled is not None and engine.role not in can_ask
 
     def in_proxy(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something on the proxy's host."""
         return asyncio.get_running_loop().create_task(what, name="chaos:proxy", context=self._context)
 
     async def heal(self) -> None:
-        """End all that is wrong with engines and network."""
+        """End all that is wrong with engines and network.
+
+        With connector `cpu` a prefill engine knows its decode engine's run from the first transfer on, so it is started again,
+        as its operator has to do.
+        """
         loop = asyncio.get_running_loop()
         for link in self.network.links:
             link.up(loop)
@@ -167,19 +177,27 @@ class World:
             sim.faults.clear()
             if sim.life == "frozen":
                 await engine.run(sim.thaw())
-            if sim.life != "up" or sim.engine.dead:
+            await engine.run(sim.thaw_core())
+            pushes = self.options.connector == "cpu" and engine.role == "prefill"
+            if sim.life != "up" or sim.engine.dead or pushes:
                 await engine.run(sim.restart())
 
-    async def end(self) -> None:
-        """Stop everything."""
-        self.network.unlisten(PROXY, PORT)
+    async def drain(self) -> None:
+        """Have the proxy do what it does at SIGTERM, but for the end of its parts: it refuses new requests meanwhile."""
         await self.in_proxy(self.proxy.drain(self.state.tasks))
+        self.network.unlisten(PROXY, PORT)
+        for connection in list(self.state.connections):
+            connection.shutdown()
+
+    async def end(self) -> None:
+        """Stop everything, after `drain`."""
         for connection in list(self.state.connections):
             connection.transport.abort()
         await self.in_proxy(self.proxy.stop())
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.stop())
         logging.getLogger("pdproxy").removeHandler(self._lines)
+        self._keys.unlink()
 
 
 def begin_proxy(
@@ -232,15 +250,3 @@ def _context_of(host: str) -> Context:
     context = copy_context()
     context.run(HOST.set, host)
     return context
-
-
-class Events:
-    """Keeps the proxy's events, but for beats of its loop."""
-
-    def __init__(self) -> None:
-        self.all: list[Event] = []
-
-    def notify(self, event: Event) -> None:
-        """Keep one."""
-        if type(event).__name__ != "LoopBeat":
-            self.all.append(event)

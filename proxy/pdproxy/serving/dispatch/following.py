@@ -171,7 +171,8 @@ class Following:
         self._resources.report_failure(headers, failed.url, "decode", failed.error, will_retry=will_retry)
 
     def _notify(self, result: str, reason: str, seconds: float | None = None) -> None:
-        self._resources.observers.notify(StreamContinued(result, reason, seconds))
+        request_id = self._request.headers.request_id
+        self._resources.observers.notify(StreamContinued(result, reason, seconds, request_id))
 
     # -- both streams together
 

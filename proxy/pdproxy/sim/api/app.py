@@ -28,7 +28,7 @@ from pdproxy.sim.api.answer import answered, check_model
 from pdproxy.sim.api.batch import BatchBody, chat_batch
 from pdproxy.sim.api.chat import chat, chat_prompt
 from pdproxy.sim.api.completions import complete
-from pdproxy.sim.api.errors import Refused, refusal, response, schema_message
+from pdproxy.sim.api.errors import Refused, failure, refusal, response, schema_message
 from pdproxy.sim.api.invocations import invoke
 from pdproxy.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -37,6 +37,7 @@ from pdproxy.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy.sim.api.scoring import ScoringBody, score
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.error_body import error_body
+from pdproxy.sim.request import EngineDeadError
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 _COUNTED = (
@@ -110,6 +111,7 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
     app.state.engine, app.state.date = engine, date
     app.add_exception_handler(RequestValidationError, _schema)
     app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(EngineDeadError, _dead)
     app.router.routes.extend(_generating())
     if engine.facts.enable_scale_out:
         app.router.routes.extend(_scaling_out())
@@ -139,6 +141,10 @@ async def _schema(_: Request, error: Exception) -> Response:
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return refusal(error)
+
+
+async def _dead(_: Request, error: Exception) -> Response:
+    return failure(str(error))
 
 
 @cache
