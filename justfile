@@ -136,6 +136,10 @@ latency_simulated REQUESTS="100" RATE="10":
 orders *ARGS:
     {{ PYTHON }} benchmarks/orders.py {{ ARGS }}
 
+# See for 20 minutes whether memory, open files and tasks stay flat before simulated engines that fail at random
+soak *ARGS:
+    {{ PYTHON }} benchmarks/soak.py {{ ARGS }}
+
 # Have CLIENTS clients at once ask the proxy and the plain engine the same: answers must be the same
 eval *ARGS:
     {{ PYTHON }} benchmarks/evaluate.py --proxy http://{{ HOST }}:{{ PROXY_PORT }} --plain {{ PLAIN }} \

@@ -3,7 +3,7 @@
 The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance.
 
 Each request ends once: right, or with a well-formed error, or its client left. Then no block, lease, task or socket is left.
-PDPROXY_TEST_CHAOS_SECONDS says for how long.
+PDPROXY_TEST_CHAOS_SECONDS says for how long, PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.fakes.placement import Choice, install, placed_world, scripted
 from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, completion, until, world
 
 SECONDS = float(os.environ.get("PDPROXY_TEST_CHAOS_SECONDS", "8"))
+SEEDS = range(int(os.environ.get("PDPROXY_TEST_CHAOS_SEEDS", "1")))
 CLIENTS = 64
 ENOUGH = 2 * CLIENTS
 """So many right answers must come, however long that takes: the proxy goes on after every misfortune."""
@@ -146,8 +147,9 @@ def by_chance(chance: random.Random) -> Choice:
 
 @pytest.mark.timeout(SECONDS + PATIENCE + 90)
 @pytest.mark.parametrize("role", ["one", "any"])
-async def test_everything_goes_wrong_at_random(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chance = random.Random(20261121)
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_everything_goes_wrong_at_random(role: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(20261121 + seed)
     requests = bodies(chance, 40)
     deadlines = {"connect": 0.5, "prefill": 0.6, "first_token": 0.6, "between_tokens": 0.6, "total": 2, "queue": 3}
     deadlines |= {"abandoned_prefill": 2, "release": 2, "probe": 2}
@@ -171,7 +173,7 @@ async def test_everything_goes_wrong_at_random(role: str, monkeypatch: pytest.Mo
         end = time() + SECONDS
 
         async def client(number: int) -> None:
-            own = random.Random(number)
+            own = random.Random(seed * CLIENTS + number)
             while time() < end or (tally["right"] < ENOUGH and time() < end + PATIENCE):
                 which = own.randrange(len(requests))
                 tally[await visit(w, own, *requests[which], right[which])] += 1
@@ -193,7 +195,7 @@ async def test_everything_goes_wrong_at_random(role: str, monkeypatch: pytest.Mo
         lateness = [beat.late_s for beat in w.events(LoopBeat)]
         late = sum(lateness) / len(lateness)
         print(
-            f"chaos, role {role}, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())};"
+            f"chaos, role {role}, seed {seed}, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())};"
             f" the loop was {late * 1000:.0f} ms late"
         )
         assert tally["right"] >= ENOUGH, "the proxy recovers"

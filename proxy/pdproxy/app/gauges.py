@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import platform
 from collections.abc import Callable
 
@@ -63,12 +64,19 @@ def memory_gauges(
 
 
 def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> list[Gauge]:
-    """Return the counts of failed tasks, of dropped log lines, and of refusals that were not logged."""
+    """Return the counts of tasks, of those that failed, of dropped log lines, and of refusals that were not logged."""
 
     def failures() -> Samples:
         return [((task,), count) for task, count in tasks.failures()]
 
+    def running() -> Samples:
+        try:
+            return [((), len(asyncio.all_tasks()))]
+        except RuntimeError:
+            return [((), 0)]  # the page is read outside of an event loop
+
     return [
+        Gauge(catalog.TASKS, running),
         Gauge(catalog.TASK_RESTARTS, failures),
         Gauge(catalog.LINES_DROPPED, lambda: [((), log.dropped if log is not None else 0)]),
         Gauge(catalog.REFUSALS_NOT_LOGGED, lambda: [((), lines.refusals_not_logged)]),

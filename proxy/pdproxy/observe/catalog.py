@@ -298,6 +298,7 @@ BODY_READERS = _gauge(
     "Reader processes, and large bodies that wait for one, by state",
     Label("state", (("busy", "processes at work"), ("idle", "free ones"), ("awaited", "bodies that wait for one"))),
 )
+TASKS = _gauge("pdproxy_tasks", "tasks", "Tasks of the event loop: those of requests, and those in the background")
 CONNECTIONS = _gauge("pdproxy_connections", "connections", "Open connections of clients, also those being refused")
 HELD_BYTES = _gauge(
     "pdproxy_held_bytes",

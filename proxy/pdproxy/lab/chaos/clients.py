@@ -114,7 +114,7 @@ class Visitors:
                 elif call.client != "pipelines":
                     transport.write(body.request(ident, keep=not last, headers=call.sender.headers))
                 if call.client in ("leaves", "resets"):
-                    how, detail = await _leave(reader, answer, int(call.amount))
+                    how, detail = await _leave(reader, answer, call.amount)
                 else:
                     pace = call.amount if call.client == "reads_slowly" else 0.0
                     await read_answer(reader, answer, pace, _NARROW if pace else 1 << 16)
@@ -153,13 +153,13 @@ async def _send_slowly(request: bytes, transport: VirtualTransport, pace: float)
         await asyncio.sleep(pace)
 
 
-async def _leave(reader: asyncio.StreamReader, answer: Answer, after: int) -> tuple[str, str]:
-    """Read until so many bytes of the body have come, or half a second has passed with `after` 0."""
+async def _leave(reader: asyncio.StreamReader, answer: Answer, after: float) -> tuple[str, str]:
+    """Read until so many bytes of the body have come, or for so many seconds if it is less than one: half a second with 0."""
     reading = asyncio.ensure_future(read_answer(reader, answer))
     try:
-        if not after:
-            await asyncio.wait([reading], timeout=0.5)
-        while after and not reading.done() and len(answer.body) < after:
+        if after < 1:
+            await asyncio.wait([reading], timeout=after or 0.5)
+        while after >= 1 and not reading.done() and len(answer.body) < after:
             await asyncio.wait([reading], timeout=0.01)
     finally:
         reading.cancel()

@@ -12,7 +12,7 @@ from collections import Counter
 
 import msgspec
 
-from pdproxy.lab.chaos import access_rules, continued_rules, invariants
+from pdproxy.lab.chaos import access_rules, continued_rules, counts, invariants
 from pdproxy.lab.chaos.clients import Outcome, Visitors
 from pdproxy.lab.chaos.ending import Ending
 from pdproxy.lab.chaos.finding import Finding
@@ -20,7 +20,7 @@ from pdproxy.lab.chaos.invariants import PATIENCE
 from pdproxy.lab.chaos.one_by_one import TIMES, OneByOne
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.oracle import BODIES, Body, ask_judge, bodies, streams
-from pdproxy.lab.chaos.schedule import Call, Fault, Item, schedule
+from pdproxy.lab.chaos.schedule import Call, Client, Fault, Item, schedule
 from pdproxy.lab.chaos.setup import LEASE, MODEL, PORT, PROXY, quiet_for
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.troubles import Troubles
@@ -32,8 +32,12 @@ _RECOVERY = 30.0
 """Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died, canaries."""
 _BURSTS, _BURST, _BETWEEN = 10, 8, 3.0
 """The calm: so many times so many requests at once, with so many seconds between."""
+_LARGE, _EVERY = 30, 4
+"""One burst of so many has so many requests: more than there are places (`LIMITS`)."""
 _LEAVE_AFTER = (0.0, 300.0)
-"""Some of them leave after so many bytes, or before any."""
+"""Two of each burst leave before any data, and after so many bytes."""
+_LEAVE_SOON = 0.004
+"""One more leaves after that many seconds, or a multiple: while it waits for a place, or its prompt is prefilled."""
 _POLLS, _POLL = 100, 0.05
 
 
@@ -176,16 +180,18 @@ class _Course:
         for engine in world.engines:
             engine.sim.requests.clear()
         expired = sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
+        number = 0
         for burst in range(_BURSTS):
+            leave_after = (*_LEAVE_AFTER, _LEAVE_SOON * (burst + 1))
+            size = _BURST if (burst + 1) % _EVERY else _LARGE
             async with asyncio.TaskGroup() as group:
-                for place in range(_BURST):
-                    number = burst * _BURST + place
+                for place in range(size):
+                    number += 1
                     call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
-                    if place < len(_LEAVE_AFTER):
-                        call = Call(
-                            -1, 0.0, "leaves" if number % 2 else "resets", (number % BODIES,), _LEAVE_AFTER[place]
-                        )
-                    group.create_task(visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place + 1}"))
+                    if (leaver := size - 1 - place) < len(leave_after):  # the last ones: they wait for a place
+                        kind: Client = "leaves" if number % 2 else "resets"
+                        call = Call(-1, 0.0, kind, (number % BODIES,), leave_after[leaver])
+                    group.create_task(visitors.visit(call, f"calm-{number}", f"{CLIENTS[:-1]}{place % 8 + 1}"))
             await asyncio.sleep(_BETWEEN)
         await asyncio.sleep(LEASE)
         expired -= sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
@@ -211,6 +217,10 @@ class _Course:
         self._phase("quiet")
         await asyncio.sleep(quiet_for(self._options))
         self.findings += invariants.quiet(world)
+        self.findings += counts.held(world.proxy)
+        asked = {engine.url for engine in world.engines if not world.is_blind(engine)}
+        nodes = [node for node in world.proxy.ledger.nodes if node.url in asked]
+        self.findings += counts.out_of_use(nodes, world.proxy.front.clock.now())
         for _ in range(_POLLS):  # a probe may be under way
             if not self._network.open:
                 return

@@ -1,0 +1,58 @@
+"""Runs many seeds of chaos, and sums them up: what broke a rule, and what each seed took.
+
+Usage: python -m tests.chaos.many [--first 0] [--seeds 50] [--seconds 60] [--faults 1.5] [--jobs 2] [--cpu 10]
+
+The exit code is 1 if a seed has findings, or takes more than `--cpu` CPU seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from statistics import fmean
+
+from pdproxy.lab.chaos import report
+from pdproxy.lab.chaos.course import Result
+from pdproxy.lab.chaos.options import Options
+from pdproxy.lab.chaos.run import run_all
+
+
+def main(arguments: list[str]) -> int:
+    """Run the seeds, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.many", description="Run many seeds of chaos.")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--seeds", type=int, default=50, help="how many (default: 50)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="virtual seconds of load and faults (default: 60)")
+    parser.add_argument("--faults", type=float, default=1.5, help="faults per virtual second (default: 1.5)")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds at once (default: 2)")
+    parser.add_argument("--cpu", type=float, default=10.0, help="CPU seconds of a seed at most (default: 10)")
+    given = parser.parse_args(arguments)
+    options = Options(seconds=given.seconds, faults=given.faults)
+    return summed(run_all(options, range(given.first, given.first + given.seeds), given.jobs), given.cpu)
+
+
+def summed(results: Iterable[tuple[Options, Result]], most: float) -> int:
+    """Print the seeds that failed, and a summary of all; return the exit code. `most`: CPU seconds of a seed."""
+    cpu: list[float] = []
+    ends: Counter[str] = Counter()
+    faults = failed = slow = 0
+    for one, result in results:
+        cpu.append(result.cpu)
+        faults += sum(result.faults.values())
+        for how, count in result.calls.items():
+            ends[" ".join(how.split(" ")[:3])] += count
+        slow += result.cpu > most
+        if result.findings:
+            failed += 1
+            lines = [report.line(one, result), *report.findings(result.findings), f"  repeat it: {one.command()}"]
+            print("\n".join(lines), flush=True)
+    told = ", ".join(f"{count} {how}" for how, count in ends.most_common())
+    print(f"{len(cpu)} seeds, {failed} with findings; {ends.total()} requests under {faults} faults: {told}")
+    print(f"CPU seconds of a seed: {fmean(cpu):.1f} on average, {max(cpu):.1f} at most; {slow} took more than {most:g}")
+    return int(failed > 0 or slow > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,70 @@
+"""What a planted bug is, and how it is planted."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pdproxy
+from tests.chaos.planted import bugs
+
+PACKAGE = Path(pdproxy.__file__).parent
+
+
+class GoneError(Exception):
+    """A bug's old text is not in the package exactly once: the bug must follow the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One text of one file of the package, and what it becomes. `path`: in the package."""
+
+    path: str
+    old: str
+    new: str
+
+    def of(self, text: str) -> str:
+        """Return the file's text with the change.
+
+        Raises:
+            GoneError: the old text is not in it exactly once.
+        """
+        if (count := text.count(self.old)) != 1:
+            raise GoneError(f"{self.path} has {count} times the text {self.old.strip()[:80]!r}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """One bug: what is wrong, the changes that make it so, and the rules of chaos of which at least one must be broken by it."""
+
+    what: str
+    rules: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    def plant(self, package: Path) -> None:
+        """Change a copy of the package.
+
+        Raises:
+            GoneError: one of the old texts is not there exactly once. Nothing is changed then.
+        """
+        texts: dict[Path, str] = {}
+        for change in self.changes:
+            file = package / change.path
+            texts[file] = change.of(texts.get(file) or file.read_text())
+        for file, text in texts.items():
+            file.write_text(text)
+
+
+def all_bugs() -> dict[str, Bug]:
+    """Return all bugs by their names."""
+    names = sorted(module.name for module in iter_modules(bugs.__path__))
+    return {name: import_module(f"{bugs.__name__}.{name}").BUG for name in names}
+
+
+def copy_package(folder: Path) -> Path:
+    """Copy the package into a folder, which then stands in front of it on PYTHONPATH. Return the copy."""
+    return Path(shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__")))

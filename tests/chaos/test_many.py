@@ -1,0 +1,37 @@
+"""The sum of many seeds: findings and slow seeds fail it."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdproxy.lab.chaos.course import Result
+from pdproxy.lab.chaos.finding import Finding
+from pdproxy.lab.chaos.options import Options
+from tests.chaos import many
+
+FINE = Result([], "digest", {"right": 3, "error event 502": 1}, {"kill": 2}, cpu=2.0)
+
+
+@pytest.mark.parametrize(
+    ("second", "code", "said"),
+    [
+        (FINE, 0, "2 seeds, 0 with findings; 8 requests under 4 faults: 6 right, 2 error event 502\n"),
+        (Result([Finding("a rule", "text")], cpu=1.0), 1, "  a rule: text\n  repeat it: pdproxy chaos --seed 7"),
+        (Result([], cpu=11.0), 1, "CPU seconds of a seed: 6.5 on average, 11.0 at most; 1 took more than 10\n"),
+    ],
+)
+def test_seeds_are_summed_up(second: Result, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert many.summed([(Options(seed=6), FINE), (Options(seed=7), second)], 10.0) == code
+    assert said in capsys.readouterr().out
+
+
+def test_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def run_all(options: Options, seeds: range, jobs: int) -> list[tuple[Options, Result]]:
+        asked.append((options.seconds, options.faults, seeds, jobs))
+        return [(options, FINE)]
+
+    monkeypatch.setattr(many, "run_all", run_all)
+    assert many.main(["--first", "50", "--seconds", "9", "--jobs", "3"]) == 0
+    assert asked == [(9.0, 1.5, range(50, 100), 3)]
