@@ -320,7 +320,8 @@ async def test_a_set_that_fails_changes_nothing(w: World, broken: Node) -> None:
         return setup_add(node)
 
     w.setup.add = add  # type: ignore[method-assign]
-    wanted = [d, msgspec.structs.replace(B, facts=Facts(block_size=32)), C]
+    other = [msgspec.structs.replace(one, facts=Facts(block_size=32)) for one in (A, B)]
+    wanted = [d, *other, C]
     with pytest.raises(SettingsError, match="its key can't be read"):
         w.members.apply("settings", wanted)
     assert {url: one.settings for url, one in w.members.members.items()} == {A.url: A, B.url: B}

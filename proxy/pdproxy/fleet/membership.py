@@ -212,6 +212,7 @@ class Membership:
             if member.source == source and url in by_url and member.settings != by_url[url]
         ]
         added: list[str] = []
+        replaced: list[tuple[Member, NodeSettings]] = []
         try:
             for url, node in by_url.items():
                 if all(member.url != url for member in changed):
@@ -219,8 +220,12 @@ class Membership:
                     self.add(node, source)
                     added += [url] if is_new else []
             for member in changed:
+                before = member.settings
                 self._replace(member, by_url[member.url])
+                replaced.append((member, before))
         except Exception:
+            for member, before in replaced:
+                self._replace(member, before)
             for url in added:
                 self._remove(self._members[url], source)
             raise
