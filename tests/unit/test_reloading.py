@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Hangups
+from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
 from pdproxy.observe.logs import configure, set_level
 from pdproxy.settings.changes import AT_ONCE, changes
@@ -219,3 +221,23 @@ def test_a_hangup_has_the_settings_read(caplog: pytest.LogCaptureFixture) -> Non
     hangups.signalled()
     assert calls == [1]
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "stages", "files"),
+    [
+        (None, None, None, []),
+        ("a.yaml", "b.yaml", "c.yaml", ["a.yaml", "c.yaml"]),
+        (None, "b.yaml", None, ["b.yaml"]),
+        (None, "", None, []),
+    ],
+)
+def test_the_files_of_a_command_line(
+    config: str | None, variable: str | None, stages: str | None, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the settings are read from: the option goes before the variable."""
+    monkeypatch.delenv("PDPROXY_CONFIG", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PDPROXY_CONFIG", variable)
+    given = Namespace(config=config and Path(config), stage_config=stages and Path(stages))
+    assert [str(path) for path in files_of(given)] == files
