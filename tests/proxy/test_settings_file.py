@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from pathlib import Path
 
 import pytest
 
-from pdproxy.app.reloading import Reloading, SettingsSource
+from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.server import follow
 from pdproxy.fleet import membership
 from pdproxy.fleet.member import MemberState
+from pdproxy.observe.formats import make_formatter
+from pdproxy.observe.lines import LineWriter
+from pdproxy.observe.logs import Log
 from pdproxy.settings.load import load
 from tests.fakes import answers, scripts
 from tests.fakes.engine import FakeEngine, Reply
@@ -34,8 +39,8 @@ async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
     async with world(decode=2) as w:
         write(*w.engines)
         source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
-        reloading = Reloading(source, w.proxy.membership, lambda _: None)
-        w.proxy.readiness.show(reloading.shortcomings)
+        log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
+        reloading = follow(w.proxy, source, log)
         go = asyncio.Event()
         for engine in w.decode:
             engine.script(scripts.after_word(go, _rest))
@@ -62,7 +67,10 @@ async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
         ready = await w.get("/ready")
         assert ready.status == 200
         assert "can't be read again" in ready.json["details"][0]
+        assert w.metric("pdproxy_settings_reloads_total", result="applied") == 1
+        assert w.metric("pdproxy_settings_reloads_total", result="refused") == 1
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        log.close()
 
 
 async def _rest(reply: Reply) -> None:
