@@ -137,7 +137,7 @@ async def test_engines_pair_only_within_a_label() -> None:
 
 async def test_a_handle_is_released_within_its_label() -> None:
     async with world(1, 2, adjust=adjusted(labels=("a", "b", "a"), pair_within=("rack",))) as w:
-        node = w.proxy.ledger.release_through(w.prefill[0].url, "tiny", w.proxy.service.resources.now())
+        node = w.proxy.ledger.releasing.through(w.prefill[0].url, "tiny", w.proxy.service.resources.now())
         assert node is not None
         assert node.url == w.decode[1].url
 

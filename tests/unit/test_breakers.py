@@ -242,11 +242,11 @@ def test_the_only_engine_starts_at_once() -> None:
 def test_releases_pass_half_open_engines_by() -> None:
     """They have no lease, so that nothing would count them; where there is no other engine, they go there."""
     made, _ = slow()
-    node = made.release_through("p1", "m", 10)
+    node = made.releasing.through("p1", "m", 10)
     assert node is not None
     assert node.url == "d2"
     made.mark_down("d2", "gone", 10)
-    node = made.release_through("p1", "m", 10)
+    node = made.releasing.through("p1", "m", 10)
     assert node is not None
     assert node.url == "d1"
 

@@ -35,7 +35,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """Replaces the server: collects the settings it was started with, exits with 7."""
     started: list[Settings] = []
 
-    def run(settings: Settings) -> int:
+    def run(settings: Settings, source: object) -> int:
         started.append(settings)
         return 7
 

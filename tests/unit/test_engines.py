@@ -116,12 +116,12 @@ def test_nobody_gets_a_removed_engine() -> None:
             assert pair is not None
             assert alone is not None
             assert (pair[Role.DECODE].node.url, alone.node.url) == ("e", "e")
-    releaser = ledger.release_through("p", "m", 0.0, prefer_not="e")
+    releaser = ledger.releasing.through("p", "m", 0.0, prefer_not="e")
     assert releaser is not None
     assert releaser.url == "e"
     engines.remove("p")
     assert ledger.assign(SPLIT, Ask("m", 1, 0.0)) is None
-    assert ledger.release_through("p", "m", 0.0) is not None, "its handles are still to be released"
+    assert ledger.releasing.through("p", "m", 0.0) is not None, "its handles are still to be released"
 
 
 def test_an_ejected_pair_is_forgotten_with_its_engine() -> None:
@@ -189,7 +189,7 @@ def test_a_release_goes_to_the_decode_engines_of_a_removed_prefill_engine() -> N
     engines, ledger = registry(*specs, NodeSpec("e", Role.DECODE, frozenset("q")))
     up(ledger, "p", "q", "d", "e")
     for _ in range(2):
-        found = ledger.release_through("p", "m", 0.0, prefer_not="d")
+        found = ledger.releasing.through("p", "m", 0.0, prefer_not="d")
         assert found is not None
         assert found.url == "d"
         if "p" in engines:

@@ -223,12 +223,12 @@ def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
     """A handle is released where its model is served, and not where it failed."""
     made = ledger()
     made.mark_up("d2", evidence(models="x"))
-    node = made.release_through("http://p1", "m", 0, prefer_not="d2")
+    node = made.releasing.through("http://p1", "m", 0, prefer_not="d2")
     assert node is not None
     assert node.url == "d1"
     made.mark_up("d2", evidence())
     for _ in range(3):
-        node = made.release_through("http://p1", "m", 0, prefer_not="d1")
+        node = made.releasing.through("http://p1", "m", 0, prefer_not="d1")
         assert node is not None
         assert node.url == "d2"
 

@@ -70,7 +70,7 @@ def test_a_full_engine_gets_no_more_prompts_with_pushed_kv() -> None:
     assert pairs[2] is None
     alone = ledger.assign_alone(ask)
     assert alone is not None
-    assert ledger.release_through("http://p", "m", 0.0) is not None, "a release is no load"
+    assert ledger.releasing.through("http://p", "m", 0.0) is not None, "a release is no load"
     assert pairs[0] is not None
     ledger.close(alone, Verdict.GOOD, 0.0)
     ledger.close(pairs[0][Role.DECODE], Verdict.GOOD, 0.0)

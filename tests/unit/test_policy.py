@@ -209,7 +209,7 @@ def test_choices_are_those_of_the_reference(
         elif act == "release":
             prefill = f"prefill{number % prefills}"
             node, same = (
-                made.release_through(prefill, model, now, prefer_not=decode),
+                made.releasing.through(prefill, model, now, prefer_not=decode),
                 reference.release_through(prefill, ask, decode),
             )
             assert (node and node.url) == (same and same.url)

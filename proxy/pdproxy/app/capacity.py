@@ -6,7 +6,7 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe import catalog_refusals
-from pdproxy.observe.events import Event, LegFailed, NodeChanged
+from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.nodes import Role
@@ -44,6 +44,8 @@ class PoolCapacity:
             case NodeChanged(node, up=up):
                 if not up:
                     self._windows.forget(node)
+                self._resize()
+            case MemberChanged():
                 self._resize()
             case LegFailed(node=node, status=status):
                 if status == FULL and (engine := self._engines.get(node)) is not None:

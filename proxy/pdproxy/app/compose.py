@@ -13,6 +13,7 @@ from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, placement_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.kv_events import build_kv_events
+from pdproxy.app.membership import build_membership
 from pdproxy.app.notices import build_notices
 from pdproxy.app.parts import Parts
 from pdproxy.app.prefixes import build_knowledge, build_prefixes
@@ -251,13 +252,17 @@ class Proxy(Parts):
             telemetry=notices.telemetry,
             decisions=decisions,
         )
-        setup.add_configured()
+        membership = build_membership(
+            setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines.engine_drain
+        )
+        readiness.show(membership.shortcomings)
         return cls(
             settings=settings,
             credentials=credentials,
             ledger=ledger,
             engines=engines,
             setup=setup,
+            membership=membership,
             admin=admin,
             prober=prober,
             stalls=stalls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ from pdproxy.scheduling.outliers import OutlierLimits, Outliers
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached
 from pdproxy.scheduling.slo import Slo
-from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.crosscheck import checked_node, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
 from pdproxy.settings.outliers import OutlierSettings
@@ -58,6 +59,11 @@ class Profiles:
             self._chunks.pop(node.url, None)
         else:
             self._chunks[node.url] = chunk
+
+    def forget(self, url: str) -> None:
+        """Forget a removed engine."""
+        self._engines.pop(url, None)
+        self._chunks.pop(url, None)
 
     def hardware(self, url: str) -> Hardware | None:
         """Return the times of an engine, None where no profile has them."""
@@ -147,10 +153,11 @@ class EngineSetup:
         self._decode_waits = entry_of(settings.pool.connector).contract(settings).holder.decode_waits
         self._nodes: dict[str, Node] = {}
 
-    def add_configured(self) -> None:
-        """Add the engines of the settings, which were checked together when the settings were read."""
+    def add_configured(self) -> tuple[Node, ...]:
+        """Add the engines of the settings, which were checked together when the settings were read. Return them."""
         for node in self._settings.pool.nodes:
             self._add(node)
+        return self._settings.pool.nodes
 
     def add(self, node: Node) -> Engine:
         """Add an engine. It gets requests once it has answered a probe. What fails changes nothing.
@@ -162,6 +169,17 @@ class EngineSetup:
         if node.url in self._engines:
             raise ValueError(f"{node.url} is there already")
         return self._add(checked_node(node, self._settings.pool, tuple(self._nodes.values())))
+
+    def checked(self, node: Node) -> Node:
+        """Return the settings of an engine that is to be added, or is to take the place of the one with its URL.
+
+        Raises:
+            SettingsError: it can't work in this pool.
+        """
+        url = node.url
+        with contextlib.suppress(SettingsError):  # which the check below reports
+            url = engine_url(url, ("url",))
+        return checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
 
     def _add(self, node: Node) -> Engine:
         credentials = self._credentials.of_engine(node)
@@ -224,6 +242,7 @@ class EngineSetup:
         """
         engine = self._engines.remove(url)
         self._credentials.forget(url)
+        self._profiles.forget(url)
         del self._nodes[url]
         return engine
 

@@ -19,6 +19,7 @@ from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
+from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.tasks import TaskOwner
@@ -50,6 +51,7 @@ class Parts:
     ledger: Ledger
     engines: EngineRegistry
     setup: EngineSetup
+    membership: Membership
     admin: EngineAdmin
     prober: Prober
     stalls: Stalls

@@ -151,6 +151,7 @@ def build_prefixes(
         knowledge.places, knowledge.connected = kv_events.sources.places, kv_events.sources.connected
     prefixes = KnowingPrefixes(knowledge, engines, now)
     engines.watch(prefixes)
+    engines.when_forgotten(knowledge.remove)
     observers.add(prefixes)
     metrics.add_gauges(prefixes.gauges())
     return prefixes

@@ -37,7 +37,11 @@ class ReadinessCheck:
         self._ledger = ledger
         self._now = now
         self._why_no_key = why_no_key
-        self._sources = sources
+        self._sources = list(sources)
+
+    def show(self, source: Callable[[], Sequence[str]]) -> None:
+        """Show what one more source says is wrong."""
+        self._sources.append(source)
 
     def state(self) -> State:
         """Return the state, without its reasons."""

@@ -1,8 +1,8 @@
 """The server process: checks limits, handles signals, drains in order, and returns one exit code.
 
 Owns the order of the end. At the first SIGTERM or SIGINT `/ready` becomes 503 and new requests are refused; when streams have
-ended and KV is released, the process ends with 0. A second SIGINT ends it at once. SIGHUP is ignored: by default it would end the
-process, and all streams with it.
+ended and KV is released, the process ends with 0. A second SIGINT ends it at once. SIGHUP has the settings read again: by default
+it would end the process, and all streams with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import uvicorn
@@ -26,9 +27,10 @@ from pdproxy import __version__
 from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import settled
+from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
-from pdproxy.observe.logs import Log, configure
+from pdproxy.observe.logs import Log, configure, set_level
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import AUTO
@@ -61,12 +63,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run(settings: Settings) -> int:
-    """Serve until asked to stop. Return the exit code: 0, 1 after a failure, 2 if it can't start, 130 at a second Ctrl-C."""
+def run(settings: Settings, source: SettingsSource | None = None) -> int:
+    """Serve until asked to stop. Return the exit code: 0, 1 after a failure, 2 if it can't start, 130 at a second Ctrl-C.
+
+    `source`: where the settings come from, to be read again when its files change; None: they never are.
+    """
     log = configure(settings.observe.log_level, settings.observe.log_format)
     uncaught.install()
     try:
-        return _run(settings, log)
+        return _run(settings, log, source)
     except SettingsError:
         raise  # an operator's mistake, which the command line reports
     except Exception as error:
@@ -76,7 +81,7 @@ def run(settings: Settings) -> int:
         log.close()
 
 
-def _run(settings: Settings, log: Log) -> int:
+def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
     settings = fit_files(settings)
     try:
         listener = listen(settings.listen.host, settings.listen.port)
@@ -90,7 +95,7 @@ def _run(settings: Settings, log: Log) -> int:
         return 2
     gc.set_threshold(*GC_THRESHOLDS)
     with listener:
-        return uvloop.run(_serve_until_signalled(settings, listener, log))
+        return uvloop.run(_serve_until_signalled(settings, listener, log, source))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -172,12 +177,29 @@ def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
     )
 
 
-async def _serve_until_signalled(settings: Settings, listener: socket.socket, log: Log) -> int:
+async def _serve_until_signalled(
+    settings: Settings, listener: socket.socket, log: Log, source: SettingsSource | None
+) -> int:
     asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
     ending = Ending()
     ending.take_signals(signal.SIGTERM, signal.SIGINT)
-    Hangups().take()
-    return await serve(settings, listener, ending, log)
+    hangups = Hangups()
+    hangups.take()
+
+    def started(proxy: Proxy) -> None:
+        if source is not None and source.paths:
+            hangups.then = follow(proxy, source, log).soon
+
+    return await serve(settings, listener, ending, log, started)
+
+
+def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
+    """Have a proxy that was started follow the files of its settings."""
+    reloading = Reloading(source, proxy.membership, partial(set_level, log))
+    proxy.readiness.show(reloading.shortcomings)
+    proxy.metrics.add_gauges(reloading.gauges())
+    proxy.tasks.keep(reloading.run, "settings")
+    return reloading
 
 
 async def _settled(settings: Settings, ending: Ending) -> Settings | None:
@@ -195,8 +217,16 @@ async def _settled(settings: Settings, ending: Ending) -> Settings | None:
         await asyncio.gather(asking, end_requested, return_exceptions=True)
 
 
-async def serve(settings: Settings, listener: socket.socket, ending: Ending, log: Log | None = None) -> int:
+async def serve(
+    settings: Settings,
+    listener: socket.socket,
+    ending: Ending,
+    log: Log | None = None,
+    started: Callable[[Proxy], None] = lambda _: None,
+) -> int:
     """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`.
+
+    `started`: called once with the proxy, before it gets requests.
 
     Raises:
         SettingsError: the engines show that the settings are wrong, or a file can't be used.
@@ -208,6 +238,7 @@ async def serve(settings: Settings, listener: socket.socket, ending: Ending, log
     proxy = Proxy.build(settings, log=log)
     server = _Server(uvicorn_config(proxy))
     proxy.start()
+    started(proxy)
     for warning in proxy.credentials.warnings():
         logger.warning("%s", warning)
     scheme = "http" if proxy.credentials.listen is None else "https"

@@ -1,4 +1,4 @@
-"""What the process does about signals: SIGTERM and SIGINT drain and end it, SIGHUP is ignored.
+"""What the process does about signals: SIGTERM and SIGINT drain and end it, SIGHUP has the settings read again.
 
 Owns the count of the requests to stop. All other signals keep the behaviour of Python and the system.
 """
@@ -39,26 +39,31 @@ class Ending:
 
 
 class Hangups:
-    """Ignores SIGHUP and logs that, at most every 10 s: its sender may expect that the settings are read again."""
+    """Takes SIGHUP: its sender expects that the settings are read again. Without files it is ignored, and logged every 10 s."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Make one that has received none."""
         self._now = now
         self._count = 0
         self._logged: float | None = None
+        self.then: Callable[[], None] | None = None
+        """Has the settings read again; None: there is nothing to read."""
 
     def take(self) -> None:
         """Handle SIGHUP in the running loop."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.signalled)
 
     def signalled(self) -> None:
-        """Count one, and log it if the last line is old enough."""
+        """Have the settings read again. Where nothing can be read, count one, and log it if the last line is old enough."""
+        if self.then is not None:
+            self.then()
+            return
         self._count += 1
         now = self._now()
         if self._logged is None or now - self._logged >= HANGUP_LINES_EVERY:
             self._logged = now
             logger.warning(
-                "SIGHUP was ignored (%d so far): settings are read only at the start, files of keys and certificates when "
+                "SIGHUP was ignored (%d so far): there is no file of settings, and files of keys and certificates are read when "
                 "they change; SIGTERM ends the process",
                 self._count,
             )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdproxy.cli.settings_flags import ENGINES, GROUPS, RECEIVER
+from pdproxy.settings.environment import CONFIG
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.receivers import ReceiverFlag
 from pdproxy.settings.schema import Settings
@@ -72,6 +73,13 @@ def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -
         stage_config=arguments.stage_config,
         need_engines=need_engines,
     )
+
+
+def files_of(arguments: argparse.Namespace) -> list[Path]:
+    """Return the files that `settings_from` reads."""
+    named = os.environ.get(CONFIG)
+    config = arguments.config or (Path(named) if named else None)
+    return [path for path in (config, arguments.stage_config) if path is not None]
 
 
 def _text(words: str | Callable[[], str]) -> str:

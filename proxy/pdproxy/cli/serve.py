@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.options import add_settings_options, files_of, settings_from
 from pdproxy.cli.parser import examples
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Read the settings, run the server, return its exit code."""
     settings = settings_from(arguments)
     # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
+    from pdproxy.app.reloading import SettingsSource
     from pdproxy.app.server import run as run_server
 
-    return run_server(settings)
+    source = SettingsSource(settings, lambda: settings_from(arguments), files_of(arguments))
+    return run_server(settings, source)

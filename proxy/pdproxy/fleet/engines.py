@@ -41,6 +41,7 @@ class EngineRegistry(Mapping[str, Engine]):
         self._leaving: list[Engine] = []
         self._watchers: list[EngineWatcher] = []
         self._named: list[Callable[[], Collection[str]]] = []
+        self._forget: list[Callable[[str], None]] = []
 
     def __repr__(self) -> str:
         return f"<EngineRegistry {', '.join(self._engines) or 'without engines'}>"
@@ -59,8 +60,15 @@ class EngineRegistry(Mapping[str, Engine]):
         self._watchers.append(watcher)
 
     def keep_known(self, named: Callable[[], Collection[str]]) -> None:
-        """Keep removed engines in `known` while `named` returns their URLs. It is called when engines come and go."""
+        """Keep removed engines in `known` while `named` returns their URLs."""
         self._named.append(named)
+
+    def when_forgotten(self, forget: Callable[[str], None]) -> None:
+        """Call `forget(url)` once nothing needs a removed engine any more, unless one with its URL has been added since.
+
+        For those who note something of an engine when a leg to it ends.
+        """
+        self._forget.append(forget)
 
     def add(
         self,
@@ -89,7 +97,7 @@ class EngineRegistry(Mapping[str, Engine]):
         """
         if spec.url in self._engines:
             raise ValueError(f"{spec.url} is there already")
-        self._drop_idle()
+        self.forget_idle()
         buffer = ReceiveBuffer(buffer_capacity) if buffer_capacity is not None else None
         engine = Engine(
             self._ledger.add(spec),
@@ -121,7 +129,7 @@ class EngineRegistry(Mapping[str, Engine]):
         self._leaving.append(engine)
         for watcher in self._watchers:
             watcher.removed(engine)
-        self._drop_idle()
+        self.forget_idle()
         return engine
 
     def lists(self, model: str) -> bool:
@@ -142,14 +150,28 @@ class EngineRegistry(Mapping[str, Engine]):
             raise EngineError(f"{url} was removed")
         return engine
 
-    def _drop_idle(self) -> None:
-        """Drop removed engines that no leg is under way to, and that hold no KV for us."""
-        named = {url for urls in self._named for url in urls()} if self._leaving else set()
-        self._leaving = [
-            engine
-            for engine in self._leaving
-            if engine.node.requests or (engine.buffer is not None and engine.buffer.taken) or engine.url in named
-        ]
+    def needed(self, engine: Engine) -> bool:
+        """Return whether legs to an engine are under way, or it holds KV for us."""
+        return self._is_needed(engine, self._urls_named())
+
+    def forget_idle(self) -> bool:
+        """Forget the removed engines that are not needed any more. Return whether any is left."""
+        if not self._leaving:
+            return False
+        named = self._urls_named()
+        idle = [engine for engine in self._leaving if not self._is_needed(engine, named)]
+        self._leaving = [engine for engine in self._leaving if engine not in idle]
         needed = self._engines.keys() | {engine.url for engine in self._leaving}
-        for url in self.known.keys() - needed:
+        for url in {engine.url for engine in idle} - needed:
             del self.known[url]
+            for forget in self._forget:
+                forget(url)
+        return bool(self._leaving)
+
+    def _urls_named(self) -> set[str]:
+        return {url for urls in self._named for url in urls()}
+
+    @staticmethod
+    def _is_needed(engine: Engine, named: Collection[str]) -> bool:
+        held = engine.buffer.taken if engine.buffer is not None else 0
+        return bool(engine.node.requests or held or engine.url in named)

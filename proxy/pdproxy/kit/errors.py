@@ -44,6 +44,7 @@ class Wait(Enum):
     RELEASE = "release"
     RETRY = "retry"
     DRAIN = "drain"
+    ENGINE_DRAIN = "engine_drain"
     TOTAL = "total"
     DETECT = "detect"
     PROBE = "probe"

@@ -53,10 +53,11 @@ class ReloadingFile(Generic[T]):
             logger.info("%s was read again", self.name)
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
-        return [_stamp(path) for path in self._paths]
+        return [stamp(path) for path in self._paths]
 
 
-def _stamp(path: str) -> tuple[int, ...] | None:
+def stamp(path: str) -> tuple[int, ...] | None:
+    """Return what differs once a file has changed, None if it can't be found."""
     try:
         found = os.stat(path)  # noqa: PTH116 - follows links: Kubernetes replaces a link to renew a secret
     except (OSError, ValueError):

@@ -10,6 +10,7 @@ from pdproxy.kit.errors import Fault, Wait
 from pdproxy.observe import (
     catalog_continuations,
     catalog_decisions,
+    catalog_fleet,
     catalog_health,
     catalog_kv_events,
     catalog_peers,
@@ -371,6 +372,7 @@ BUILD_INFO = _gauge(
 _FILES = (
     catalog_continuations,
     catalog_decisions,
+    catalog_fleet,
     catalog_health,
     catalog_kv_events,
     catalog_peers,

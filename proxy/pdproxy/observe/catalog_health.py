@@ -1,4 +1,4 @@
-"""The rows of the table of metrics (`observe.catalog`) about engines that stand still or come back, and retries. Only data."""
+"""The rows of the table of metrics (`observe.catalog`) about engines that come, go or stand still, and retries. Only data."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ NODE_STATE = Description(
             (
                 ("up", "it gets requests"),
                 ("down", "probes find it down: it gets none"),
+                ("draining", "it is to leave, or has been drained: it gets none"),
                 ("stalled", "its core stands still (health.stalled_after): it gets none"),
                 ("excluded", "by its breaker, or as an outlier: it gets requests only if there is no other engine"),
                 ("half_open", "it gets one request at a time, until one has shown that it serves again"),

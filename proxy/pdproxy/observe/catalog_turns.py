@@ -9,6 +9,7 @@ TURN_DROPS = (
     ("expired", "its time was over (turns.decoder_kv_blocks_ttl, less the margin)"),
     ("restarted", "its decode engine was started again or removed"),
     ("released", "its decode engine freed it"),
+    ("leaving", "its decode engine is being drained"),
     ("too_long", "it alone is more than may be kept"),
     ("no_ids", "the token ids of the prompt are not known"),
     ("groups", "its model has several groups of layers, whose blocks can't be cut"),

@@ -156,6 +156,15 @@ class NodeChanged(msgspec.Struct, frozen=True):
     reason: str
 
 
+class MemberChanged(msgspec.Struct, frozen=True):
+    """An engine was added to the pool, drained or removed. `change`: one of `catalog_fleet.CHANGES`; `by`: who asked for it."""
+
+    node: str
+    role: str
+    change: str
+    by: str
+
+
 class PairEjected(msgspec.Struct, frozen=True):
     """Two engines counted different prompt lengths for one request and are not paired again."""
 
@@ -319,6 +328,7 @@ Event = (
     | HandleEnded
     | LegFailed
     | NodeChanged
+    | MemberChanged
     | PairEjected
     | KvShortfall
     | KvCounted

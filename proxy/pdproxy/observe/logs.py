@@ -26,6 +26,7 @@ from pdproxy.observe.events import (
     LegFailed,
     LegTimes,
     LoopBeat,
+    MemberChanged,
     NodeChanged,
     PairEjected,
     Refused,
@@ -112,6 +113,8 @@ class LogObserver:
                     "engine is up" if up else "engine is down",
                     _fields(event),
                 )
+            case MemberChanged():
+                _log(fleet, logging.INFO, "engine of the pool", _fields(event))
             case PairEjected():
                 _log(
                     fleet,
@@ -285,13 +288,22 @@ def configure(level: str, log_format: str) -> Log:
 
     writer = LineWriter(sys.stderr, report)
     handler = _Handler(writer, made)
-    own = logging.getLevelName(level.upper())
     # Libraries log warnings, and asyncio tasks that failed. Without this they would write to standard error themselves.
-    for name, lowest in (("pdproxy", own), ("uvicorn", max(logging.INFO, own)), (None, logging.WARNING)):
+    for name in ("pdproxy", "uvicorn", None):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(lowest)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").disabled = True  # pdproxy writes access lines itself
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return Log(writer, made, shows_requests=access.isEnabledFor(logging.INFO))
+    log = Log(writer, made, shows_requests=True)
+    set_level(log, level)
+    return log
+
+
+def set_level(log: Log, level: str) -> None:
+    """Set the least severe record that is written, also of access lines."""
+    own = logging.getLevelName(level.upper())
+    logging.getLogger("pdproxy").setLevel(own)
+    logging.getLogger("uvicorn").setLevel(max(logging.INFO, own))
+    log.shows_requests = access.isEnabledFor(logging.INFO)

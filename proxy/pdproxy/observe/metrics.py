@@ -18,6 +18,7 @@ from pdproxy.observe import (
     catalog,
     catalog_continuations,
     catalog_decisions,
+    catalog_fleet,
     catalog_peers,
     catalog_refusals,
     catalog_turns,
@@ -39,6 +40,7 @@ from pdproxy.observe.events import (
     LegFailed,
     LegTimes,
     LoopBeat,
+    MemberChanged,
     NodeChanged,
     PairEjected,
     Refused,
@@ -169,6 +171,8 @@ class Metrics:
                 self._count(catalog.DEADLINES, wait)
             case LegFailed(node=node, phase=phase):
                 self._count(catalog.LEG_FAILURES, self._node(node), phase)
+            case MemberChanged(change=change):
+                self._count(catalog_fleet.MEMBER_CHANGES, change)
             case PairEjected():
                 self._count(catalog.PAIRS_EJECTED)
             case KvCounted(moved=moved, missing=missing):

@@ -86,6 +86,12 @@ class Breakers:
         self._half_open(node)
         node.open_until = now
 
+    def warm_up(self, node: Node, now: float) -> None:
+        """Begin the slow start of an engine that has no failures: it is new. Without slow starts nothing changes."""
+        if self._slow_start:
+            self._half_open(node)
+            node.trial_places, node.open_until, node.slow_until = 2, 0.0, now + self._slow_start
+
     def any_left(self, now: float) -> bool:
         """End the slow starts whose time is over. Return whether any engine is still in `opened`."""
         for node in [one for one in self.opened if one.slow_until and now >= one.slow_until]:

@@ -14,13 +14,14 @@ from types import MappingProxyType
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
 from pdproxy.scheduling.choice import Choice
-from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
+from pdproxy.scheduling.compatibility import Compatibility
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role, in_common
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import make_policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
+from pdproxy.scheduling.releasing import Releasing
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
@@ -70,6 +71,7 @@ class Ledger:
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
+        self.releasing = Releasing(self._nodes, self._eligibility, self._breakers)
         self._alone_roles: list[Role] = []
         """Those of `_alone` that have an engine that is up."""
         self.block_size: int | None = None
@@ -81,6 +83,7 @@ class Ledger:
         self._windows = self._has_places = windows
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
+        self._when_up: Callable[[str], None] = lambda _: None
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -97,6 +100,10 @@ class Ledger:
         """Call `then(url)` when the present run of an engine is over, or seems to be: it went down, or was started again."""
         self._when_lost = then
 
+    def when_up(self, then: Callable[[str], None]) -> None:
+        """Call `then(url)` when an engine is up for the first time since it was added."""
+        self._when_up = then
+
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
         node = self._nodes[url]
@@ -104,6 +111,7 @@ class Ledger:
         new = node.evidence != evidence or was_down
         if node.evidence is not None and node.evidence != evidence:
             self._pardon(node)
+        first = node.evidence is None
         another_run = node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down)
         started_again = another_run and node.evidence is not None
         if another_run:
@@ -117,6 +125,8 @@ class Ledger:
             self._changed()
         if started_again:
             self._when_lost(url)
+        if first:
+            self._when_up(url)
         return new
 
     def mark_down(self, url: str, reason: str, now: float) -> bool:
@@ -158,6 +168,17 @@ class Ledger:
         if node is not None and (in_use := node.usable(now)):
             self._breakers.exclude(node, why, until)
         return node is not None and in_use
+
+    def mark_draining(self, url: str, why: str | None) -> None:
+        """Note why an engine gets no more leases although it serves those that are open; None: it gets some again."""
+        if (node := self._nodes.get(url)) is not None:
+            node.draining = why
+            self._changed()
+
+    def warm_up(self, url: str, now: float) -> None:
+        """Have an engine that was added while others serve begin slowly. Without a slow start (`Breakers`) nothing changes."""
+        if (node := self._nodes.get(url)) is not None:
+            self._breakers.warm_up(node, now)
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
         """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
@@ -205,6 +226,8 @@ class Ledger:
         node = self._nodes.pop(url)
         self._pardon(node)
         self._breakers.reset(node)
+        for policy in self._policies.values():
+            policy.forget(node)
         node.open_until = math.inf  # so that legs which still run neither open nor close its breaker
         self._changed()
 
@@ -287,30 +310,6 @@ class Ledger:
                 default=None,
             )
         return None if node is None else self._open(node, Role.AGGREGATED, ask.prompt_bytes, ask)
-
-    def release_through(
-        self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None
-    ) -> Node | None:
-        """Return the decode engine through which a prefill engine's handle is released. No lease: a release is no load."""
-        made_by = self._nodes.get(prefill)  # None: it was removed, and its labels are not known any more
-        ranked = [
-            node
-            for node in self._eligibility.ranked(Role.DECODE, Ask(model, 0, now), ())
-            if node.url != prefill
-            and (node.spec.has_source(prefill) if made_by is None else node.spec.takes_from(made_by.spec))
-        ]
-        return next(iter(self._tried([node for node in ranked if node.url != prefer_not], now) or ranked), None)
-
-    def readers_of(self, decode: Node, model: str | None, now: float) -> list[Node]:
-        """Return the prefill engines that may pull KV of a decode engine, best first. No lease: they are asked to release it."""
-        ranked = self._eligibility.ranked(Role.PREFILL, Ask(model, 0, now), ())
-        return self._tried([node for node in ranked if prefill_and_decode(node, decode) is None], now)
-
-    def _tried(self, nodes: list[Node], now: float) -> list[Node]:
-        """Return the engines without half-open ones, if there are others: those get one request, and releases hold no lease."""
-        if not self._breakers.opened:
-            return nodes
-        return [node for node in nodes if not node.half_open(now)] or nodes
 
     def began(self, lease: Lease, now: float) -> None:
         """Note that the engine that answers has made its first token: for trials, and for the placement."""

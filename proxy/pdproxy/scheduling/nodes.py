@@ -34,7 +34,7 @@ _PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
 ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 """What `Node.uses` can be."""
 
-STATES = ("up", "down", "stalled", "excluded", "half_open", "slow_start")
+STATES = ("up", "down", "draining", "stalled", "excluded", "half_open", "slow_start")
 """What `Node.state` can be."""
 
 
@@ -156,6 +156,8 @@ class Node:
     """When its slow start ends, in monotonic seconds; 0: it is in none."""
     stalled: str | None = None
     """Why it gets no requests although it answers probes; None: it does not stand still."""
+    draining: str | None = None
+    """Why it gets no more requests although it serves those that it has; None: it is not being drained."""
     kv_not_ready: str | None = None
     """Why it can't take part in KV transfer yet, None if it can."""
     kv_mode: str | None = None
@@ -182,8 +184,9 @@ class Node:
 
     @property
     def available(self) -> bool:
-        """Whether it may get requests at all: it is up, and does not stand still."""
-        return self.down_because is None and self.stalled is None and self.evidence is not None
+        """Whether the engine may get requests at all: it is up, does not stand still, and is not being drained."""
+        in_use = self.down_because is None and self.stalled is None and self.draining is None
+        return in_use and self.evidence is not None
 
     @property
     def full(self) -> bool:
@@ -211,6 +214,8 @@ class Node:
         """Return which of `STATES` the engine is in."""
         if self.down_because is not None:
             return "down"
+        if self.draining is not None:
+            return "draining"
         if self.stalled is not None:
             return "stalled"
         if now < self.open_until:

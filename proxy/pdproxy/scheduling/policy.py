@@ -71,6 +71,10 @@ class Policy(ABC):
         """An engine came up, went down or changed. No function that `best_of` returned before is called again."""
         return
 
+    def forget(self, node: Node) -> None:
+        """An engine was removed: it gets no more leases. Those that are open are closed later."""
+        return
+
     def opened(self, lease: Lease, ask: Ask) -> None:
         """A lease was opened on an engine of this role, whether this policy chose it or not."""
         return

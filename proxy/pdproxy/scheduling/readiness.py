@@ -20,20 +20,18 @@ def not_ready(nodes: Sequence[Node], *, starting: bool, alone: Sequence[Role]) -
         return None
     roles = " or ".join(role.value for role in reversed(alone))
     if Role.DECODE in alone:
-        down = "; ".join(
-            f"{node.url} {node.down_because or node.stalled}" for node in nodes if not node.uses.isdisjoint(alone)
-        )
+        down = "; ".join(f"{node.url} {_why_not(node)}" for node in nodes if not node.uses.isdisjoint(alone))
         return f"no {roles} engine is up: {down}"
     if any(_is_pair(prefill, decode) for prefill in nodes for decode in nodes):
         return None
-    why = "; ".join(
-        f"{node.url} {node.down_because or node.stalled or node.kv_not_ready}"
-        for node in nodes
-        if not _takes_part(node)
-    )
+    why = "; ".join(f"{node.url} {_why_not(node) or node.kv_not_ready}" for node in nodes if not _takes_part(node))
     return f"no {roles} engine is up, and no prefill engine can be paired with a decode engine" + (
         f": {why}" if why else ""
     )
+
+
+def _why_not(node: Node) -> str | None:
+    return node.down_because or node.draining or node.stalled
 
 
 def _takes_part(node: Node) -> bool:

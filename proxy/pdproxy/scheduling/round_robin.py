@@ -8,9 +8,6 @@ from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
-_MAX_ENGINES = 4096
-"""Engines whose last turn is remembered. Those that were removed are forgotten as the oldest ones."""
-
 
 class RoundRobin(Policy):
     """The engine whose last turn in this role was longest ago comes first; of those without any, the first one of the settings.
@@ -44,8 +41,10 @@ class RoundRobin(Policy):
         turns, self._number = self._turns, self._number + 1
         turns.pop(lease.node, None)
         turns[lease.node] = self._number
-        if len(turns) > _MAX_ENGINES:
-            del turns[next(iter(turns))]
+
+    def forget(self, node: Node) -> None:
+        """See `Policy`."""
+        self._turns.pop(node, None)
 
     def _turn(self, node: Node) -> int:
         return self._turns.get(node, 0)

@@ -71,6 +71,10 @@ class Deadlines(Section, frozen=True):
     drain: Seconds = 60.0
     """Running requests, after the proxy was asked to stop. Keep it below the orchestrator's grace period."""
 
+    engine_drain: Seconds = 300.0
+    """Requests of an engine that is to leave. After that they end as if it had failed: requests without data are tried again, and
+    other engines go on with streams where they can."""
+
     unacknowledged: Seconds = 10.0
     """What was sent to an engine, or a question whether it is still there, without its machine's acknowledgement: its network or
     its power is gone. For connections of prompts' legs, where the system can do it (Linux). There it also ends a connection whose

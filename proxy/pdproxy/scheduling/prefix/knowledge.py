@@ -121,7 +121,9 @@ class Knowledge:
             self._by_routing.discard(url)
             self.routing.remove_place(engine.place)
             self.speculative.remove_place(engine.place)
-            self.refreshing.forget(url)
+        self.refreshing.forget(url)
+        for suspect in [suspect for suspect in self._suspects if suspect[0] == url]:
+            del self._suspects[suspect]
 
     def is_fed(self, url: str) -> bool:
         """Return whether an engine's events are read, and come."""

@@ -134,6 +134,10 @@ class KeptTurns:
         """Keep a turn; drop the oldest ones for it. Return whether it is kept."""
         limits, url = self._limits, turn.record.decode
         self.sweep()
+        engine = self._engines.get(url)
+        if engine is not None and engine.node.draining is not None:
+            self._dropped(turn.record, turn.handle, "leaving")
+            return False
         if turn.size > limits.max_bytes - self._elsewhere or turn.handle.blocks > limits.max_blocks:
             self._dropped(turn.record, turn.handle, "too_long")
             return False
@@ -192,6 +196,11 @@ class KeptTurns:
         """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if unknown, nothing changes."""
         if (turn := self._by_name.get(name)) is not None:
             self._drop(turn, reason)
+
+    def engine_leaves(self, url: str) -> None:
+        """Drop the turns of a decode engine."""
+        for turn in [turn for turn in self._by_age.values() if turn.record.decode == url]:
+            self._drop(turn, "leaving")
 
     def sweep(self) -> None:
         """Drop the turns whose time is over."""

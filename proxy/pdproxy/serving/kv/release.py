@@ -74,9 +74,17 @@ class Contacts:
             return
         self._pairs.add(pair)
         if len(self._pairs) >= self._drop_at:
-            runs = {engine.node.run_number for engine in self._engines.values()}
-            self._pairs = {pair for pair in self._pairs if runs.issuperset(pair)}
-            self._drop_at = max(MIN_CONTACTS, 2 * len(self._pairs))
+            self._sweep()
+
+    def forget(self, url: str) -> None:
+        """Forget an engine that is not known any more."""
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the pairs of earlier runs, and of engines that are not known any more."""
+        runs = {engine.node.run_number for engine in self._engines.values()}
+        self._pairs = {pair for pair in self._pairs if runs.issuperset(pair)}
+        self._drop_at = max(MIN_CONTACTS, 2 * len(self._pairs))
 
     def _pair(self, prefill: str, decode: str) -> tuple[int, int] | None:
         one, other = self._engines.get(prefill), self._engines.get(decode)
@@ -184,7 +192,7 @@ class ReleaseByRefusal(Release):
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
             await self._before_try(number)
-            node = resources.ledger.release_through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
+            node = resources.ledger.releasing.through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
             if node is None or await self._ask(kept, node.url, leg, timeout) != refused:
                 continue
             if not self._met(kept.prefill, node.url):

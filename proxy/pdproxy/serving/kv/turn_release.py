@@ -101,7 +101,7 @@ class TurnReleases:
         engine = self._engines.get(record.decode)
         if engine is None or engine.node.run_number != record.decode_run:
             return True  # the run that held the blocks is over
-        readers = self._ledger.readers_of(engine.node, record.model, self._now())
+        readers = self._ledger.releasing.readers_of(engine.node, record.model, self._now())
         if not readers:
             return False
         reader = next((one for one in readers if self.contacts.met(one.url, record.decode)), readers[0])

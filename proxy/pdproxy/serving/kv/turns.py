@@ -138,6 +138,10 @@ class Turns:
             del self._hung[next(iter(self._hung))]
         self.left(reuse)
 
+    def engine_leaves(self, url: str) -> None:
+        """Drop the turns that a decode engine keeps: it gets no more requests that could use them."""
+        self.kept.engine_leaves(url)
+
     # -- notices
 
     def receive(self, notice: Notice) -> None:

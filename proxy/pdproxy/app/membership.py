@@ -1,0 +1,41 @@
+"""Wiring of membership: what is forgotten of engines that have left, and what happens when one begins to leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.app.engines import EngineSetup
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.membership import Membership
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.outliers import Outliers
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.turns import Turns
+
+
+def build_membership(
+    setup: EngineSetup,
+    engines: EngineRegistry,
+    ledger: Ledger,
+    outliers: Outliers,
+    custodian: Custodian,
+    turns: Turns | None,
+    observers: Observers,
+    tasks: TaskOwner,
+    now: Callable[[], float],
+    seconds: float,
+) -> Membership:
+    """Return the membership of a pool, with the engines of the settings. `seconds`: how long an engine may take to drain."""
+    contacts = [custodian.contacts]
+    if turns is not None:
+        contacts.append(turns.releases.contacts)
+    leaving = turns.engine_leaves if turns is not None else None
+    membership = Membership(setup, engines, ledger, observers, tasks, now, seconds, leaving)
+    # Legs that end late write to these once more.
+    engines.when_forgotten(outliers.forget)
+    for one in contacts:
+        engines.when_forgotten(one.forget)
+    membership.adopt(setup.add_configured())
+    return membership

@@ -1,0 +1,123 @@
+"""Settings that are read again while requests are served: when their files change, and at SIGHUP.
+
+Owns the one task that looks at the files. What can't be used changes nothing: the log and `/ready` say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdproxy.fleet.member import MembershipError
+from pdproxy.fleet.membership import SETTINGS, Membership
+from pdproxy.kit.reloading_file import stamp
+from pdproxy.observe import catalog_fleet
+from pdproxy.observe.metrics import Gauge
+from pdproxy.settings.changes import changes
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings
+
+logger = logging.getLogger("pdproxy.settings")
+
+LOOK_EVERY = 1.0
+"""Seconds. A file is read once it was the same at two looks: an editor may be half-way."""
+MAX_LINES = 3
+"""Mistakes that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsSource:
+    """Where the settings come from. `first`: what was read at the start.
+
+    `read` reads all of it again, and raises SettingsError; `paths`: its files.
+    """
+
+    first: Settings
+    read: Callable[[], Settings]
+    paths: Sequence[Path]
+
+
+class Reloading:
+    """Has the engines of the settings, and the log level, follow their files."""
+
+    def __init__(self, source: SettingsSource, membership: Membership, set_log_level: Callable[[str], None]) -> None:
+        self._read = source.first
+        """As they were read last without a mistake."""
+        self._source = source
+        self._membership = membership
+        self._set_log_level = set_log_level
+        self._paths = [str(path) for path in source.paths]
+        self._used = self._seen = self._stamps()
+        self._wake = asyncio.Event()
+        self._failure: str | None = None
+        self._restart: tuple[str, ...] = ()
+        self._counts = dict.fromkeys((name for name, _ in catalog_fleet.RELOADS), 0)
+
+    def __repr__(self) -> str:
+        return f"<Reloading of {', '.join(self._paths)}: {self._failure or 'good'}>"
+
+    def shortcomings(self) -> list[str]:
+        """Return what of the files is not in force, a sentence each."""
+        found = [] if self._failure is None else [f"the settings can't be read again: {self._failure}"]
+        if self._restart:
+            found.append(f"these settings have changed, and need a restart: {', '.join(self._restart)}")
+        return found
+
+    def gauges(self) -> list[Gauge]:
+        """Return the metrics. Each is read at every scrape."""
+        return [Gauge(catalog_fleet.RELOADED, lambda: [((name,), count) for name, count in self._counts.items()])]
+
+    def soon(self) -> None:
+        """Read the settings now: somebody asks for it."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Look at the files once per second until cancelled."""
+        while True:
+            asked = False
+            try:
+                async with asyncio.timeout(LOOK_EVERY):
+                    await self._wake.wait()
+                self._wake.clear()
+                asked = True
+            except TimeoutError:
+                pass
+            await self.look(asked=asked)
+
+    async def look(self, *, asked: bool = False) -> None:
+        """Read the files if they have changed and are the same as at the last look, or if asked for it."""
+        stamps, before = self._stamps(), self._seen
+        self._seen = stamps
+        if not asked and (stamps == self._used or stamps != before):
+            return
+        self._used = stamps
+        try:
+            # YAML of hundreds of engines takes longer than a stream may wait.
+            settings = await asyncio.get_running_loop().run_in_executor(None, self._source.read)
+            result = self._apply(settings)
+        except (SettingsError, MembershipError, ValueError) as error:
+            self._failure = "; ".join(str(error).splitlines()[:MAX_LINES])
+            self._counts["refused"] += 1
+            logger.error("the settings can't be read again, nothing changes: %s", self._failure)  # noqa: TRY400
+        else:
+            self._failure = None
+            self._counts[result] += 1
+            logger.info("the settings were read again: %s", result)
+
+    def _apply(self, settings: Settings) -> str:
+        found = changes(self._read, settings)
+        if found.nodes is not None:
+            self._membership.apply(SETTINGS, found.nodes)
+        if found.log_level is not None:
+            self._set_log_level(found.log_level)
+        self._read = settings
+        self._restart = changes(self._source.first, settings).restart
+        if found.restart:
+            logger.warning("these settings have changed, and need a restart: %s", ", ".join(self._restart))
+        return "applied" if found else "unchanged"
+
+    def _stamps(self) -> list[tuple[int, ...] | None]:
+        return [stamp(path) for path in self._paths]

@@ -1,0 +1,335 @@
+"""Membership of a pool at run time: engines are added, drained, used again and removed here, and nowhere else.
+
+Owns the members, and one task for each engine that is on its way out. Who wants engines in the pool is a source: the settings, an
+operator. A source removes only what it has added itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState
+from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.settings.schema import Node as NodeSettings
+
+logger = logging.getLogger("pdproxy.fleet")
+
+LOOK = 0.25
+"""Seconds between two looks at an engine that is on its way out."""
+LAST = 5.0
+"""Seconds in which legs end that were told to."""
+MAX_MEMBERS = 4096
+SETTINGS = "settings"
+"""The source of the engines that files, flags and variables name."""
+
+
+class Setup(Protocol):
+    """Makes an engine with all that belongs to it, and takes it apart."""
+
+    def checked(self, node: NodeSettings) -> NodeSettings:
+        """Return the settings of an engine that is to be added, in their normal spelling. Raises SettingsError."""
+
+    def add(self, node: NodeSettings) -> Engine:
+        """Add an engine. What fails changes nothing. Raises SettingsError, ValueError."""
+
+    def remove(self, url: str) -> Engine:
+        """Remove an engine. Legs to it go on."""
+
+
+class Membership:
+    """The members of one pool, by URL. A watcher of the registry.
+
+    `seconds`: how long an engine may take to drain. `leaving`: called with the URL of each engine that begins to drain: what is
+    only kept in the hope of more requests is released then.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        observers: Observers,
+        tasks: TaskOwner,
+        now: Callable[[], float],
+        seconds: float,
+        leaving: Callable[[str], None] | None = None,
+    ) -> None:
+        self._setup = setup
+        self._engines = engines
+        self._ledger = ledger
+        self._observers = observers
+        self._tasks = tasks
+        self._now = now
+        self._seconds = seconds
+        self._leaving = leaving
+        self._members: dict[str, Member] = {}
+        self._ending: dict[Member, asyncio.Task[None]] = {}
+        self._forgetting: asyncio.Task[None] | None = None
+        engines.watch(self)
+        ledger.when_up(self._came_up)
+
+    def __repr__(self) -> str:
+        return f"<Membership {', '.join(f'{url} {self.state(url).value}' for url in self._members)}>"
+
+    # -- what is known
+
+    @property
+    def members(self) -> Mapping[str, Member]:
+        """All members. Read only."""
+        return self._members
+
+    def state(self, url: str) -> MemberState:
+        """Return the state of a member. Raises MembershipError for an unknown one."""
+        return self._member(url).state(self._engines[url].node)
+
+    def shortcomings(self) -> list[str]:
+        """Return which engines get no requests since they are drained, a sentence each."""
+        found = []
+        for url, member in self._members.items():
+            if (drain := member.drain) is None:
+                continue
+            engine = self._engines[url]
+            name = f"{engine.node.role.value} {url}"
+            if drain.over:
+                found.append(f"{name} is drained (by {drain.by}): it gets no requests until it is undrained")
+                continue
+            left = max(0.0, drain.deadline - self._now())
+            count = engine.node.requests
+            rest = f"{count} requests are left" if count else "KV of it is still to be read or released"
+            found.append(f"{name} is being drained (by {drain.by}): {rest}, for at most {left:.0f} s")
+        return found
+
+    # -- changes
+
+    def adopt(self, nodes: Iterable[NodeSettings], source: str = SETTINGS) -> None:
+        """Take in the engines that were added before anything was served."""
+        for node in nodes:
+            self._members[node.url] = Member(node, source, self._now(), is_new=False)
+
+    def add(self, node: NodeSettings, source: str) -> Member:
+        """Add an engine for a source. One that is there already is kept, and used again if it was about to leave.
+
+        Raises:
+            SettingsError: it can't work in this pool.
+            MembershipError: it is there with other settings, or there are too many.
+        """
+        if (known := self._members.get(node.url)) is None or known.settings != node:
+            node = self._setup.checked(node)
+            known = self._members.get(node.url)
+        if known is not None:
+            self._add_again(known, node, source)
+            return known
+        if len(self._members) >= MAX_MEMBERS:
+            raise MembershipError(f"there are {MAX_MEMBERS} engines already")
+        self._setup.add(node)
+        member = self._members[node.url] = Member(node, source, self._now())
+        self._report(member, "added", source)
+        return member
+
+    def _add_again(self, known: Member, node: NodeSettings, source: str) -> None:
+        if known.settings != node and not known.leaves:
+            raise MembershipError(f"{node.url} was added by {known.source}, with other settings")
+        if known.settings != node:
+            self._replace(known, node)
+        elif known.leaves:
+            self.undrain(node.url, source)
+        else:
+            known.claim(source)
+            return
+        known.source = source
+        known.heirs.discard(source)
+
+    def drain(self, url: str, by: str, *, seconds: float | None = None, removes: bool = False) -> None:
+        """Give an engine no more requests. Those that it has may take `seconds`; `removes`: then it leaves.
+
+        What draws on an engine's KV counts as well. Behind the deadline its legs end as if it had failed: other engines serve
+        requests without data, and go on with streams where they can. Draining twice only adds to the first.
+
+        Raises:
+            MembershipError: there is no such member.
+        """
+        member, now = self._member(url), self._now()
+        drain = Drain(by, now, now + (self._seconds if seconds is None else seconds), removes)
+        if member.begin_drain(drain):
+            self._ledger.mark_draining(url, "is being drained")
+            if self._leaving is not None:
+                self._leaving(url)
+            self._report(member, "draining", by)
+        if member not in self._ending:
+            self._ending[member] = self._tasks.spawn(self._end(member), f"drain {url}")
+
+    def undrain(self, url: str, by: str) -> None:
+        """Give an engine requests again.
+
+        Raises:
+            MembershipError: there is no such member, or it is not being drained.
+        """
+        member = self._member(url)
+        member.end_drain()
+        if (task := self._ending.pop(member, None)) is not None:
+            task.cancel()
+        self._ledger.mark_draining(url, None)
+        self._report(member, "undrained", by)
+
+    def remove(self, url: str, source: str, *, at_once: bool = False) -> bool:
+        """Have an engine drained and removed, which a source does not want any more. Return whether nobody does.
+
+        `at_once`: it is removed now; legs to it go on.
+
+        Raises:
+            MembershipError: there is no such member, or the source has not added it.
+        """
+        member = self._member(url)
+        if not member.disclaim(source):
+            return False
+        if at_once:
+            self._remove(member, source)
+        else:
+            self.drain(url, source, removes=True)
+        return True
+
+    def apply(self, source: str, wanted: Sequence[NodeSettings]) -> None:
+        """Have exactly these engines of a source. What fails changes nothing.
+
+        An engine whose settings have changed is replaced at once: it is the same process, and legs to it go on.
+
+        Raises:
+            SettingsError: one of them can't work in this pool.
+            MembershipError: another source has added one with other settings, or there are too many.
+        """
+        by_url = {node.url: node for node in wanted}
+        changed = [
+            member
+            for url, member in self._members.items()
+            if member.source == source and url in by_url and member.settings != by_url[url]
+        ]
+        added: list[str] = []
+        replaced: list[tuple[Member, NodeSettings]] = []
+        try:
+            for url, node in by_url.items():
+                if all(member.url != url for member in changed):
+                    is_new = url not in self._members
+                    self.add(node, source)
+                    added += [url] if is_new else []
+            for member in changed:
+                before = member.settings
+                self._replace(member, by_url[member.url])
+                replaced.append((member, before))
+        except Exception:
+            for member, before in replaced:
+                self._replace(member, before)
+            for url in added:
+                self._remove(self._members[url], source)
+            raise
+        for url, member in list(self._members.items()):
+            if url not in by_url and member.is_wanted_by(source):
+                self.remove(url, source)
+
+    def _replace(self, member: Member, node: NodeSettings) -> None:
+        """Make an engine anew, with other settings. If that fails, it is as it was.
+
+        It is the same process, of which a probe has shown what it is: it serves on at once.
+        """
+        drain, old = member.drain, self._setup.remove(member.url)
+        self._members[member.url] = member
+        try:
+            self._made_again(self._setup.add(node), old)
+        except Exception:
+            self._made_again(self._setup.add(member.settings), old)
+            raise
+        finally:
+            if drain is not None and not drain.removes:  # an operator works on it
+                self.drain(member.url, drain.by)
+        member.settings = node
+        self._report(member, "replaced", member.source)
+
+    def _made_again(self, engine: Engine, old: Engine) -> None:
+        if old.buffer is not None and engine.buffer is not None:  # what is in it is still there
+            old.buffer.capacity = engine.buffer.capacity
+            engine.buffer = old.buffer
+        if old.node.up and old.node.evidence is not None:
+            self._ledger.mark_up(engine.url, old.node.evidence)
+            reason = "its settings have changed"
+            self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
+
+    def _remove(self, member: Member, by: str) -> None:
+        self._report(member, "removed", by)
+        self._setup.remove(member.url)
+
+    def _forget_drain(self, member: Member) -> None:
+        task, member.drain = self._ending.pop(member, None), None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    # -- what happens to engines
+
+    def added(self, engine: Engine) -> None:
+        """Nothing is to be done: it is probed."""
+
+    def removed(self, engine: Engine) -> None:
+        """It is no member any more. Look from time to time whether anything still needs it, and then forget it."""
+        if (member := self._members.pop(engine.url, None)) is not None:
+            self._forget_drain(member)
+        if self._forgetting is None or self._forgetting.done():
+            self._forgetting = self._tasks.spawn(self._forget(), "forget engines")
+
+    def _came_up(self, url: str) -> None:
+        """Have an engine that comes while others serve begin slowly."""
+        if (member := self._members.get(url)) is None or not member.is_new:
+            return
+        member.is_new = False
+        engine = self._engines[url]
+        others = (other.node for other in self._engines.values() if other is not engine)
+        if any(node.available and node.role is engine.node.role for node in others):
+            member.warming = True
+            self._ledger.warm_up(url, self._now())
+
+    # -- on the way out
+
+    async def _end(self, member: Member) -> None:
+        """Wait until nothing is left of an engine's work, end what is late, and let it go."""
+        drain, engine = member.drain, self._engines[member.url]
+        assert drain is not None
+        while self._engines.needed(engine):
+            now = self._now()
+            if now >= drain.deadline + LAST:
+                break  # what is left has deadlines of its own
+            if now >= drain.deadline and not drain.cut:
+                drain.cut = True
+                self._cut(engine)
+            await asyncio.sleep(LOOK)
+        if drain.removes:
+            self._remove(member, drain.by)
+            return
+        drain.over = True
+        del self._ending[member]
+        self._ledger.mark_draining(member.url, "is drained")
+        self._report(member, "drained", drain.by)
+
+    def _cut(self, engine: Engine) -> None:
+        legs = [*engine.open_legs.legs]
+        self._observers.notify(DeadlinePassed(Wait.ENGINE_DRAIN.value, engine.url))
+        logger.warning("%s is not drained in time: %d legs are ended", engine.url, len(legs))
+        for leg in legs:
+            leg.fail(EngineTimeoutError(f"{engine.url} is drained and leaves", wait=Wait.ENGINE_DRAIN))
+
+    async def _forget(self) -> None:
+        while self._engines.forget_idle():  # noqa: ASYNC110 - leases are closed too often for a signal
+            await asyncio.sleep(LOOK)
+
+    def _member(self, url: str) -> Member:
+        member = self._members.get(url)
+        if member is None:
+            raise MembershipError(f"{url} is no engine of this pool")
+        return member
+
+    def _report(self, member: Member, change: str, by: str) -> None:
+        self._observers.notify(MemberChanged(member.url, member.settings.role, change, by))

@@ -1,0 +1,33 @@
+"""The rows of the table of metrics (`observe.catalog`) about a pool that changes while it serves. Only data."""
+
+from __future__ import annotations
+
+from pdproxy.observe.description import Description, Kind, Label
+
+CHANGES = (
+    ("added", "an engine was added while the proxy runs"),
+    ("draining", "it gets no more requests"),
+    ("drained", "nothing is left of its requests; it stays until it is undrained or removed"),
+    ("undrained", "it gets requests again"),
+    ("replaced", "its settings have changed"),
+    ("removed", "it was removed"),
+)
+MEMBER_CHANGES = Description(
+    "pdproxy_member_changes_total",
+    Kind.COUNTER,
+    "Changes of the pool's engines while the proxy runs",
+    "changes",
+    (Label("change", CHANGES),),
+)
+RELOADS = (
+    ("applied", "what has changed is in force, but for what needs a restart"),
+    ("unchanged", "nothing has changed"),
+    ("refused", "they can't be used: nothing has changed"),
+)
+RELOADED = Description(
+    "pdproxy_settings_reloads_total",
+    Kind.COUNTER,
+    "How often the settings were read again, because a file has changed or at SIGHUP",
+    "reads",
+    (Label("result", RELOADS),),
+)

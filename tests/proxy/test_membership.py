@@ -1,0 +1,240 @@
+"""Engines that are added, drained and removed while clients stream, and what is left of those that went."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.fleet import membership, prober
+from pdproxy.fleet.member import MemberState
+from pdproxy.fleet.membership import SETTINGS
+from pdproxy.observe.events import LegFailed, RequestEnded
+from pdproxy.settings.health import Health
+from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.schema import Node, Settings
+from pdproxy.sim.tokenizer import Tokenizer
+from tests.fakes import scripts
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.remains import remains
+from tests.fakes.scripts import WORD
+from tests.fakes.world import COMPLETIONS, PROMPT, TEXT, World, completion, until, world
+from tests.sim.engines import plain
+
+TOKENS = 12
+LONGER = Tokenizer().decode(plain(tuple(Tokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0))
+CLIENTS, CHANGES = 64, 200
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LOOK", 0.01)
+    monkeypatch.setattr(prober, "MIN_GAP", 0.01)
+
+
+async def started(w: World, role: str, **facts: object) -> FakeEngine:
+    """Start one more engine, which the proxy does not know."""
+    engine = FakeEngine(role, w.books, **facts)  # type: ignore[arg-type]
+    await engine.listen()
+    w.engines.append(engine)
+    (w.prefill if role == "prefill" else w.decode).append(engine)
+    for prefill in w.prefill:
+        for other in w.decode:
+            other.meet(prefill)
+    return engine
+
+
+def node(engine: FakeEngine) -> Node:
+    return Node(url=engine.url, role=engine.role)  # type: ignore[arg-type]
+
+
+async def up(w: World, engine: FakeEngine) -> None:
+    """Wait until an engine is up."""
+    await until(lambda: w.proxy.engines[engine.url].node.up)
+
+
+async def gone(w: World, url: str) -> None:
+    """Wait until an engine is forgotten."""
+    await until(lambda: url not in w.proxy.engines.known)
+    await until(lambda: not [task for task in asyncio.all_tasks() if url in task.get_name()])
+
+
+def _policy(**fields: object) -> Callable[[Settings], Settings]:
+    def adjust(settings: Settings) -> Settings:
+        pool = msgspec.structs.replace(settings.pool, policy=PoolPolicy(**fields))  # type: ignore[arg-type]
+        return msgspec.structs.replace(settings, pools=(pool,), health=Health(stalled_after=0, slow_start=0.01))
+
+    return adjust
+
+
+@pytest.mark.parametrize(
+    "adjust",
+    [
+        _policy(),
+        _policy(prefill="round_robin", decode="round_robin"),
+        _policy(prefill="prefix", decode="session"),
+        _policy(placement="auto"),
+    ],
+    ids=["least_load", "round_robin", "prefix", "auto"],
+)
+@pytest.mark.parametrize("how", ["drained", "at once"])
+async def test_nothing_is_left_of_an_engine_that_went(how: str, adjust: Callable[[Settings], Settings]) -> None:
+    """Not even of one whose last leg fails when it is no member any more."""
+    async with world(adjust=adjust, limits={"engine_requests": "auto"}) as w:
+        new = [await started(w, role) for role in ("prefill", "decode")]
+        for engine in new:
+            w.proxy.membership.add(node(engine), "admin")
+            await up(w, engine)
+        for _ in range(6):
+            assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        for engine in w.decode:
+            engine.script(*[scripts.reset] * 2)
+        for _ in range(6):
+            assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        assert any(engine.requests for engine in new), "not all policies use both"
+        names = [engine.url.removeprefix("http://") for engine in new]
+        skip = (w._recorder,)
+        assert remains(w.proxy, names, skip), "they are found before"
+
+        for engine in w.decode:
+            engine.scripts.clear()
+        go = asyncio.Event()
+        client = await w.client()
+        for engine in w.decode:
+            engine.script(scripts.after_word(go, _breaks_off))
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        assert await client.piece() == WORD
+        busy = {one.url for one in w.proxy.ledger.nodes if one.requests}
+        for engine in new:
+            w.proxy.membership.remove(engine.url, "admin", at_once=how == "at once")
+        if how == "drained":
+            assert {url for url in busy if url in w.proxy.membership.members} == busy
+        go.set()
+        await client.rest(head)
+        for engine in new:
+            await gone(w, engine.url)
+        assert remains(w.proxy, names, skip) == []
+        for name in names:
+            assert name not in w.proxy.metrics.page().decode()
+        assert not [text for text in (await w.get("/ready")).json["details"] if "drained" in text]
+
+
+async def _breaks_off(reply: Reply) -> None:
+    reply.eof()
+
+
+async def test_a_prefill_engine_stays_until_its_kv_was_read() -> None:
+    """Its own legs are over: only the decode engine's is left, which reads its KV."""
+    async with world(prefill=2) as w:
+        go = asyncio.Event()
+        w.decode[0].script(scripts.gate(go, w.decode[0].default))
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        await w.decode[0].asked()
+        (url,) = w.proxy.custodian.named() & {engine.url for engine in w.prefill}
+        assert w.proxy.engines[url].node.requests == 0
+        w.proxy.membership.drain(url, "admin", removes=True)
+        await asyncio.sleep(0.1)
+        assert w.proxy.membership.state(url) is MemberState.DRAINING
+        assert (await w.get("/ready")).json["details"] == [
+            f"prefill {url} is being drained (by admin): KV of it is still to be read or released, for at most 300 s"
+        ]
+        assert w.metric("pdproxy_node_state", node=url, state="draining") == 1
+        go.set()
+        assert (await client.answer()).text == TEXT
+        await gone(w, url)
+        assert w.books.endings == {"loaded": 1}
+
+
+async def test_a_stream_that_is_too_late_goes_on_elsewhere() -> None:
+    """At the deadline of the drain another engine goes on with it: the client sees all of it."""
+    async with world(decode=2, facts={"hardware": Hardware(speed=0.5)}) as w:
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True, max_tokens=TOKENS))
+        head = await client.head()
+        first = await client.piece()
+        (url,) = {one.url for one in w.proxy.ledger.nodes if one.requests}
+        w.proxy.membership.drain(url, "admin", seconds=0.0, removes=True)
+        answer = await client.rest(head)
+        assert replace(answer, body=first + answer.body).text == LONGER
+        await gone(w, url)
+        assert w.metric("pdproxy_deadline_total", wait="engine_drain") >= 1
+        assert w.metric("pdproxy_continuations_total", result="continued") == 1
+
+
+async def test_a_last_engine_that_is_drained_still_releases_kv() -> None:
+    """No decode engine gets requests any more; one of them is asked to release what a client has left."""
+    async with world(leaves=False) as w:
+        go = asyncio.Event()
+        w.prefill[0].script(scripts.gate(go, w.prefill[0].default))
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        await w.prefill[0].asked()
+        w.proxy.membership.drain(w.decode[0].url, "admin")
+        client.close()
+        go.set()
+        await until(lambda: w.books.endings == {"released": 1})
+        assert (await w.ask(COMPLETIONS, completion())).status == 503
+        await until(lambda: w.proxy.membership.state(w.decode[0].url) is MemberState.DRAINED)
+        w.proxy.membership.undrain(w.decode[0].url, "admin")
+        assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+
+
+async def test_a_fleet_that_changes_under_streaming_clients() -> None:
+    """Engines of 4P4D come and go at random: no request fails, no stream is cut, nothing is left of who went."""
+    facts = {"hardware": Hardware(speed=5)}
+    async with world(prefill=4, decode=4, facts=facts, adjust=_policy()) as w:
+        chance, spare = random.Random(21), [await started(w, role, **facts) for role in ("prefill", "decode") * 2]
+        members, over = w.proxy.membership, asyncio.Event()
+
+        async def ask() -> int:
+            count = 0
+            while not over.is_set():
+                client = await w.client()
+                client.post(COMPLETIONS, completion(stream=True, max_tokens=TOKENS))
+                answer = await client.answer()
+                assert answer.status == 200, answer.body
+                assert answer.text == LONGER
+                client.close()
+                count += 1
+            return count
+
+        clients = [asyncio.create_task(ask()) for _ in range(CLIENTS)]
+        went = set()
+        for _ in range(CHANGES):
+            await asyncio.sleep(chance.random() * 0.02)
+            engine = chance.choice([*w.prefill, *w.decode])
+            url, member = engine.url, members.members.get(engine.url)
+            serving = [one for one in w.proxy.ledger.nodes if one.role.value == engine.role and one.available]
+            if member is None:
+                members.add(node(engine), "admin")
+            elif member.drain is not None:
+                members.undrain(url, "admin") if chance.random() < 0.5 else members.drain(url, "admin", removes=True)
+            elif len(serving) > 2 or w.proxy.engines[url].node not in serving:
+                if chance.random() < 0.6:
+                    members.remove(url, member.source, at_once=chance.random() < 0.3)
+                    went.add(url)
+                else:
+                    members.drain(url, "admin")
+            if failed := [task for task in clients if task.done()]:
+                failed[0].result()
+        over.set()
+        served = sum(await asyncio.gather(*clients))
+        assert served > CLIENTS
+        assert not w.events(LegFailed)
+        assert {event.outcome for event in w.events(RequestEnded)} == {"ok"}
+        assert len(went) > 4
+        for url, member in list(members.members.items()):
+            if url in {engine.url for engine in spare}:
+                members.remove(url, member.source)
+        for engine in spare:
+            await gone(w, engine.url)
+        names = [engine.url.removeprefix("http://") for engine in spare]
+        assert remains(w.proxy, names, (w._recorder,)) == []
+        assert SETTINGS in {member.source for member in members.members.values()} or went

@@ -1,0 +1,78 @@
+"""The file of the settings, which is followed while requests are served."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+
+import pytest
+
+from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.server import follow
+from pdproxy.fleet import membership
+from pdproxy.fleet.member import MemberState
+from pdproxy.observe.formats import make_formatter
+from pdproxy.observe.lines import LineWriter
+from pdproxy.observe.logs import Log
+from pdproxy.settings.load import load
+from tests.fakes import answers, scripts
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.scripts import WORD
+from tests.fakes.world import COMPLETIONS, TEXT, completion, world
+from tests.proxy.test_membership import gone, started, up
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LOOK", 0.01)
+
+
+async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
+    """An engine that is no longer in it is drained: its stream ends well. Another one takes its place."""
+    path = tmp_path / "pdproxy.yaml"
+
+    def write(*engines: FakeEngine) -> None:
+        rows = "".join(f"  - {{url: {one.url}, role: {one.role}}}\n" for one in engines)
+        path.write_text(f"pools:\n- nodes:\n{rows}")
+
+    async with world(decode=2) as w:
+        write(*w.engines)
+        source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
+        log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
+        reloading = follow(w.proxy, source, log)
+        go = asyncio.Event()
+        for engine in w.decode:
+            engine.script(scripts.after_word(go, _rest))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        assert await client.piece() == WORD
+        leaves, stays = sorted(w.decode, key=lambda one: not one.requests)
+        stays.scripts.clear()
+        new = await started(w, "decode")
+        write(w.prefill[0], stays, new)
+        await reloading.look(asked=True)
+        await up(w, new)
+        assert w.proxy.membership.state(leaves.url) is MemberState.DRAINING
+        for _ in range(4):
+            assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        assert len(leaves.requests) == 1
+        go.set()
+        assert (await client.rest(head)).body == WORD + answers.DONE
+        await gone(w, leaves.url)
+        assert (await w.get("/ready")).json["details"] == []
+        path.write_text("pools: [")
+        await reloading.look(asked=True)
+        ready = await w.get("/ready")
+        assert ready.status == 200
+        assert "can't be read again" in ready.json["details"][0]
+        assert w.metric("pdproxy_settings_reloads_total", result="applied") == 1
+        assert w.metric("pdproxy_settings_reloads_total", result="refused") == 1
+        assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        log.close()
+
+
+async def _rest(reply: Reply) -> None:
+    await reply.pieces(WORD, answers.DONE)
+    await reply.finish()

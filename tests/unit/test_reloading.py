@@ -1,0 +1,243 @@
+"""Settings that are read again: what is used at once, what needs a restart, and files that can't be used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdproxy.app.reloading import Reloading, SettingsSource
+from pdproxy.app.signals import Hangups
+from pdproxy.cli.options import files_of
+from pdproxy.fleet.member import MembershipError
+from pdproxy.observe.logs import configure, set_level
+from pdproxy.settings.changes import AT_ONCE, changes
+from pdproxy.settings.load import load
+from pdproxy.settings.schema import Node, Pool, Settings
+
+FILE = """
+pools:
+- nodes:
+  - {url: http://p:8000, role: prefill}
+  - {url: http://d:8000, role: decode}
+"""
+MORE = FILE + "  - {url: http://e:8000, role: decode}\n"
+
+
+class Members:
+    """Takes whole sets of engines."""
+
+    def __init__(self) -> None:
+        self.sets: list[list[str]] = []
+        self.error: Exception | None = None
+
+    def apply(self, source: str, wanted: Sequence[Node]) -> None:
+        assert source == "settings"
+        if self.error is not None:
+            raise self.error
+        self.sets.append([node.url for node in wanted])
+
+
+class File:
+    """A file of settings that is followed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.count = 0
+        self.reads = 0
+        self.write(FILE)
+        self.members, self.levels = Members(), list[str]()
+        source = SettingsSource(load(path, {}), self.read, [path])
+        self.reloading = Reloading(source, self.members, self.levels.append)  # type: ignore[arg-type]
+
+    def read(self) -> Settings:
+        self.reads += 1
+        return load(self.path, {})
+
+    def write(self, text: str) -> None:
+        """Write it, with a time of its own."""
+        self.count += 1
+        self.path.write_text(text)
+        os.utime(self.path, (self.count, self.count))
+
+    async def looked(self) -> None:
+        """Look twice: a file is read once it stays as it is."""
+        await self.reloading.look()
+        await self.reloading.look()
+
+    def results(self) -> dict[str, float]:
+        return {labels[0]: value for labels, value in self.reloading.gauges()[0].read()}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    return File(tmp_path / "pdproxy.yaml")
+
+
+async def test_engines_follow_the_file(file: File) -> None:
+    """Each version once."""
+    await file.looked()
+    assert file.reads == 0
+    file.write(MORE)
+    await file.looked()
+    await file.looked()
+    file.write(FILE)
+    await file.looked()
+    two = ["http://p:8000", "http://d:8000"]
+    assert file.members.sets == [[*two, "http://e:8000"], two]
+    assert (file.reads, file.results()) == (2, {"applied": 2, "unchanged": 0, "refused": 0})
+    assert file.reloading.shortcomings() == []
+
+
+async def test_a_file_that_is_being_written_is_not_read(file: File) -> None:
+    """It is read once it was the same at two looks."""
+    for _ in range(3):
+        file.write(MORE)
+        await file.reloading.look()
+    assert file.reads == 0
+    await file.reloading.look()
+    assert file.reads == 1
+
+
+async def test_asked_for_it_is_read_at_once(file: File) -> None:
+    """Also if it is the same: files that it names may have changed."""
+    await file.reloading.look(asked=True)
+    assert (file.reads, file.results()["unchanged"]) == (1, 1)
+    assert file.members.sets == []
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("pools: [", "not YAML"),
+        ("pools:\n- nodes: []\n", "pools"),
+        (FILE + "limits: {max_inflight: none}\nlisten: {prot: 1}\n", "max_inflight"),
+        ("", "pools"),
+    ],
+    ids=["no YAML", "no engine", "two mistakes", "empty"],
+)
+async def test_a_file_that_cannot_be_used_changes_nothing(file: File, text: str, why: str) -> None:
+    """It is shown until it is good again, with no more than three lines."""
+    file.write(text)
+    await file.looked()
+    assert file.members.sets == []
+    (shown,) = file.reloading.shortcomings()
+    assert shown.startswith("the settings can't be read again: ")
+    assert why in shown
+    assert "\n" not in shown
+    await file.looked()
+    assert file.reads == 1, "not each second"
+    file.write(FILE)
+    await file.looked()
+    assert file.reloading.shortcomings() == []
+    assert file.results() == {"applied": 0, "unchanged": 1, "refused": 1}
+
+
+async def test_a_file_that_is_gone_changes_nothing(file: File) -> None:
+    """It may be put in place again."""
+    file.path.unlink()
+    await file.looked()
+    assert "can't be read" in file.reloading.shortcomings()[0]
+    file.write(MORE)
+    await file.looked()
+    assert len(file.members.sets) == 1
+
+
+async def test_engines_that_cannot_be_added(file: File) -> None:
+    """Another source may have added one with other settings."""
+    file.members.error = MembershipError("http://e:8000 was added by admin, with other settings")
+    file.write(MORE)
+    await file.looked()
+    assert "was added by admin" in file.reloading.shortcomings()[0]
+    file.members.error = None
+    file.write(MORE + "\n")
+    await file.looked()
+    assert len(file.members.sets) == 1
+
+
+async def test_what_needs_a_restart_is_named(file: File, caplog: pytest.LogCaptureFixture) -> None:
+    """What does not is used. It is named no more once it is taken back."""
+    file.write(MORE + "listen: {port: 9000}\nobserve: {log_level: warning}\n")
+    await file.looked()
+    assert (len(file.members.sets), file.levels) == (1, ["warning"])
+    assert file.reloading.shortcomings() == ["these settings have changed, and need a restart: listen.port"]
+    assert "need a restart: listen.port" in caplog.text
+    file.write(MORE)
+    await file.looked()
+    assert file.reloading.shortcomings() == []
+    assert file.levels == ["warning", "info"]
+
+
+def test_each_setting_is_used_at_once_or_named() -> None:
+    """Whatever differs: nothing is passed over in silence."""
+    settings = Settings(pools=(Pool(nodes=(Node(url="http://p:1", role="prefill"),)),))
+    seen = 0
+    for field in msgspec.structs.fields(Settings):
+        section = getattr(settings, field.name)
+        if field.name == "pools":
+            continue
+        for inner in msgspec.structs.fields(section):
+            other = msgspec.structs.replace(section, **{inner.name: object()})
+            found = changes(settings, msgspec.structs.replace(settings, **{field.name: other}))
+            path = (field.name, inner.name)
+            if path in AT_ONCE:
+                assert found.log_level is not None
+            else:
+                assert [name.split(".")[:2] for name in found.restart] == [list(path)]
+            seen += 1
+    assert seen > 40
+
+
+def test_the_log_level(capsys: pytest.CaptureFixture[str]) -> None:
+    """Access lines follow it."""
+    names = ("pdproxy", "uvicorn", None)
+    before = [
+        (logging.getLogger(name), logging.getLogger(name).handlers, logging.getLogger(name).level) for name in names
+    ]
+    propagates = [logging.getLogger(name).propagate for name in names]
+    log = configure("warning", "text")
+    try:
+        assert not log.shows_requests
+        set_level(log, "debug")
+        assert log.shows_requests
+        assert logging.getLogger("pdproxy").level == logging.DEBUG
+        assert logging.getLogger("uvicorn").level == logging.INFO
+    finally:
+        log.close()
+        for (logger, handlers, level), propagate in zip(before, propagates, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+
+
+def test_a_hangup_has_the_settings_read(caplog: pytest.LogCaptureFixture) -> None:
+    """And is not said to be ignored."""
+    hangups, calls = Hangups(), list[int]()
+    hangups.then = lambda: calls.append(1)
+    hangups.signalled()
+    assert calls == [1]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("config", "variable", "stages", "files"),
+    [
+        (None, None, None, []),
+        ("a.yaml", "b.yaml", "c.yaml", ["a.yaml", "c.yaml"]),
+        (None, "b.yaml", None, ["b.yaml"]),
+        (None, "", None, []),
+    ],
+)
+def test_the_files_of_a_command_line(
+    config: str | None, variable: str | None, stages: str | None, files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the settings are read from: the option goes before the variable."""
+    monkeypatch.delenv("PDPROXY_CONFIG", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PDPROXY_CONFIG", variable)
+    given = Namespace(config=config and Path(config), stage_config=stages and Path(stages))
+    assert [str(path) for path in files_of(given)] == files
