@@ -71,11 +71,13 @@ class LeastLoad(Policy):
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
-        self._write(lease.node)
+        if self._places:  # a placement chooses without it
+            self._write(lease.node)
 
     def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
         """See `Policy`."""
-        self._write(lease.node)
+        if self._places:
+            self._write(lease.node)
 
     def _write(self, node: Node) -> None:
         if self._by_bytes:

@@ -13,6 +13,8 @@ from pdproxy.wire.request import Parsed
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
+_MANY = 50
+"""Answers from which the newest counts by `_GAIN`, and no more as one of all."""
 _CLASSES = 32
 _ENOUGH = 8
 _LIMITS = ("max_tokens", "max_completion_tokens")
@@ -47,11 +49,14 @@ class Outputs:
 
     def add(self, prompt: int, tokens: int) -> None:
         """Note the length of an answer. `prompt`: its prompt's tokens."""
-        self._count += 1
-        self.mean += max(_GAIN, 1.0 / (self._count + 1)) * (tokens - self.mean)
-        size = min(prompt.bit_length(), _CLASSES - 1)
+        self._count = count = self._count + 1
+        self.mean += (_GAIN if count >= _MANY else 1.0 / (count + 1)) * (tokens - self.mean)
+        size = prompt.bit_length()
+        if size >= _CLASSES:
+            size = _CLASSES - 1
         self._counts[size] = count = self._counts[size] + 1
-        self._means[size] += max(_GAIN, 1.0 / count) * (tokens - self._means[size])
+        mean = self._means[size]
+        self._means[size] = mean + (_GAIN if count >= _MANY else 1.0 / count) * (tokens - mean)
 
     def expected(self, prompt: int, limit: int | None = None) -> float:
         """Return how long an answer will be. `limit`: the request's own, None if it has none."""

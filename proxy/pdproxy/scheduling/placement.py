@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.policy import Ask
@@ -31,8 +33,7 @@ class Candidates:
     compatible: Callable[[Node, Node], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """A decision: one engine, or a prefill and a decode engine. `reason` is one of a few words, `values` what it was based on."""
 
     nodes: tuple[Node] | tuple[Node, Node]

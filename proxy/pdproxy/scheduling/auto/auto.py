@@ -91,6 +91,8 @@ class Auto(Placement):
         self._groups: dict[frozenset[str], _Group] = {}
         """By the names of their models, without adapters."""
         self._choice: _Choice | None = None
+        self._number = 0
+        """Of decisions."""
         self.outputs = Outputs()
         self.ttft_error, self.tpot_error = Error(), Error()
         self.splits = 0
@@ -161,46 +163,72 @@ class Auto(Placement):
         share: float,
     ) -> _Choice | None:
         """Return the choice with the least cost, None if there is none. `share`: of the time that kept engines work."""
-        looks: dict[EngineLoad, Look] = {}
-        best: _Choice | None = None
-        least, whole = math.inf, view.serve_whole
+        self._number = number = self._number + 1
 
         def look(load: EngineLoad) -> Look:
-            found = looks.get(load)
-            if found is None:
-                here = known.get(load.url, 0) if known else 0
-                found = looks[load] = costs.look(load, now, tokens, here, output, share)
+            found = view.look(load)
+            if found.number != number:
+                found.number = number
+                costs.look(found, now, tokens, known.get(load.url, 0) if known else 0, output, share)
             return found
 
-        prefills = view.worth_prefill(known)
-        for load in (*view.worth_whole(known), *prefills):
+        cached: Sequence[EngineLoad] = view.cached(known) if known else ()
+        prefills = view.worth_prefill(cached)
+        decodes: list[Look] = []
+        least = bound = math.inf
+        first: tuple[float, float] | None = None
+        if prefills:
+            for load in view.worth_decode():
+                decode = look(load)
+                costs.answer(decode, now, tokens, output)
+                decodes.append(decode)
+        if decodes:  # there may be none: all are full, or down
+            prefill, decode = look(prefills[0]), decodes[0]
+            if prefill is not decode and candidates.compatible(prefill.load.node, decode.load.node):
+                first = costs.split(prefill, decode, tokens)
+                bound = first[0]  # what costs as much is not chosen
+        best: Look | None = None
+        best_decode: Look | None = None
+        best_ttft, whole = 0.0, view.serve_whole
+        for load in (*view.worth_whole(cached), *prefills):
+            if load not in whole:
+                continue
             one = look(load)
-            if load in whole:
-                cost, ttft = costs.whole(one)
-                if cost < least:
-                    least, best = cost, _Choice(cost, one, None, ttft, one.tpot_s)
-        if not prefills:
-            return best
-        compatible, paired = candidates.compatible, True
-        decodes = [look(load) for load in view.worth_decode()]
-        for load in prefills:
-            prefill = looks[load]
+            cost, ttft = costs.whole(one)
+            if cost >= bound:
+                continue
+            costs.answer(one, now, tokens, output)
+            cost += one.tpot_cost
+            if cost < least:
+                least, best, best_ttft = cost, one, ttft
+                bound = min(bound, cost)
+        paired = True
+        for load in prefills if decodes else ():
+            prefill = look(load)
             if prefill.cost >= least:
                 continue
             for decode in decodes:
                 if decode is prefill or prefill.cost + decode.tpot_cost >= least:
                     continue
+                if first is not None and prefill.load is prefills[0] and decode is decodes[0]:
+                    cost, ttft = first
+                else:
+                    cost, ttft = costs.split(prefill, decode, tokens)
+                if cost < least:
+                    paired = candidates.compatible(prefill.load.node, decode.load.node)
+                    if paired:
+                        least, best, best_decode, best_ttft = cost, prefill, decode, ttft
+        if prefills and (best is None or not paired):  # those that were worth a look may not work together
+            for load, other in view.pairs(candidates.compatible):
+                prefill, decode = look(load), look(other)
+                costs.answer(decode, now, tokens, output)
                 cost, ttft = costs.split(prefill, decode, tokens)
                 if cost < least:
-                    paired = compatible(load.node, decode.load.node)
-                    if paired:
-                        least, best = cost, _Choice(cost, prefill, decode, ttft, decode.tpot_s)
-        if best is None or not paired:  # those that were worth a look may not work together
-            for load, other in view.pairs(compatible):
-                prefill, decode = look(load), look(other)
-                cost, ttft = costs.split(prefill, decode, tokens)
-                return _Choice(cost, prefill, decode, ttft, decode.tpot_s) if cost < least else best
-        return best
+                    least, best, best_decode, best_ttft = cost, prefill, decode, ttft
+                break
+        if best is None:
+            return None
+        return _Choice(least, best, best_decode, best_ttft, (best_decode or best).tpot_s)
 
     def _costs_of(self, ask: Ask) -> Costs:
         slo = self.slo if ask.slo is None else ask.slo.over(self.slo)
@@ -245,12 +273,9 @@ class Auto(Placement):
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
         look = None
         if choice is not None:
-            if choice.prefill.load.node is node:
-                look = choice.prefill
-            elif choice.decode is not None and choice.decode.load.node is node:
-                look = choice.decode
-        if look is None or choice is None:
-            load, choice = self._load(node), None
+            look = choice.decode if role is Role.DECODE else choice.prefill
+        if look is None or choice is None or look.load.node is not node:
+            load, look, choice = self._load(node), None, None
             output = self.outputs.expected(tokens, limit_of(ask.parsed))
         else:
             load, output = look.load, choice.output
@@ -280,12 +305,13 @@ class Auto(Placement):
         load, leg = self._legs.get(lease, _NO_LEG)
         if load is None or leg is None or leg.began_at is not None or leg.unseen:
             return
+        at = leg.opened_at
         if leg.seconds:
             times = load.times
-            load.computed(leg, leg.opened_at + times.before_s, now - times.to_client_s, now)
+            load.computed(leg, at + times.before_s, now - times.to_client_s, now)
         load.began(leg, now)
         if leg.ttft_s:
-            self.ttft_error.add(now - leg.opened_at, leg.ttft_s)
+            self.ttft_error.add(now - at, leg.ttft_s)
 
     def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
         """See `Placement`."""

@@ -44,10 +44,10 @@ class Factor:
         """Note seconds that were measured, and what was predicted of them without a factor. Return whether the factor changed."""
         self.count += 1
         self._measured += measured
-        self._predicted += predicted
-        if self._predicted < _BATCH_S:
+        self._predicted = predicted = self._predicted + predicted
+        if predicted < _BATCH_S:
             return False
-        off = self._measured / (self._predicted * self._ratio)
+        off = self._measured / (predicted * self._ratio)
         self._measured = self._predicted = 0.0
         off = min(max(off, 1 / _MOST), _MOST)
         # Until there are enough, each batch weighs as much as those before it.
@@ -76,7 +76,9 @@ class Error:
         if predicted <= 0.0:
             return
         self.count += 1
-        off = min(max(measured / predicted - 1.0, -1.0), 10.0)
-        gain = max(0.02, 1.0 / self.count)
+        off = measured / predicted - 1.0
+        if off > 10.0:
+            off = 10.0
+        gain = 0.02 if self.count > 50 else 1.0 / self.count
         self.bias += gain * (off - self.bias)
-        self.size += gain * (abs(off) - self.size)
+        self.size += gain * ((off if off > 0.0 else -off) - self.size)

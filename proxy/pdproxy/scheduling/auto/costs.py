@@ -33,12 +33,16 @@ class Look:
 
     __slots__ = (
         "before",
+        "busy",
         "cached",
         "cost",
         "distance",
         "first_s",
+        "full_s",
+        "kept_share",
         "load",
         "longer_s",
+        "number",
         "per_s",
         "rise",
         "seconds",
@@ -48,8 +52,14 @@ class Look:
         "tpot_s",
     )
     load: EngineLoad
+    number: int
+    """Of the decision that it is of."""
     cached: int
     """The prompt's tokens in its cache."""
+    busy: float
+    """Until the prompts before it are done."""
+    kept_share: float
+    """The part of the time that the engine works, if it is kept for prefill."""
     seconds: float
     """Its prefill there."""
     steps: float
@@ -60,8 +70,10 @@ class Look:
     """From the client until the prefill is done."""
     step_s: float
     """A step with the request's sequence."""
+    full_s: float
+    """A step that is full of prompts."""
     tpot_s: float
-    """The mean time between its tokens."""
+    """The mean time between its tokens, 0 while it is unknown."""
     cost: float
     """Of the prefill: the harm to the sequences there, and the engine's time."""
     tpot_cost: float
@@ -74,6 +86,9 @@ class Look:
     """What a second costs by which they wait, whether they miss the limit or not."""
     before: float
     """How likely one of them is to miss the limit as it is."""
+
+    def __init__(self, load: EngineLoad) -> None:
+        self.load, self.number = load, 0
 
 
 class Costs:
@@ -94,21 +109,66 @@ class Costs:
         """Return whether a request with this predicted TTFT is not worth to be begun."""
         return self._ttft is not None and ttft_s > _LATE * self._ttft
 
-    def look(self, load: EngineLoad, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
-        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: the answer, in tokens.
+    def look(self, one: Look, now: float, tokens: int, cached: int, output: float, kept_share: float) -> None:
+        """Note what a prompt would mean for an engine. Where no sequence decodes there, `answer` has to note the rest.
 
-        `kept_share`: the part of the time that an engine works that is kept for prefill.
+        `cached`: its tokens in the cache; `output`: the answer, in tokens; `kept_share`: the part of the time that an engine
+        works that is kept for prefill.
         """
+        load = one.load
         load.advance(now)
-        times, decoding, expected, waiting = load.times, load.decoding, load.expected, load.expected_tokens
+        times, decoding = load.times, load.decoding
+        before_s, busy = times.before_s, 0.0
+        if load.pending_s:
+            busy = load.free_at - now
+            if busy < 0.0:
+                busy = 0.0
+        one.cached, one.busy, one.kept_share = cached, busy, kept_share
+        if not decoding:
+            seconds, one.longer_s, one.steps = times.prefill_s(tokens - cached, cached, 0, 0.0, busy > before_s)
+            one.seconds, one.cost = seconds, self._engine_s * seconds
+            first = before_s + seconds
+            one.first_s = first + (busy - before_s) if busy > before_s else first
+            one.tpot_s = 0.0
+            return
         context = load.prompts + decoding * load.steps - load.began_steps
-        busy = load.free_at - now if load.pending_s else 0.0
-        if busy < 0.0:
-            busy = 0.0
-        seconds, longer, steps = times.prefill_s(tokens - cached, cached, decoding, context, busy > times.before_s)
+        seconds, longer, steps = times.prefill_s(tokens - cached, cached, decoding, context, busy > before_s)
+        one.seconds, one.longer_s, one.steps = seconds, longer, steps
+        self._answer(one, now, tokens, output, context)
+        first = before_s + seconds
+        one.first_s = first + (busy - before_s if busy > before_s else 0.5 * one.step_s)
+        harm, count, limit = 0.0, decoding + load.expected, self._tpot
+        if limit is not None:
+            # The sequences there, as if all had the mean age and the mean length.
+            made = load.steps - load.began_steps / decoding + 1.0
+            mean = load.outputs / decoding
+            left = mean - made
+            if left < _LEAST_LEFT * mean:
+                left = _LEAST_LEFT * mean
+            length = made + left
+            ends = (now - load.began_sum / decoding + left * one.tpot_s + busy) / length
+            one.distance = distance = (ends - limit) * self._tpot_width
+            one.per_s = per_s = self._tpot_width / length
+            one.rise = rise = self._rise / length
+            one.before = before = chance(distance)
+            harm = count * (chance(distance + longer * per_s) - before + longer * rise)
+        elif self._gap is None:
+            harm = _DELAY * count * longer
+        if self._gap is not None and one.full_s > self._gap:
+            harm += count
+        one.cost = harm + self._engine_s * longer
+
+    def answer(self, one: Look, now: float, tokens: int, output: float) -> None:
+        """Note what the tokens after the first would take, if `look` has not: for engines without sequences that decode."""
+        if not one.tpot_s:
+            self._answer(one, now, tokens, output, 0.0)
+
+    def _answer(self, one: Look, now: float, tokens: int, output: float, context: float) -> None:
+        load = one.load
+        times, decoding, expected = load.times, load.decoding, load.expected
         share = load.delay * math.exp((load.delay_at - now) / MEMORY_S)
-        if load.kept and share < kept_share:
-            share = kept_share
+        if load.kept and share < one.kept_share:
+            share = one.kept_share
         if share > MOST_BUSY:
             share = MOST_BUSY
         # Until those that are to come are there, some of the sequences have ended.
@@ -116,62 +176,30 @@ class Costs:
         if decoding and expected:
             life = load.outputs / decoding * times.step_s(decoding, context)
             still = 1.0 - load.wait_s / life if load.wait_s < life else 0.0
-        step = times.step_s(still * decoding + expected + 1, still * context + waiting + tokens + 0.5 * output)
-        full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
+        step = times.step_s(
+            still * decoding + expected + 1, still * context + load.expected_tokens + tokens + 0.5 * output
+        )
+        full = times.full_step_s(times.chunk if one.busy else tokens - one.cached, decoding, context)
         tpot = step / (1.0 - share)
         if tpot > full:  # no step takes longer than a full one
             begun = times.chunk / tokens
             most = times.full_step_s(times.chunk, decoding + expected, context, min(1.0, begun))
             if tpot > most:
-                tpot = max(step, most)
-        one = Look()
-        one.load, one.cached, one.seconds, one.steps = load, cached, seconds, steps
-        one.longer_s, one.step_s, one.tpot_s = longer, step, tpot
-        before_s = times.before_s
-        first = before_s + seconds
-        if busy > before_s:
-            first += busy - before_s
-        elif decoding:
-            first += 0.5 * step
-        harm, used, limit, gap = 0.0, seconds, self._tpot, self._gap
-        if decoding:
-            used = longer
-            count = decoding + expected
-            if limit is not None:
-                # The sequences there, as if all had the mean age and the mean length.
-                made = load.steps - load.began_steps / decoding + 1.0
-                mean = load.outputs / decoding
-                left = mean - made
-                if left < _LEAST_LEFT * mean:
-                    left = _LEAST_LEFT * mean
-                length = made + left
-                ends = (now - load.began_sum / decoding + left * tpot + busy) / length
-                one.distance = distance = (ends - limit) * self._tpot_width
-                one.per_s = per_s = self._tpot_width / length
-                one.rise = rise = self._rise / length
-                one.before = before = chance(distance)
-                harm = count * (chance(distance + longer * per_s) - before + longer * rise)
-            elif gap is None:
-                harm = _DELAY * count * longer
-        tpot_cost = chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot if limit is not None else 0.0
+                tpot = max(most, step)
+        one.step_s, one.tpot_s, one.full_s = step, tpot, full
+        limit, gap = self._tpot, self._gap
+        cost = chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot if limit is not None else 0.0
         if gap is not None and full > gap:
-            if decoding:
-                harm += count
-            tpot_cost += load.delay_share(now)
-        one.first_s, one.cost, one.tpot_cost = first, harm + self._engine_s * used, tpot_cost
-        return one
-
-    def _ttft_cost(self, ttft: float) -> float:
-        cost = self._ttft_s * ttft
-        if self._ttft is not None:
-            cost += chance((ttft - self._ttft) * self._ttft_width)
-        return cost
+            cost += load.delay_share(now)
+        one.tpot_cost = cost
 
     def whole(self, look: Look) -> tuple[float, float]:
-        """Return what it costs that an engine serves the request whole, and its TTFT."""
+        """Return what it costs that an engine serves the request whole, but for its `tpot_cost`, and its TTFT."""
         load = look.load
         ttft = look.first_s + load.times.to_client_s
-        cost = look.cost + look.tpot_cost + self._ttft_cost(ttft)
+        cost = look.cost + self._ttft_s * ttft
+        if self._ttft is not None:
+            cost += chance((ttft - self._ttft) * self._ttft_width)
         return (cost + self._kept if load.kept else cost), ttft
 
     def split(self, prefill: Look, decode: Look, tokens: int) -> tuple[float, float]:

@@ -180,48 +180,52 @@ class EngineLoad:
 
     def advance(self, now: float) -> None:
         """Count the steps until now."""
-        while self._unseen and self._unseen[0][0] <= now:
-            self._begin_unseen(*heappop(self._unseen))
         passed = now - self._then
+        if self._unseen:
+            while self._unseen and self._unseen[0][0] <= now:
+                self._begin_unseen(*heappop(self._unseen))
+            passed = now - self._then
         if passed <= 0.0:
             return
         self._then = now
         decoding = self.decoding
         if not decoding:
             return
-        times, context = self.times, self.prompts + decoding * self.steps - self.began_steps
-        if self.pending_s:
-            begin, end = now - passed, now
+        times, steps = self.times, self.steps
+        context, pending = self.prompts + decoding * steps - self.began_steps, self.pending_s
+        if pending:
+            begin, end = now - passed, self.free_at
             if self.busy_from > begin:
                 begin = self.busy_from
-            if self.free_at < end:
-                end = self.free_at
+            if now < end:
+                end = now
             if end > begin:
-                steps = (end - begin) / self.pending_s * self.pending_steps
-                self.steps += steps
-                self.busy_steps += steps
+                beside = (end - begin) / pending * self.pending_steps
+                steps += beside
+                self.busy_steps += beside
                 passed -= end - begin
         alone = passed / times.step_s(decoding, context)
-        self.steps += alone
+        self.steps = steps + alone
         self.alone_steps += alone * times.step_factor
 
     def opened(self, leg: Leg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
         """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's sequences will wait."""
-        now = leg.opened_at
+        now, seconds = leg.opened_at, leg.seconds
         self.advance(now)
         self.delay = self.delay * math.exp((self.delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
         self.delay_at = now
-        if leg.seconds:
-            if self.decoding and self.free_at <= arrives_at:
-                leg.residual_s = 0.5 * self.times.step_s(self.decoding, self.context())
-            begins_at = arrives_at + leg.residual_s
-            if self.free_at < begins_at:
-                self.free_at = begins_at
+        if seconds:
+            begins_at, free_at = arrives_at, self.free_at
+            if self.decoding and free_at <= arrives_at:
+                leg.residual_s = residual = 0.5 * self.times.step_s(self.decoding, self.context())
+                begins_at += residual
+            if free_at < begins_at:
+                free_at = begins_at
                 if not self.pending_s:
                     self.busy_from = begins_at
-            self.free_at += leg.seconds
-            self._soonest = begins_at + leg.seconds
-            self.pending_s += leg.seconds
+            self.free_at = free_at + seconds
+            self._soonest = begins_at + seconds
+            self.pending_s += seconds
             self.pending_steps += leg.steps
         else:
             self.pulls += 1
@@ -244,9 +248,12 @@ class EngineLoad:
                 if self.free_at < self._soonest:  # the newest prompt had not come yet
                     self.free_at = self._soonest
                 self.busy_from = self.free_at - self.pending_s
-            began = max(arrived_at, self._last_done)
+            began = self._last_done
+            if began < arrived_at:
+                began = arrived_at
             self._last_done = done_at
-            if self.prefill.add(max(done_at - began - leg.residual_s, 0.0), leg.plain_s) and self.corrects:
+            took = done_at - began - leg.residual_s
+            if self.prefill.add(max(0.0, took), leg.plain_s) and self.corrects:
                 self.times.prefill_factor = self.prefill.value
         self._order()
 
@@ -294,7 +301,7 @@ class EngineLoad:
         leg.began_busy, leg.began_alone = self.busy_steps, self.alone_steps
         self.decoding += 1
         self.began_sum += now
-        self.began_steps += self.steps
+        self.began_steps += leg.began_step
 
     def never_began(self, leg: Leg) -> None:
         """A lease was closed before its first token."""
@@ -317,10 +324,10 @@ class EngineLoad:
         if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0 and not leg.unseen:
             # What is left of its tokens without those of steps with prefill came in steps that only decode. Where these were
             # few, nothing is known.
-            beside = self.busy_steps - leg.began_busy
-            alone, expected = tokens - 1 - beside, self.alone_steps - leg.began_alone
-            if min(alone, expected) > _ENOUGH_ALONE * max(predicted, tokens - 1):
-                seconds = (now - leg.began_at) * alone / (tokens - 1)
+            made = tokens - 1
+            alone, expected = made - (self.busy_steps - leg.began_busy), self.alone_steps - leg.began_alone
+            if min(expected, alone) > _ENOUGH_ALONE * max(made, predicted):
+                seconds = (now - leg.began_at) * alone / made
                 if self.step.add(seconds, seconds * alone / expected) and self.corrects:
                     self.times.step_factor = self.step.value
         if not self.decoding:  # no rests of sums of floats

@@ -80,7 +80,7 @@ class Times:
         """
         tokens = self.chunk - decoding
         if tokens < _LEAST_CHUNK:
-            tokens = _LEAST_CHUNK
+            tokens = float(_LEAST_CHUNK)
         if tokens > prompt:
             tokens = prompt
         seconds = self._chunk_base + tokens * self._token + self._attention * tokens * (prompt - 0.5 * tokens)
@@ -97,16 +97,20 @@ class Times:
         `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences at the engine, and their
         tokens. `queued`: other prompts fill the rest of the last chunk.
         """
-        room = max(_LEAST_CHUNK, self.chunk - decoding)
+        room = self.chunk - decoding
+        if room < _LEAST_CHUNK:
+            room = _LEAST_CHUNK
         steps = tokens / room
         rest = 0.0
         if not queued:
             full = int(steps)
             rest = steps - full
-            steps = full + 1.0 if rest else steps
+            if rest:
+                steps = full + 1.0
         seconds = steps * self._chunk_base + tokens * self._token
         weights = steps * self._weights
-        if self._once:
+        once = self._once
+        if once:
             if rest:  # the last step may be shorter than the reading of the weights
                 short = self._weights - self._chunk_base - rest * room * self._token
                 if short > 0.0:
@@ -114,14 +118,14 @@ class Times:
             if seconds < weights:
                 seconds = weights
         seconds += self._attention * tokens * (cached + 0.5 * tokens) + self._begin
-        longer = seconds
-        if decoding:
-            if self._once:
-                longer -= weights
-                seconds += steps * (decoding * self._per_seq + context * self._context)
-            else:
-                seconds += weights + steps * (decoding * self._per_seq + context * self._context)
         factor = self.prefill_factor
+        if not decoding:
+            seconds *= factor
+            return seconds, seconds, steps
+        longer = seconds - weights if once else seconds
+        if not once:
+            seconds += weights
+        seconds += steps * (decoding * self._per_seq + context * self._context)
         return seconds * factor, longer * factor, steps
 
     def queued_s(self, tokens: float, pairs: float) -> tuple[float, float]:

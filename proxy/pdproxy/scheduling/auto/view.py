@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
+from pdproxy.scheduling.auto.costs import Look
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.placement import Candidates
@@ -29,7 +30,9 @@ class View:
     __slots__ = (
         "_by_url",
         "_decode",
+        "_looks",
         "_prefill",
+        "_prefills",
         "_turn",
         "_whole",
         "all",
@@ -63,6 +66,9 @@ class View:
         """Of the decision which engines are kept."""
         self._whole: list[EngineLoad] = []
         self._prefill: list[EngineLoad] = []
+        self._prefills: frozenset[EngineLoad] = frozenset()
+        """The same, to find one."""
+        self._looks: dict[EngineLoad, Look] = {}
         self._decode: list[EngineLoad] = []
 
     def sort_roles(self, version: int) -> None:
@@ -71,52 +77,56 @@ class View:
         self._prefill = [*self.fixed_prefill, *(load for load in self.free if load.kept)]
         if not self._prefill and not self.whole:
             self._prefill = self.free
+        self._prefills = frozenset(self._prefill)
         self._decode = [load for load in self.decode if not load.kept] or self.decode
         self._whole = [load for load in self.whole if not load.kept] or self.whole
 
-    def worth_whole(self, known: Mapping[str, int]) -> Iterable[EngineLoad]:
-        """Return engines for the whole request, if they are not kept. `known`: tokens in their caches, by URL."""
+    def look(self, load: EngineLoad) -> Look:
+        """Return where to note what a request would mean for an engine. There is one per engine: decisions are not kept."""
+        found = self._looks.get(load)
+        if found is None:
+            found = self._looks[load] = Look(load)
+        return found
+
+    def cached(self, known: Mapping[str, int]) -> list[EngineLoad]:
+        """Return those with most of a prompt; where these are many, those with the least to do first.
+
+        `known`: tokens in their caches, by URL; one at least.
+        """
+        by_url, most = self._by_url, max(known.values())
+        found = [by_url[url] for url, tokens in known.items() if tokens == most and url in by_url]
+        if len(found) > _CACHED:
+            found.sort(key=_prefill_order)
+        return found
+
+    def worth_whole(self, cached: Sequence[EngineLoad]) -> Iterable[EngineLoad]:
+        """Return engines for the whole request, if they are not kept. `cached`: see there."""
         loads = self._whole
         if len(loads) <= ALL:
             return loads
         worth = {min(loads, key=_prefill_order): None, min(loads, key=_decode_order): None}
-        if known:
-            self._add_cached(worth, known)
+        for load in cached[:_CACHED]:
+            worth[load] = None
         self._turn += 1
         if not self._turn % _TURNS:  # in turn, each engine is looked at: an order may be wrong
             worth[loads[self._turn // _TURNS % len(loads)]] = None
         return worth
 
-    def worth_prefill(self, known: Mapping[str, int]) -> Collection[EngineLoad]:
+    def worth_prefill(self, cached: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
         """Return engines that may prefill for another one."""
         loads = self._prefill
         if len(loads) <= ALL // 2:
             return loads
-        worth = {min(loads, key=_prefill_order): None}
-        if known:
-            self._add_cached(worth, known, frozenset(loads))
+        worth = [min(loads, key=_prefill_order)]
+        if cached:
+            more = [load for load in cached if load in self._prefills][:_CACHED]
+            worth += [load for load in more if load is not worth[0]]
         return worth
 
     def worth_decode(self) -> Sequence[EngineLoad]:
         """Return engines that may decode for another one."""
         loads = self._decode
         return loads if len(loads) <= ALL // 2 else [min(loads, key=_decode_order)]
-
-    def _add_cached(
-        self, worth: dict[EngineLoad, None], known: Mapping[str, int], only: Container[EngineLoad] | None = None
-    ) -> None:
-        """Add those with most of the prompt, and among these with the least to do."""
-        by_url = self._by_url
-        most = max(known.values())
-        found = [
-            load
-            for url, tokens in known.items()
-            if tokens == most and (load := by_url.get(url)) is not None and (only is None or load in only)
-        ]
-        if len(found) > _CACHED:
-            found = sorted(found, key=_prefill_order)[:_CACHED]
-        for load in found:
-            worth[load] = None
 
     def pairs(self, compatible: Callable[[Node, Node], bool]) -> Iterator[tuple[EngineLoad, EngineLoad]]:
         """Yield the engines that may share the work, those with the least to do first."""

@@ -1,0 +1,108 @@
+"""What `auto` leaves out of a decision to save time could not have won."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.costs import Costs, Look
+from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.auto.view import View
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.placement import Candidates
+from pdproxy.scheduling.slo import NO_SLO, Slo
+from tests.auto.fleets import H200, B, Known, ask, ledger
+
+SLOS = (B, NO_SLO, Slo(ttft=2.0, tpot=0.03), Slo(ttft=0.5), Slo(tpot=0.01, gap=0.02), Slo(gap=0.05))
+ROLES = ([Role.ANY], [Role.ANY, Role.PREFILL, Role.DECODE], [Role.PREFILL, Role.DECODE], [Role.AGGREGATED, Role.ANY])
+
+
+class Thorough(Auto):
+    """Computes all choices of the engines that are worth a look, and compares the least with the decision."""
+
+    compared = 0
+
+    def _least(
+        self,
+        costs: Costs,
+        now: float,
+        tokens: int,
+        output: float,
+        known: Mapping[str, int],
+        view: View,
+        candidates: Candidates,
+        share: float,
+    ) -> Any:
+        def look(load: EngineLoad) -> Look:
+            one = Look(load)
+            costs.look(one, now, tokens, known.get(load.url, 0), output, share)
+            costs.answer(one, now, tokens, output)
+            return one
+
+        turn = view._turn
+        cached = view.cached(known) if known else []
+        prefills = view.worth_prefill(cached)
+        wholes = [load for load in (*view.worth_whole(cached), *prefills) if load in view.serve_whole]
+        view._turn = turn
+        found = [costs.whole(look(load))[0] + look(load).tpot_cost for load in wholes]
+        for prefill in prefills:
+            for decode in view.worth_decode():
+                if prefill is not decode and candidates.compatible(prefill.node, decode.node):
+                    found.append(costs.split(look(prefill), look(decode), tokens)[0])
+        choice = super()._least(costs, now, tokens, output, known, view, candidates, share)
+        if found:
+            assert choice is not None
+            # Where those that are worth a look may not work together, another pair may cost less than all of them.
+            assert choice.cost == min(found) or (choice.decode is not None and choice.cost < min(found))
+            self.compared += 1
+        return choice
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    count=st.sampled_from((2, 3, 5, 16)),
+    slo=st.sampled_from(SLOS),
+    mix=st.sampled_from(ROLES),
+)
+def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo, mix: list[Role]) -> None:
+    chance = random.Random(seed)
+    known = Known()
+    placement = Thorough(lambda _: (H200, 2048), slo, cached=known.cached)
+    of = ledger(placement, [*(chance.choice(mix) for _ in range(count)), Role.DECODE])
+    urls = [node.url for node in of.nodes]
+    for _ in range(chance.choice((0, 0, count))):
+        of.eject(chance.choice(urls), chance.choice(urls))
+    waiting: list[tuple[Lease, ...]] = []
+    decoding: list[Lease] = []
+    now = 0.0
+    for _ in range(100):
+        now += chance.expovariate(4.0 * count)
+        known.tokens = {url: chance.randrange(0, 1000, 16) for url in chance.sample(urls, chance.choice((0, 2)))}
+        if chance.random() < 0.2:
+            known.tokens = dict.fromkeys(urls, 512)
+        assignment = of.place(ask(now, 1000 + int(chance.expovariate(1 / 3000))), split=chance.random() < 0.9)
+        if assignment is not None:
+            waiting.append(assignment.leases)
+        if len(waiting) > count:
+            leases = waiting.pop(chance.randrange(len(waiting)))
+            if len(leases) > 1:
+                of.close(leases[0], Verdict.GOOD, now)
+            of.began(leases[-1], now)
+            decoding.append(leases[-1])
+        if len(decoding) > 4 * count:
+            of.close(decoding.pop(chance.randrange(count)), Verdict.GOOD, now, chance.choice((None, 1, 128)))
+    assert placement.compared
+
+
+def test_prefill_engines_without_any_that_decodes_are_left_out() -> None:
+    of = ledger(Thorough(lambda _: (H200, 2048), B), [Role.PREFILL, Role.AGGREGATED])
+    assignment = of.place(ask(1.0), split=True)
+    assert assignment is not None
+    assert [lease.node.url for lease in assignment.leases] == ["http://1:1"]
