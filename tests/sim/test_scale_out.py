@@ -22,7 +22,7 @@ TOOL = {
         "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
-BODY = {"messages": [{"role": "user", "content": "why is the sky blue"}], "temperature": 0}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "why is the sky blue"}], "temperature": 0}
 SCALED = replace(FAST, enable_scale_out=True, reasoning_parser="deepseek_r1")
 
 
@@ -182,6 +182,6 @@ async def test_a_call_that_a_prompt_has_begun_goes_on() -> None:
             ids = whole["choices"][0]["token_ids"]
             for cut in range(1, len(ids)):
                 prompt = whole["prompt_token_ids"] + ids[:cut]
-                more = {"max_tokens": 40 - cut, "temperature": 0, "return_token_ids": True}
+                more: dict[str, Any] = {"max_tokens": 40 - cut, "temperature": 0, "return_token_ids": True}
                 rest = (await ask(sim.port, post("/v1/completions", prompt=prompt, **more))).answer.json
                 assert rest["choices"][0]["token_ids"] == ids[cut:], cut
