@@ -16,8 +16,9 @@ from pdproxy.lab.chaos.virtual.loop import VirtualLoop
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission, Place
+from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import Demand
+from pdproxy.serving.request.place import Place
 
 STEPS = 4
 """Tokens that are made between two looks at the batch: fewer events."""

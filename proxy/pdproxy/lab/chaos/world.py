@@ -64,7 +64,7 @@ DEADLINES = Deadlines(
 LIMITS = Limits(max_inflight=12, max_queue=24, min_read_rate=256, breaker_cooldown=3.0)
 """So few that requests wait for places once some engines stand still."""
 HEALTH = Health(stalled_after=2.0, canary_timeout=1.0, canary_interval=0.5, slow_start=2.0)
-OUTLIERS = OutlierSettings(interval=5.0, min_requests=5, eject_for=5.0)
+OUTLIERS = OutlierSettings(interval=5.0, min_requests=5, exclude_for=5.0)
 
 
 class ChaosEngine:

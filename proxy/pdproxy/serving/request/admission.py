@@ -16,13 +16,13 @@ import math
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
 from pdproxy.kit.fair_queue import FairQueue, QueueFullError
-from pdproxy.kit.fair_tenants import Entry
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.demand import NO_DEMAND, Demand
+from pdproxy.serving.request.place import Ended, Place
 
 LEAST_SERVICE = 0.1
 """Seconds: a request that has less left is not begun."""
@@ -33,42 +33,6 @@ LEAST_WAIT = 0.1
 places would go to whoever comes when one is free, whatever the tenants' weights are."""
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
-
-
-class Place:
-    """A request's place, or its wait for one. Released by one `leave`."""
-
-    __slots__ = ("_admission", "_demand", "_expected", "begun", "entry", "served_before", "time", "wake")
-
-    def __init__(self, admission: Admission, demand: Demand, expected: float) -> None:
-        self._admission = admission
-        self._demand = demand
-        self._expected = expected
-        self.entry: Entry[Place]
-        self.begun = self.served_before = 0.0
-        """When it got its place, and `Admission.served` then."""
-        self.time: float | None = None
-        """The seconds that it had from its arrival on, None if its client named none."""
-        self.wake: asyncio.Future[None] | None = None
-        """Done once the place is granted or refused. None if it was free."""
-
-    def leave(
-        self,
-        seconds: float = 0.0,
-        prompt: int | None = None,
-        completion: int | None = None,
-        *,
-        late: bool = False,
-        answered: bool = True,
-    ) -> None:
-        """Release the place: it is granted to a request that waits, if there is one.
-
-        `seconds`: for how long it was taken. `prompt`, `completion`: the tokens that the request had, None where no engine has
-        reported any. `late`: whether it missed a deadline. `answered`: whether it got a whole answer.
-        """
-        self._admission.left(
-            self, self._demand, self._expected, seconds, prompt, completion, late=late, answered=answered
-        )
 
 
 class Admission:
@@ -159,7 +123,7 @@ class Admission:
         if self._closed:
             raise _shutting_down()
         expected = self.expected(demand)
-        place, size = Place(self, demand, expected), demand.prompt + int(expected)
+        place, size = Place(self._left, demand, expected), demand.prompt + int(expected)
         cost = demand.prompt + self._output_weight * expected
         priority, patience = demand.priority if self._by_priority else 0, self._timeout
         if deadline is not None:
@@ -183,40 +147,6 @@ class Admission:
             await self._wait(client, place, patience)
         return place
 
-    def left(
-        self,
-        place: Place,
-        demand: Demand,
-        expected: float,
-        seconds: float,
-        prompt: int | None,
-        completion: int | None,
-        *,
-        late: bool,
-        answered: bool,
-    ) -> None:
-        """A request ends its place. For `Place.leave` only."""
-        cost, now = None, self._clock.now()
-        self._add_up(now, self._queue.taken)
-        is_known = prompt is not None or completion is not None
-        if is_known:
-            prompt = demand.prompt if prompt is None else prompt
-            cost = prompt + self._output_weight * (expected if completion is None else completion)
-            self._waits.ended(now, cost, seconds)
-        is_learned = late or (answered and is_known and self._waits.learns(now))
-        if is_learned:
-            longer = self._waits.served(now, demand.prompt, seconds, late=late)
-            served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
-            self._limit.ended(now, place.begun, served, longer, place.time, late=late)
-            if completion and demand.answers and not late:
-                self._outputs.add(demand.prompt, completion // demand.answers)
-        entry = place.entry
-        del place.entry  # they refer to each other
-        self._queue.leave(entry, cost)
-        if is_learned:
-            self._resize()
-        self._check_drained()
-
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
@@ -229,6 +159,30 @@ class Admission:
     def over_share(self, client: Client) -> bool:
         """Return whether a client holds more places than its share while others wait for one."""
         return self._queue.over_share(client.name)
+
+    def _left(self, place: Place, ended: Ended) -> None:
+        """A request ends its place."""
+        demand, expected, prompt, completion = place.demand, place.expected, ended.prompt, ended.completion
+        cost, now = None, self._clock.now()
+        self._add_up(now, self._queue.taken)
+        is_known = prompt is not None or completion is not None
+        if is_known:
+            prompt = demand.prompt if prompt is None else prompt
+            cost = prompt + self._output_weight * (expected if completion is None else completion)
+            self._waits.ended(now, cost, ended.seconds)
+        is_learned = ended.late or (ended.answered and is_known and self._waits.learns(now))
+        if is_learned:
+            longer = self._waits.served(now, demand.prompt, ended.seconds, late=ended.late)
+            served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
+            self._limit.ended(now, place.begun, served, longer, place.time, late=ended.late)
+            if completion and demand.answers and not ended.late:
+                self._outputs.add(demand.prompt, completion // demand.answers)
+        entry = place.entry
+        del place.entry  # they refer to each other
+        self._queue.leave(entry, cost)
+        if is_learned:
+            self._resize()
+        self._check_drained()
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()

@@ -29,8 +29,9 @@ from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
-from pdproxy.serving.request.admission import Admission, Place
+from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import NO_DEMAND
+from pdproxy.serving.request.place import Place
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter

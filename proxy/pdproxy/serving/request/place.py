@@ -1,0 +1,56 @@
+"""The place of a request among those that are served at once. See `admission`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from pdproxy.kit.fair_tenants import Entry
+from pdproxy.serving.request.demand import Demand
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a request ended its place.
+
+    `seconds`: for how long the place was taken. `prompt`, `completion`: the tokens that the request had, None where no engine has
+    reported any. `late`: whether it missed a deadline. `answered`: whether it got a whole answer.
+    """
+
+    seconds: float = 0.0
+    prompt: int | None = None
+    completion: int | None = None
+    late: bool = False
+    answered: bool = True
+
+
+class Place:
+    """A request's place, or its wait for one. Released by one `leave`. `left`: called then."""
+
+    __slots__ = ("_left", "begun", "demand", "entry", "expected", "served_before", "time", "wake")
+
+    def __init__(self, left: Callable[[Place, Ended], None], demand: Demand, expected: float) -> None:
+        self._left = left
+        self.demand = demand
+        self.expected = expected
+        """How many tokens its answers are likely to have."""
+        self.entry: Entry[Place]
+        self.begun = self.served_before = 0.0
+        """When it got its place, and for how many seconds in sum requests had had places until then."""
+        self.time: float | None = None
+        """The seconds that it had from its arrival on, None if its client named none."""
+        self.wake: asyncio.Future[None] | None = None
+        """Done once the place is granted or refused. None if it was free."""
+
+    def leave(
+        self,
+        seconds: float = 0.0,
+        prompt: int | None = None,
+        completion: int | None = None,
+        *,
+        late: bool = False,
+        answered: bool = True,
+    ) -> None:
+        """Release the place: it is granted to a request that waits, if there is one. The arguments: see `Ended`."""
+        self._left(self, Ended(seconds, prompt, completion, late, answered))
