@@ -16,9 +16,10 @@ from pdproxy.lab.chaos import world as chaos_world
 from pdproxy.lab.chaos.answers import Answer, read_answer, told
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.oracle import COMPLETIONS, Body, ask_judge
+from pdproxy.lab.chaos.setup import MODEL, PORT, PROXY
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import CLIENTS, MODEL, PORT, PROXY, World
+from pdproxy.lab.chaos.world import CLIENTS, World
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.sim.facts import Facts
 

@@ -159,7 +159,7 @@ async def test_an_id_of_a_call_stays() -> None:
     ],
 )
 async def test_what_is_refused(fields: dict[str, Any], said: str) -> None:
-    body = {
+    body: dict[str, Any] = {
         "generate_chunk": {"choices": [{"index": 0, "token_ids": [300]}]},
         "prompt_token_ids": [9],
         "chat_request": BODY,

@@ -24,6 +24,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence
 from pdproxy.settings.probes import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
+from pdproxy.upstream.derenders import derenders
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -217,7 +218,7 @@ class Prober:
             longest,
             adapters,
             metrics.kv_blocks,
-            self._asks_derender and await self._admin.derenders(engine.url),
+            self._asks_derender and await derenders(self._admin, engine.url),
         )
 
     async def _canaries(self, url: str, cards: list[ModelCard]) -> tuple[tuple[tuple[int, ...], ...], int]:

@@ -5,13 +5,13 @@ Owns their names, units, bounds and defaults, each with the reason for it.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
 from pdproxy.settings.section import Count, Seconds, Section
 
-AUTO = "auto"
+AUTO: Final = "auto"
 EngineRequests = Literal["auto"] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 

@@ -41,12 +41,6 @@ MAX_SERVER_INFO = 4 << 20
 MAX_MODELS = 4096
 """Models and adapters of an engine."""
 _MAX_NAME = 1024
-DERENDER = "/v1/chat/completions/derender"
-_EMPTY_CHUNK = b'{"stream":true,"generate_chunk":{"choices":[]}}'
-_EMPTY_CHAT = (
-    b'{"stream":true,"generate_chunk":{"choices":[]},"prompt_token_ids":[1],"chat_request":{"messages":'
-    b'[{"role":"user","content":"a"}]}}'
-)
 _OBJECTS_PER_MODEL = 2
 """JSON objects of a model in such a list, in vLLM: itself and its permissions."""
 _IDS_PER_BYTE = 8
@@ -199,26 +193,6 @@ class EngineAdmin:
             "POST", url, "/detokenize", msgspec.json.encode(body), authorization, max_bytes=MAX_SHORT_ANSWER
         )
         return self._read("/detokenize", answer, _Text).prompt
-
-    async def derenders(self, url: str) -> bool:
-        """Return whether an engine parses the token ids of chats, with a parser of its own.
-
-        One without a parser needs no chat's request for that. One without `--enable-scale-out` refuses all. One that does not
-        answer is none that can be relied on, and serves all the same.
-        """
-        try:
-            await self.ask(url, DERENDER, _EMPTY_CHUNK, max_bytes=MAX_SHORT_ANSWER)
-        except EngineError as error:
-            needs_chat = isinstance(error, EngineRefusedError) and error.status == 400
-        else:
-            needs_chat = False
-        if not needs_chat:
-            return False
-        try:
-            await self.ask(url, DERENDER, _EMPTY_CHAT, max_bytes=MAX_SHORT_ANSWER)
-        except EngineError:
-            return False
-        return True
 
     async def ask(
         self,

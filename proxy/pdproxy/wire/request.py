@@ -160,8 +160,7 @@ class Parsed(msgspec.Struct, frozen=True):
     def adds_usage(self) -> bool:
         """Whether an engine is asked for a usage event that the client didn't ask for.
 
-        Not with several choices in one stream: then the fingerprint would move from the last chunk of each choice to the
-        usage event, which comes after all of them.
+        Not with several choices in one stream: the fingerprint would move from each choice's last chunk to the usage event.
         """
         several = self.alone is Alone.N or (self.alone is not None and len(self.prompts) > 1)
         return self.stream and not self.wants_usage and not several
@@ -170,8 +169,7 @@ class Parsed(msgspec.Struct, frozen=True):
     def adds_ids(self) -> bool:
         """Whether an engine is asked for the token ids of a stream that the client didn't ask for.
 
-        With tools, whose parser then sends events without content as well, only if that is of use. Not with hidden reasoning,
-        whose ids would be missing.
+        With tools, whose parser then also sends events without content, only if it is of use; never with hidden reasoning.
         """
         return (
             self.stream
