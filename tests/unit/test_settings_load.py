@@ -7,6 +7,7 @@ import pytest
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
+from pdproxy.settings.yaml_file import MAX_BYTES
 from pdproxy.transfer import registry
 
 DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)
@@ -231,6 +232,12 @@ def test_aliases_and_merges(tmp_path: Path) -> None:
 NODE = "pools: [{nodes: [{url: 'http://a:1', role: %s}]}]"
 
 
+def bomb(value: str) -> str:
+    """Return a few lines that stand for 9 ** 12 values."""
+    lines = [f"a{at}: &a{at} " + value.format(", ".join([f"*a{at - 1}"] * 9)) for at in range(1, 13)]
+    return "\n".join(["a0: &a0 {url: x}", *lines])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -295,7 +302,9 @@ NODE = "pools: [{nodes: [{url: 'http://a:1', role: %s}]}]"
             "pools: [{nodes: [{url: 'http://a:1', role: decode, facts: {block_size: 0}}]}]",
             "pools[0].nodes[0].facts.block_size: expected a whole number >= 1 and <= 2147483647 or null, got 0 (file F)",
         ),
-        ("pools: &a [*a]", "pools[0]: expected a mapping, got a list (file F)"),
+        ("pools: &a [*a]", "F: an alias stands for what it is a part of"),
+        (bomb("[{}]"), "F: its aliases stand for more than 1000000 values"),
+        (bomb("{{<<: [{}]}}"), "F: its aliases stand for more than 1000000 values"),
         ("listen: {port: 1}\nauth: {}\nlisten: {port: 2}", "listen: given twice, in line 1 and 3 (file F)"),
         (
             "pools:\n- nodes: []\n- name: x\n  'name': y",
@@ -325,6 +334,15 @@ def test_a_stronger_source_does_not_hide_a_mistake(tmp_path: Path) -> None:
     """A wrong value is told even where a flag would have overridden it: the next start may lack the flag."""
     path = write(tmp_path, "listen: {port: x}")
     assert error(path, {"PDPROXY_LISTEN__PORT": "1"}).startswith("listen.port: expected a whole number")
+
+
+def test_a_file_of_any_size(tmp_path: Path) -> None:
+    """No more of it is read than a file of settings may have: 1 GB of nothing, and a device that never ends."""
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    assert error(path) == f"{path}: is larger than {MAX_BYTES} bytes"
+    assert error(Path("/dev/zero")) == f"/dev/zero: is larger than {MAX_BYTES} bytes"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

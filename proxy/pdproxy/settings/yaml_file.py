@@ -1,7 +1,7 @@
 """Reads a YAML file into plain values. Each error is one line.
 
 PyYAML lets a later key overwrite an earlier one, and its messages quote the file. Both are wrong for settings: the first
-hides half of an edit, the second may print a key of `auth`.
+hides half of an edit, the second may print a key of `auth`. Nor does it bound what a few lines of aliases stand for.
 """
 
 from __future__ import annotations
@@ -12,19 +12,30 @@ import yaml
 
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 
+MAX_BYTES = 4 << 20
+"""A larger file is no file of settings: its name is wrong, or it is a device that never ends."""
+MAX_VALUES = 1_000_000
+"""Keys and values of a file, those that an alias stands for counted at each alias: ten lines can stand for billions."""
+
 
 def read_yaml(path: Path, found: Mistakes) -> object:
     """Return what the file holds, None if nothing. Keys that are given twice are added to `found`.
 
     Raises:
-        SettingsError: it can't be read, or is no YAML.
+        SettingsError: it can't be read, is no YAML, or holds too much.
     """
     name = spell_file(path)
     try:
-        loader = yaml.SafeLoader(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise SettingsError(f"{name}: is larger than {MAX_BYTES} bytes")
+        loader = yaml.SafeLoader(content)
         root = loader.get_single_node()
         if root is None:
             return None
+        if _count(root, {}, name) > MAX_VALUES:
+            raise SettingsError(f"{name}: its aliases stand for more than {MAX_VALUES} values")
         _find_duplicates(root, (), set(), name, found)
         return _construct(loader, root, name)
     except SettingsError:
@@ -57,6 +68,22 @@ def spell_file(path: Path) -> str:
     """Spell a file's name on one line."""
     text = str(path)
     return text if text.isprintable() else quote(text)
+
+
+def _count(node: yaml.Node, counts: dict[int, int | None], name: str) -> int:
+    """Return how many keys and values a node stands for. `counts`: of the nodes that were seen, None: of those around it.
+
+    Raises:
+        SettingsError: it holds itself.
+    """
+    if id(node) not in counts:
+        counts[id(node)] = None
+        items = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (one for item in items for one in (item if isinstance(item, tuple) else (item,)))
+        counts[id(node)] = 1 + sum(_count(part, counts, name) for part in parts)
+    if (count := counts[id(node)]) is None:
+        raise SettingsError(f"{name}: an alias stands for what it is a part of")
+    return count
 
 
 def _find_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str, found: Mistakes) -> None:
