@@ -34,6 +34,7 @@ class Setup:
     def __init__(self, engines: EngineRegistry) -> None:
         self.engines = engines
         self.broken: set[str] = set()
+        self.capacity: int | None = None
 
     def checked(self, node: Node) -> Node:
         return node
@@ -41,7 +42,9 @@ class Setup:
     def add(self, node: Node) -> Engine:
         if node.url in self.broken:
             raise SettingsError("its key can't be read")
-        return self.engines.add(NodeSpec(node.url, Role(node.role)), unused_client(node.url))
+        return self.engines.add(
+            NodeSpec(node.url, Role(node.role)), unused_client(node.url), buffer_capacity=self.capacity
+        )
 
     def remove(self, url: str) -> Engine:
         return self.engines.remove(url)
@@ -327,6 +330,51 @@ async def test_a_set_that_fails_changes_nothing(w: World, broken: Node) -> None:
     assert {url: one.settings for url, one in w.members.members.items()} == {A.url: A, B.url: B}
     assert set(w.engines) == {A.url, B.url}
     assert all(engine.node.available for engine in w.engines.values())
+
+
+async def test_a_set_that_fails_has_leave_what_leaves(w: World) -> None:
+    """It is not in the file that is in force, and nothing would have it leave later."""
+    w.held.add(A.url)
+    w.members.apply("settings", [B])
+    w.setup.broken.add(C.url)
+    with pytest.raises(SettingsError, match="its key can't be read"):
+        w.members.apply("settings", [A, B, C])
+    assert w.members.members[A.url].leaves
+    assert not w.engines[A.url].node.available
+    w.setup.broken.clear()
+    w.members.apply("settings", [A, B, C])
+    assert w.engines[A.url].node.available
+
+
+async def test_the_old_settings_are_broken_too(w: World) -> None:
+    """A key file was moved: nothing is a member without an engine, and others serve."""
+    w.setup.broken.add(A.url)
+    with pytest.raises(SettingsError, match="its key can't be read"):
+        w.members.apply("settings", [msgspec.structs.replace(A, facts=Facts(block_size=32)), B])
+    assert set(w.members.members) == set(w.engines) == {B.url}
+    assert w.members.shortcomings() == []
+
+
+async def test_prefill_engines_come_before_decode_engines_that_name_them(w: World) -> None:
+    """In whatever order the file has them."""
+    p, q = (Node(url=f"http://{name}:8000", role="prefill") for name in "pq")
+    d = Node(url="http://d:8000", role="decode", sources=(p.url, q.url))
+    w.members.apply("settings", [A, d, p, B, q])
+    assert list(w.engines) == [A.url, B.url, p.url, q.url, d.url]
+
+
+async def test_a_replaced_engine_is_forgotten_while_its_buffer_is_used(w: World) -> None:
+    """The new one has it."""
+    w.setup.capacity = 4
+    w.members.add(C, "settings")
+    w.up(C)
+    buffer = w.engines[C.url].buffer
+    assert buffer is not None
+    buffer.taken = 1
+    w.members.apply("settings", [A, B, msgspec.structs.replace(C, facts=Facts(block_size=32))])
+    assert w.engines[C.url].buffer is buffer
+    await w.until(lambda: not w.engines.leaving)
+    assert w.engines.needed(w.engines[C.url])
 
 
 async def test_there_is_a_bound(w: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,17 @@ class Credentials:
             self._follow_files()
         return self._engines[node.url]
 
+    def check(self, node: Node) -> None:
+        """Read an engine's files, and keep nothing of them.
+
+        Raises:
+            SettingsError: a file can't be read, or does not hold what it should.
+        """
+        if node.api_key_file is not None:
+            read_key(f"{node.url}.api_key_file", node.api_key_file)
+        if node.url.startswith("https:"):
+            engine_context(f"{node.url}.tls", merged(self._pool_tls, node.tls))
+
     def forget(self, url: str) -> None:
         """Stop checking the files of a removed engine, unless others use them."""
         removed = self._engines.pop(url)

@@ -174,12 +174,15 @@ class EngineSetup:
         """Return the settings of an engine that is to be added, or is to take the place of the one with its URL.
 
         Raises:
-            SettingsError: it can't work in this pool.
+            SettingsError: it can't work in this pool, or one of its files can't be used.
         """
         url = node.url
         with contextlib.suppress(SettingsError):  # which the check below reports
             url = engine_url(url, ("url",))
-        return checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
+        node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
+        self._credentials.check(node)
+        _read(node.facts.profile)
+        return node
 
     def _add(self, node: Node) -> Engine:
         credentials = self._credentials.of_engine(node)

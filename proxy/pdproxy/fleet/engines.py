@@ -6,7 +6,7 @@ Owns every `Engine`. A part that must act when engines come and go is a watcher 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from pdproxy.fleet.engine import Engine, EngineCredentials, ReceiveBuffer
@@ -54,6 +54,11 @@ class EngineRegistry(Mapping[str, Engine]):
 
     def __len__(self) -> int:
         return len(self._engines)
+
+    @property
+    def leaving(self) -> Sequence[Engine]:
+        """The removed engines that are still needed. One with the URL of an engine that is there was replaced by it."""
+        return self._leaving
 
     def watch(self, watcher: EngineWatcher) -> None:
         """Call a watcher for each engine that is added or removed from now on."""

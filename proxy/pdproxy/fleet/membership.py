@@ -206,29 +206,36 @@ class Membership:
             MembershipError: another source has added one with other settings, or there are too many.
         """
         by_url = {node.url: node for node in wanted}
-        changed = [
-            member
-            for url, member in self._members.items()
-            if member.source == source and url in by_url and member.settings != by_url[url]
-        ]
+        changed = [member for url, member in self._members.items() if url in by_url and member.settings != by_url[url]]
+        for member in changed:
+            if member.source != source and not member.leaves:
+                raise MembershipError(f"{member.url} was added by {member.source}, with other settings")
+        # Prefill engines first: decode engines may name them as sources.
+        new = sorted(
+            (node for url, node in by_url.items() if url not in self._members), key=lambda one: not one.prefills
+        )
         added: list[str] = []
-        replaced: list[tuple[Member, NodeSettings]] = []
+        replaced: list[tuple[Member, NodeSettings, Drain | None]] = []
         try:
-            for url, node in by_url.items():
-                if all(member.url != url for member in changed):
-                    is_new = url not in self._members
-                    self.add(node, source)
-                    added += [url] if is_new else []
+            for node in new:
+                added.append(self.add(node, source).url)  # noqa: PERF401 - those before one that fails count
             for member in changed:
-                before = member.settings
+                before = member.settings, member.drain
                 self._replace(member, by_url[member.url])
-                replaced.append((member, before))
+                replaced.append((member, *before))
         except Exception:
-            for member, before in replaced:
-                self._replace(member, before)
+            for member, *state in replaced:
+                self._put_back(member, *state)
             for url in added:
                 self._remove(self._members[url], source)
             raise
+        for node in by_url.values():  # from here nothing fails: those that were to leave stay
+            member = self._members[node.url]
+            if member in changed:
+                member.source = source
+                member.heirs.discard(source)
+            else:
+                self.add(node, source)
         for url, member in list(self._members.items()):
             if url not in by_url and member.is_wanted_by(source):
                 self.remove(url, source)
@@ -238,23 +245,38 @@ class Membership:
 
         It is the same process, of which a probe has shown what it is: it serves on at once.
         """
+        self._setup.checked(node)
         drain, old = member.drain, self._setup.remove(member.url)
-        self._members[member.url] = member
         try:
             self._made_again(self._setup.add(node), old)
         except Exception:
             self._made_again(self._setup.add(member.settings), old)
+            self._members[member.url] = member
+            if drain is not None:
+                self._drain_again(member, drain)
             raise
-        finally:
-            if drain is not None and not drain.removes:  # an operator works on it
-                self.drain(member.url, drain.by)
+        self._members[member.url] = member
+        if drain is not None and not drain.removes:  # an operator works on it
+            self._drain_again(member, drain)
         member.settings = node
         self._report(member, "replaced", member.source)
+
+    def _put_back(self, member: Member, node: NodeSettings, drain: Drain | None) -> None:
+        try:
+            self._replace(member, node)
+        except Exception as error:  # its key file was deleted, for example: it serves on as it is
+            logger.error("%s keeps its new settings: %s", member.url, error)  # noqa: TRY400
+        if drain is not None and member.drain is None:
+            self._drain_again(member, drain)
+
+    def _drain_again(self, member: Member, drain: Drain) -> None:
+        left = max(0.0, drain.deadline - self._now())
+        self.drain(member.url, drain.by, seconds=left if drain.removes else None, removes=drain.removes)
 
     def _made_again(self, engine: Engine, old: Engine) -> None:
         if old.buffer is not None and engine.buffer is not None:  # what is in it is still there
             old.buffer.capacity = engine.buffer.capacity
-            engine.buffer = old.buffer
+            engine.buffer, old.buffer = old.buffer, None  # or it would be needed for as long as the new one is used
         if old.node.up and old.node.evidence is not None:
             self._ledger.mark_up(engine.url, old.node.evidence)
             reason = "its settings have changed"
