@@ -6,7 +6,7 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe import catalog_refusals
-from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged
+from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, RequestEnded
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.nodes import Role
@@ -29,6 +29,10 @@ class PoolCapacity:
         self._windows = Windows(None if isinstance(limits.engine_requests, str) else limits.engine_requests)
         self._engines = engines
         self._admission = admission
+        self._going: list[Engine] = []
+        """Engines on their way out that still answer clients."""
+        self._left = 0
+        """Their requests at the last look. They take no places from engines that stay."""
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""
@@ -46,6 +50,8 @@ class PoolCapacity:
                     self._windows.forget(node)
                 self._resize()
             case MemberChanged():
+                self._resize()
+            case RequestEnded() if self._going and self._left != self._requests_left():
                 self._resize()
             case LegFailed(node=node, status=status):
                 if status == FULL and (engine := self._engines.get(node)) is not None:
@@ -73,7 +79,15 @@ class PoolCapacity:
         for engine in self._engines.values():
             engine.node.window = self._windows.of(_load(engine))
         usable = [_load(engine) for engine in self._engines.values() if engine.node.available]
-        self._admission.resize(self._windows.places(usable, self._admission.inflight))
+        going = [engine for engine in self._engines.values() if engine.node.draining is not None]
+        going += [engine for engine in self._engines.leaving if engine.url not in self._engines]
+        self._going = [engine for engine in going if engine.node.requests and engine.node.role is not Role.PREFILL]
+        self._left = self._requests_left()
+        places = self._windows.places(usable, self._admission.inflight - self._left)
+        self._admission.resize(None if places is None else places + self._left)
+
+    def _requests_left(self) -> int:
+        return min(sum(engine.node.requests for engine in self._going), self._admission.inflight)
 
 
 class Scraped:

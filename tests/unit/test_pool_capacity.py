@@ -1,0 +1,81 @@
+"""The places of a pool, while engines come and go."""
+
+from __future__ import annotations
+
+from pdproxy.app.capacity import PoolCapacity
+from pdproxy.observe.events import Gaps, MemberChanged, RequestEnded
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
+from pdproxy.settings.limits import Limits
+from tests.fakes.registry import registry
+
+A, B = "http://a:1", "http://b:1"
+ENDED = RequestEnded("1", "completions", "m", "ok", 200, (), 0.0, None, 1.0, None, None, Gaps())
+
+
+class Admission:
+    """Has the places that it is given."""
+
+    def __init__(self) -> None:
+        self.inflight = 0
+        self.places: int | None = None
+
+    def resize(self, places: int | None) -> None:
+        self.places = places
+
+
+class Pool:
+    """Two decode engines that take four requests each."""
+
+    def __init__(self) -> None:
+        self.engines, self.ledger = registry(*(NodeSpec(url, Role.DECODE) for url in (A, B)))
+        self.admission = Admission()
+        self.capacity = PoolCapacity(Limits(engine_requests=4), self.engines, self.admission)  # type: ignore[arg-type]
+        self.engines.watch(self.capacity)
+        for url in (A, B):
+            self.ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
+        self.changed()
+
+    def changed(self) -> None:
+        self.capacity.notify(MemberChanged(A, "decode", "draining", "settings"))
+
+    def begin(self) -> Lease:
+        lease = self.ledger.assign_alone(Ask("m", 1, 0.0), without=[B])
+        assert lease is not None
+        self.admission.inflight += 1
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        self.ledger.close(lease, Verdict.GOOD, 1.0)
+        self.admission.inflight -= 1
+        self.capacity.notify(ENDED)
+
+
+def test_streams_of_a_draining_engine_take_no_places_of_others() -> None:
+    """They may take minutes: meanwhile the others serve as many as they can, and never more."""
+    pool = Pool()
+    leases = [pool.begin() for _ in range(4)]
+    assert pool.admission.places == 8
+    pool.ledger.mark_draining(A, "is being drained")
+    pool.changed()
+    assert pool.admission.places == 8, "4 are left, 4 may come to the other one"
+    pool.end(leases.pop())
+    assert pool.admission.places == 7
+    pool.engines.remove(A)
+    assert pool.admission.places == 7, "legs to it go on"
+    for lease in leases:
+        pool.end(lease)
+    assert pool.admission.places == 4
+
+
+def test_a_replaced_engine_is_the_same_machine() -> None:
+    """What it still has fills its window."""
+    pool = Pool()
+    for _ in range(4):
+        pool.begin()
+    pool.engines.remove(A)
+    pool.engines.add(NodeSpec(A, Role.DECODE), pool.engines[B].client)
+    pool.ledger.mark_up(A, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
+    pool.changed()
+    assert pool.admission.places == 8
