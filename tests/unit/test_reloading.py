@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from argparse import Namespace
@@ -15,6 +16,7 @@ from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Hangups
 from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
+from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.logs import configure, set_level
 from pdproxy.settings.changes import AT_ONCE, changes
 from pdproxy.settings.load import load
@@ -148,6 +150,59 @@ async def test_a_file_that_is_gone_changes_nothing(file: File) -> None:
     assert len(file.members.sets) == 1
 
 
+async def test_a_file_that_is_a_link(tmp_path: Path) -> None:
+    """Kubernetes replaces a link to a folder: name, size and time of the file may be the same."""
+    for name, text in (("1", FILE), ("2", MORE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pdproxy.yaml").write_text(text.ljust(300, "\n"))
+        os.utime(tmp_path / name / "pdproxy.yaml", (1, 1))
+    (tmp_path / "data").symlink_to("1")
+    (tmp_path / "pdproxy.yaml").symlink_to("data/pdproxy.yaml")
+    path, members = tmp_path / "pdproxy.yaml", Members()
+    source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
+    reloading = Reloading(source, members, lambda _: None)  # type: ignore[arg-type]
+    (tmp_path / "new").symlink_to("2")
+    (tmp_path / "new").replace(tmp_path / "data")
+    await reloading.look()
+    await reloading.look()
+    assert [len(one) for one in members.sets] == [3]
+
+
+async def test_a_pipe_in_place_of_the_file(file: File) -> None:
+    """A thread that waits for its writer would never end."""
+    file.path.unlink()
+    os.mkfifo(file.path)
+    async with asyncio.timeout(20):
+        await file.reloading.look(asked=True)
+    assert file.reads == 0
+    assert file.reloading.shortcomings() == [
+        f"the settings can't be read again: {file.path}: is no regular file, and can be read only at the start"
+    ]
+
+
+async def test_a_file_that_changes_while_the_proxy_starts(tmp_path: Path) -> None:
+    """Asking the engines for their connector may take minutes: nothing is missed."""
+    path, members = tmp_path / "pdproxy.yaml", Members()
+    path.write_text(FILE)
+    stamps = [stamp(str(path))]
+    first = load(path, {})
+    path.write_text(MORE)
+    source = SettingsSource(first, lambda: load(path, {}), [path], stamps)
+    reloading = Reloading(source, members, lambda _: None)  # type: ignore[arg-type]
+    await reloading.look()
+    await reloading.look()
+    assert [len(one) for one in members.sets] == [3]
+
+
+async def test_a_proxy_that_ends_reads_nothing(file: File) -> None:
+    """Its engines stay as they are until the last stream has ended."""
+    file.reloading._ends = lambda: True
+    file.write(MORE)
+    await file.looked()
+    await file.reloading.look(asked=True)
+    assert file.reads == 0
+
+
 async def test_engines_that_cannot_be_added(file: File) -> None:
     """Another source may have added one with other settings."""
     file.members.error = MembershipError("http://e:8000 was added by admin, with other settings")
@@ -167,10 +222,12 @@ async def test_what_needs_a_restart_is_named(file: File, caplog: pytest.LogCaptu
     assert (len(file.members.sets), file.levels) == (1, ["warning"])
     assert file.reloading.shortcomings() == ["these settings have changed, and need a restart: listen.port"]
     assert "need a restart: listen.port" in caplog.text
+    caplog.clear()
     file.write(MORE)
     await file.looked()
     assert file.reloading.shortcomings() == []
     assert file.levels == ["warning", "info"]
+    assert "restart" not in caplog.text
 
 
 def test_each_setting_is_used_at_once_or_named() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from pdproxy.observe.metrics import Gauge
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
+from pdproxy.settings.yaml_file import spell_file
 
 logger = logging.getLogger("pdproxy.settings")
 
@@ -32,25 +34,34 @@ MAX_LINES = 3
 class SettingsSource:
     """Where the settings come from. `first`: what was read at the start.
 
-    `read` reads all of it again, and raises SettingsError; `paths`: its files.
+    `read` reads all of it again, and raises SettingsError; `paths`: its files. `stamps`: theirs just before `first` was read,
+    None: as they are now. Between that and the first look the engines may be asked for their connector for minutes.
     """
 
     first: Settings
     read: Callable[[], Settings]
     paths: Sequence[Path]
+    stamps: Sequence[tuple[int, ...] | None] | None = None
 
 
 class Reloading:
-    """Has the engines of the settings, and the log level, follow their files."""
+    """Has the engines of the settings, and the log level, follow their files. `ends`: whether the proxy is shutting down."""
 
-    def __init__(self, source: SettingsSource, membership: Membership, set_log_level: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        source: SettingsSource,
+        membership: Membership,
+        set_log_level: Callable[[str], None],
+        ends: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._read = source.first
         """As they were read last without a mistake."""
         self._source = source
         self._membership = membership
         self._set_log_level = set_log_level
+        self._ends = ends
         self._paths = [str(path) for path in source.paths]
-        self._used = self._seen = self._stamps()
+        self._used = self._seen = self._stamps() if source.stamps is None else [*source.stamps]
         self._wake = asyncio.Event()
         self._failure: str | None = None
         self._restart: tuple[str, ...] = ()
@@ -89,6 +100,8 @@ class Reloading:
 
     async def look(self, *, asked: bool = False) -> None:
         """Read the files if they have changed and are the same as at the last look, or if asked for it."""
+        if self._ends():
+            return
         stamps, before = self._stamps(), self._seen
         self._seen = stamps
         if not asked and (stamps == self._used or stamps != before):
@@ -96,7 +109,7 @@ class Reloading:
         self._used = stamps
         try:
             # YAML of hundreds of engines takes longer than a stream may wait.
-            settings = await asyncio.get_running_loop().run_in_executor(None, self._source.read)
+            settings = await asyncio.get_running_loop().run_in_executor(None, self._read_files)
             result = self._apply(settings)
         except (SettingsError, MembershipError, ValueError) as error:
             self._failure = "; ".join(str(error).splitlines()[:MAX_LINES])
@@ -115,9 +128,16 @@ class Reloading:
             self._set_log_level(found.log_level)
         self._read = settings
         self._restart = changes(self._source.first, settings).restart
-        if found.restart:
+        if found.restart and self._restart:  # they may have been taken back
             logger.warning("these settings have changed, and need a restart: %s", ", ".join(self._restart))
         return "applied" if found else "unchanged"
+
+    def _read_files(self) -> Settings:
+        for path in self._source.paths:
+            # A pipe was read at the start, and would have a thread wait for a writer until the process is killed.
+            if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+                raise SettingsError(f"{spell_file(path)}: is no regular file, and can be read only at the start")
+        return self._source.read()
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [stamp(path) for path in self._paths]

@@ -185,17 +185,23 @@ async def _serve_until_signalled(
     ending.take_signals(signal.SIGTERM, signal.SIGINT)
     hangups = Hangups()
     hangups.take()
+    asked_early = asyncio.Event()
+    if source is not None and source.paths:
+        hangups.then = asked_early.set
 
     def started(proxy: Proxy) -> None:
         if source is not None and source.paths:
-            hangups.then = follow(proxy, source, log).soon
+            reloading = follow(proxy, source, log)
+            hangups.then = reloading.soon
+            if asked_early.is_set():
+                reloading.soon()
 
     return await serve(settings, listener, ending, log, started)
 
 
 def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
     """Have a proxy that was started follow the files of its settings."""
-    reloading = Reloading(source, proxy.membership, partial(set_level, log))
+    reloading = Reloading(source, proxy.membership, partial(set_level, log), lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
     proxy.metrics.add_gauges(reloading.gauges())
     proxy.tasks.keep(reloading.run, "settings")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, files_of, settings_from
 from pdproxy.cli.parser import examples
+from pdproxy.kit.reloading_file import stamp
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -32,10 +33,12 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the settings, run the server, return its exit code."""
+    files = files_of(arguments)
+    stamps = [stamp(str(path)) for path in files]
     settings = settings_from(arguments)
     # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.app.reloading import SettingsSource
     from pdproxy.app.server import run as run_server
 
-    source = SettingsSource(settings, lambda: settings_from(arguments), files_of(arguments))
+    source = SettingsSource(settings, lambda: settings_from(arguments), files, stamps)
     return run_server(settings, source)
