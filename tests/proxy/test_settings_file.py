@@ -6,6 +6,7 @@ import asyncio
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdproxy.app.reloading import SettingsSource
@@ -15,6 +16,7 @@ from pdproxy.fleet.member import MemberState
 from pdproxy.observe.formats import make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
 from tests.fakes import answers, scripts
 from tests.fakes.engine import FakeEngine, Reply
@@ -76,3 +78,22 @@ async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
 async def _rest(reply: Reply) -> None:
     await reply.pieces(WORD, answers.DONE)
     await reply.finish()
+
+
+async def test_a_key_file_that_was_moved_takes_no_engine_away(tmp_path: Path) -> None:
+    """The file names the new place wrongly, and the old one is gone: the engine serves on with the key that it has."""
+    key = tmp_path / "key"
+    key.write_text("secret")
+    async with world(decode=1) as w:
+        nodes = [member.settings for member in w.proxy.membership.members.values()]
+        keyed = [msgspec.structs.replace(node, api_key_file=str(key)) for node in nodes]
+        w.proxy.membership.apply("settings", keyed)
+        engines = dict(w.proxy.engines)
+        key.unlink()
+        wrong = [msgspec.structs.replace(node, api_key_file=str(tmp_path / "kye")) for node in nodes]
+        with pytest.raises(SettingsError, match="can't be read"):
+            w.proxy.membership.apply("settings", wrong)
+        assert dict(w.proxy.engines) == engines
+        assert list(w.proxy.membership.members) == list(engines)
+        assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        assert (await w.get("/ready")).status == 200
