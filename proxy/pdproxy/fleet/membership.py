@@ -220,12 +220,12 @@ class Membership:
             for node in new:
                 added.append(self.add(node, source).url)  # noqa: PERF401 - those before one that fails count
             for member in changed:
-                before = member.settings, member.drain
+                before = (member, member.settings, member.drain)
                 self._replace(member, by_url[member.url])
-                replaced.append((member, *before))
+                replaced.append(before)
         except Exception:
-            for member, *state in replaced:
-                self._put_back(member, *state)
+            for member, settings, drain in replaced:
+                self._put_back(member, settings, drain)
             for url in added:
                 self._remove(self._members[url], source)
             raise
