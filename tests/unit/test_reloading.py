@@ -210,7 +210,10 @@ async def test_engines_that_cannot_be_added(file: File) -> None:
     await file.looked()
     assert "was added by admin" in file.reloading.shortcomings()[0]
     file.members.error = None
-    file.write(MORE + "\n")
+    file.write(FILE)
+    await file.looked()
+    assert file.members.sets == [["http://p:8000", "http://d:8000"]], "what could not be put back is had again"
+    file.write(FILE + "\n")
     await file.looked()
     assert len(file.members.sets) == 1
 

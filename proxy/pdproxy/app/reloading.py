@@ -65,6 +65,8 @@ class Reloading:
         self._wake = asyncio.Event()
         self._failure: str | None = None
         self._restart: tuple[str, ...] = ()
+        self._half_applied = False
+        """Whether the last set of engines failed: what could not be put back is had again with the next one, also the same."""
         self._counts = dict.fromkeys((name for name, _ in catalog_fleet.RELOADS), 0)
 
     def __repr__(self) -> str:
@@ -122,8 +124,10 @@ class Reloading:
 
     def _apply(self, settings: Settings) -> str:
         found = changes(self._read, settings)
-        if found.nodes is not None:
-            self._membership.apply(SETTINGS, found.nodes)
+        if found.nodes is not None or self._half_applied:
+            self._half_applied = True
+            self._membership.apply(SETTINGS, settings.pool.nodes)
+            self._half_applied = False
         if found.log_level is not None:
             self._set_log_level(found.log_level)
         self._read = settings
