@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.observe.events import StreamContinued
+from pdproxy.observe.events import LegFailed, StreamContinued
 from pdproxy.settings.continuations import Continuations
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.parsed_events import DERENDER, RENDER
@@ -203,6 +203,7 @@ async def test_an_engine_that_does_not_parse(failing: int) -> None:
         else:
             assert "no engine has parsed the answer" in broken(answer)["message"]
             assert [reason for _, reason in results(w)] == ["eof", "derender"]
+            assert {event.node for event in w.events(LegFailed)} == {w.decode[0].url}, "the other one has not failed"
         await w.quiet()
 
 
@@ -278,7 +279,8 @@ async def test_an_answer_that_becomes_too_long() -> None:
             if results(w):
                 break
         assert "more than 70 tokens" in broken(answer)["message"]
-        assert results(w)[0] == ("continued", "eof")
+        assert results(w) == [("continued", "eof"), ("failed", "derender")]
+        assert {event.node for event in w.events(LegFailed)} == {w.decode[0].url}, "the other one has not failed"
         await w.quiet()
 
 

@@ -326,3 +326,13 @@ def test_ids_of_calls_are_kept() -> None:
     path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":7}]'))
     path.written(event("", (1,), form="content").replace(b'"content":""', b'"tool_calls":[{"id":"d"}]'))
     assert path.calls is None
+
+
+async def test_what_is_noted_of_events_with_several_ids_is_bounded_as_the_ids_are() -> None:
+    found = FastPath(lambda: 0.0, EventTemplates(), takes_ids=True)
+    found.keep_ids([b",".join([b"1"] * tokens.MAX_KEPT)])
+    noted = len(found.several)
+    for _ in range(9):
+        found.keep_ids([b"1,2", b"3,4"])
+    assert len(found.several) == noted == 2
+    assert found.tokens == tokens.MAX_KEPT + 36

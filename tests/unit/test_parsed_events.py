@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdproxy.serving.dispatch.continuing import _lens
 from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
-from pdproxy.transfer.parsed_events import ParsedEvents, why_not
+from pdproxy.transfer.parsed_events import ParsedEvents, TooManyTokensError, why_not
 from pdproxy.wire.continuable import Continuable, Reason
 from pdproxy.wire.request import Route
 from pdproxy.wire.tool_calls import ids_in
@@ -199,13 +199,20 @@ def test_all_ids_are_asked_for_once(lengths: list[int], data: st.DataObject) -> 
         event([1.5]),  # type: ignore[list-item]
         event([1], choice={"finish_reason": 7}),
         event([1], "stop") + event([2]),
-        event([1] * 999),
+        event([1], usage=5),
+        event([1], usage={"prompt_tokens": "x"}),
+        b'data: {"choices":[],"usage":null}\n\n' * 9999,
         b"data: " + b"[" * 5000 + b"\n\n",
     ],
 )
 def test_what_is_no_completion(bad: bytes) -> None:
     with pytest.raises(NotACompletionError):
         made().take(bad)
+
+
+def test_an_answer_that_becomes_too_long() -> None:
+    with pytest.raises(TooManyTokensError):
+        made().take(event([1] * 999))
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,10 @@ class AnswerBudgetError(EngineError):
     type = "ServiceUnavailableError"
 
 
+class UnparsedError(EngineError):
+    """No engine has parsed the token ids that another one made. Not a fault of the one that made them."""
+
+
 class EngineUnreachableError(EngineError):
     """An engine did not accept the connection. It has received nothing of the request."""
 

@@ -54,6 +54,10 @@ _ids_decoder = msgspec.json.Decoder(list[int] | None)
 _finish_decoder = msgspec.json.Decoder(str | None)
 
 
+class TooManyTokensError(Exception):
+    """An answer has become longer than engines are asked to parse."""
+
+
 class _Rendered(msgspec.Struct):
     sampling_params: Fields
 
@@ -162,6 +166,7 @@ class ParsedEvents:
 
         Raises:
             NotACompletionError: one of them is no event of a completion with ids.
+            TooManyTokensError: prompt and answer have become too long.
         """
         for bare in batch.split(sse.END):
             lines = sse.data_lines(bare + sse.END) if bare else ()
@@ -175,6 +180,8 @@ class ParsedEvents:
                 choices = choices_decoder.decode(event["choices"])
                 if not choices:
                     self._behind += self._plain.event(bare + sse.END)
+                    if len(self._behind) > MAX_SHOWN:
+                        raise NotACompletionError("too many events without a choice")
                     continue
                 self._take(event, choices[0])
             except (*UNREADABLE, KeyError) as error:
@@ -193,8 +200,10 @@ class ParsedEvents:
         self._new += ids
         self._count += len(ids)
         if self._count > self._most:
-            raise NotACompletionError(f"more than {self._most} tokens (continuations.max_parsed_tokens)")
-        self._about = {name: event[name] for name in ("usage", "system_fingerprint") if name in event}
+            raise TooManyTokensError(f"more than {self._most} tokens (continuations.max_parsed_tokens)")
+        self._about = {name: event[name] for name in ("system_fingerprint",) if name in event}
+        if bytes(event.get("usage", NULL)) != b"null":
+            self._about["usage"] = moved_usage(event["usage"], self._done, of_chat_event=True)
 
     def call(self) -> bytes | None:
         """Return the body of the next call, None if there is nothing to ask for. The answer goes to `answered`."""
@@ -271,8 +280,8 @@ class ParsedEvents:
             choice["stop_reason"] = end.get("stop_reason", NULL)
         choice["token_ids"] = NULL
         event = self._shown | {"choices": raw(msgspec.json.encode([choice]))}
-        if bytes(about.get("usage", NULL)) != b"null":
-            event["usage"] = moved_usage(about["usage"], self._done, of_chat_event=True)
+        if "usage" in about:
+            event["usage"] = about["usage"]
         if end is not None and "system_fingerprint" in about:
             event["system_fingerprint"] = about["system_fingerprint"]
         return msgspec.json.encode(event)

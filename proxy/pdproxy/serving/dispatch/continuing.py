@@ -52,7 +52,7 @@ class Continuation:
     `parsed`: makes the writer of a stream whose events a parser makes.
     """
 
-    __slots__ = ("_events", "_held", "_parsed", "_stream", "_writer", "done", "request")
+    __slots__ = ("_events", "_held", "_stream", "_writer", "done", "parsed", "request")
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Continuation:
     ) -> None:
         self.request = request
         self.done = cut.done
-        self._parsed = parsed
+        self.parsed = parsed
         self._stream: ParsedStream | None = None
         self._writer = writer
         self._held = sse.data(last.with_text(cut.held)) if cut.held else b""
@@ -78,8 +78,8 @@ class Continuation:
         """Return where the engine's stream goes. The client first gets the text that was held back from it."""
         if self._held:
             self._writer.write(self._held)
-        if self._parsed is not None:
-            self._stream = self._parsed(self._writer, self._events)
+        if self.parsed is not None:
+            self._stream = self.parsed(self._writer, self._events)
             return self._stream
         return ContinuedWriter(self._writer, self._events)
 
@@ -252,7 +252,9 @@ def finish(relay: Relay, record: Record | None) -> bool:
     `record`: None if there is none. Then the engine's own usage must have come, which is behind the ends of all choices.
     """
     events, output, fast_path = relay.filter, relay.output, relay.fast_path
-    if output is None or not events.finished or (isinstance(output, ContinuedWriter) and output.is_broken):
+    if output is None or not events.finished:
+        return False
+    if isinstance(output, ContinuedWriter | ParsedStream) and output.is_broken:
         return False  # what was not written may be the choice's end
     if events.usage is None and record is None:
         return False

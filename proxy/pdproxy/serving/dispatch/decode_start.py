@@ -81,7 +81,7 @@ async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, s
             await relay.first_again()
     except EngineError as error:
         drop_traceback(error)
-        return False
+        return isinstance(error, EngineTimeoutError)  # a deadline on its silence ended it, as the client did
     except TimeoutError:
         pass
     return True

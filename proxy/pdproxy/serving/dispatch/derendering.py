@@ -5,6 +5,7 @@ Only engines that run with `--enable-scale-out` and a parser have a use here. Th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from pdproxy.fleet.engines import EngineRegistry
@@ -16,6 +17,8 @@ Ask = Callable[[str, str, bytes, bytes | None, int], Awaitable[bytes]]
 """Sends an engine (its URL), on a path, a body with the client's `Authorization`; returns its answer of so many bytes at most."""
 _ENGINES = 2
 """Engines that are asked for one answer, one after the other."""
+_MAX_CALLS = 64
+"""Calls under way at a time. The others wait for them, and no probe waits for a connection: there are 100."""
 _MAX_MODELS = 1024
 
 
@@ -41,6 +44,7 @@ class Derendering:
         self._clock = clock
         self._deadline = deadline
         self._possible: dict[str | None, bool] = {}
+        self._places = asyncio.Semaphore(_MAX_CALLS)
         self.most = most
 
     def __repr__(self) -> str:
@@ -82,7 +86,7 @@ class Derendering:
         ]
         asked = sorted(able, key=lambda one: (one.url == without, one.requests))[:_ENGINES]
         try:
-            async with self._clock.within(self._deadline):
+            async with self._clock.within(self._deadline), self._places:
                 for node in asked:
                     try:
                         return await self._ask(node.url, path, body, authorization, max_bytes)

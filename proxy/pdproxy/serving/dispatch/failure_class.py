@@ -7,6 +7,7 @@ from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
+    UnparsedError,
     UnreadableError,
 )
 from pdproxy.scheduling.leases import Verdict
@@ -25,7 +26,7 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
-    if isinstance(error, AnswerBudgetError):
+    if isinstance(error, AnswerBudgetError | UnparsedError):
         return Verdict.NEUTRAL
     if isinstance(error, EngineRefusedError) and _core_is_dead(error):
         return Verdict.DEAD

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import structs
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
+from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, UnparsedError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes, StreamContinued
 from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continuation, finish, why_failed
@@ -137,7 +137,7 @@ class Following:
 
                 if await self._exchange.run(begin) is not None:
                     return Reason.REFUSED
-                await self._end(found)
+                await found.end()
                 return None
         except asyncio.CancelledError:
             writer = self._relay.output
@@ -150,21 +150,15 @@ class Following:
             resources.observers.notify(DeadlinePassed(Wait.CONTINUATION.value))
             return Reason.DEADLINE
         except PdproxyError as error:
-            if self._pause is not None:
-                raise  # the stream went on, and has failed again
+            if self._pause is not None:  # the stream went on, and has failed again
+                if isinstance(error, UnparsedError) and self._continuation is not None and self._continuation.parsed:
+                    self._notify("failed", Reason.DERENDER.value)
+                raise
             drop_traceback(error)
             return why_failed(error)
         finally:
             if self._continuation is not None:
                 self._continuation.close()
-
-    async def _end(self, found: Continuation) -> None:
-        """Wait until the client has got all."""
-        try:
-            await found.end()
-        except EngineError:
-            self._notify("failed", Reason.DERENDER.value)
-            raise
 
     def _report(self, failed: DecodeFailed, *, will_retry: bool) -> None:
         headers = self._request.headers

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from pdproxy.kit.errors import EngineError
+from pdproxy.kit.errors import EngineError, UnparsedError
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.transfer.chat_chunks import NotACompletionError
-from pdproxy.transfer.parsed_events import ParsedEvents
+from pdproxy.transfer.parsed_events import ParsedEvents, TooManyTokensError
 from pdproxy.upstream.connection import Headers
 
 Derender = Callable[[bytes, int], Awaitable[bytes | None]]
@@ -31,6 +31,8 @@ class ParsedStream:
         self._derender = derender
         self._calls: asyncio.Task[None] | None = None
         self._why_broken: str | None = None
+        self._is_engines = False
+        """Whether the engine whose answer it is has broken it, not those that parse it."""
 
     def __repr__(self) -> str:
         return f"<ParsedStream to {self._output!r}>"
@@ -63,17 +65,23 @@ class ParsedStream:
         """Have whole events parsed, and send what becomes of them.
 
         Raises:
-            EngineError: they are none of a completion, or those before could not be parsed.
+            EngineError: they are none of a completion.
+            UnparsedError: those before could not be parsed, or they are too many.
         """
         if self._why_broken is None:
             try:
                 self._events.take(data)
             except NotACompletionError as error:
-                self._why_broken = f"the engine sent an invalid completion event: {error}"
-        if self._why_broken is not None:
-            raise EngineError(self._why_broken)
+                self._why_broken, self._is_engines = f"the engine sent an invalid completion event: {error}", True
+            except TooManyTokensError as error:
+                self._why_broken = str(error)
+        self._check()
         if self._calls is None:
             self._calls = asyncio.get_running_loop().create_task(self._call(), name="derender")
+
+    def _check(self) -> None:
+        if self._why_broken is not None:
+            raise (EngineError if self._is_engines else UnparsedError)(self._why_broken)
 
     async def _call(self) -> None:
         """Ask until there is nothing more to ask for."""
@@ -89,6 +97,9 @@ class ParsedStream:
         except NotACompletionError as error:
             self._why_broken = f"an engine has parsed the answer to something else: {error}"
             return
+        except BaseException:
+            self._why_broken = "the answer was not parsed"  # what the client has not got must not be left out
+            raise
         finally:
             self._calls = None
         if rest := events.rest():
@@ -98,12 +109,11 @@ class ParsedStream:
         """Wait until all has been sent. Each call has a deadline.
 
         Raises:
-            EngineError: something could not be parsed.
+            UnparsedError: something could not be parsed.
         """
         if self._calls is not None:
             await self._calls
-        if self._why_broken is not None:
-            raise EngineError(self._why_broken)
+        self._check()
 
     def close(self) -> None:
         """End the call that is under way: nobody waits for the stream any more."""

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.errors import AnswerBudgetError, EngineError, EngineRefusedError, OverloadedError, PdproxyError, Reason
+from pdproxy.kit.errors import (
+    AnswerBudgetError,
+    EngineError,
+    EngineRefusedError,
+    OverloadedError,
+    PdproxyError,
+    Reason,
+    UnparsedError,
+)
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
 
@@ -53,8 +61,9 @@ class DecodeFailed(msgspec.Struct, frozen=True):
 
     @property
     def is_engines(self) -> bool:
-        """Whether the engine has failed: not if every engine would refuse the request, or if its answer found no space here."""
-        if isinstance(self.error, AnswerBudgetError):
+        """Whether the engine has failed: not if every engine would refuse the request, or if its answer found no space here
+        or no engine that parses it."""
+        if isinstance(self.error, AnswerBudgetError | UnparsedError):
             return False
         # What one engine refuses every engine would, unless it is full.
         return not isinstance(self.error, EngineRefusedError) or self.error.status >= 500 or self.error.status == 429

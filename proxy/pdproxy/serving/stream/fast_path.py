@@ -111,8 +111,8 @@ class FastPath:
 
     def _note_several(self, at: int, lists: Sequence[bytes]) -> None:
         """Keep how many ids each event had, if that is not one. `at`: ids before them."""
-        if len(self._ids) - at == len(lists):
-            return
+        if len(self._ids) - at in (len(lists), 0):
+            return  # one each, or no more are kept
         for listed in lists:
             if count := listed.count(b","):
                 self.several.extend((at, count + 1))
