@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import pytest
 
 from pdproxy.observe.events import NodeChanged
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
@@ -90,6 +95,16 @@ async def test_an_engine_that_is_slower_than_its_peers_is_excluded() -> None:
         w.proxy.exclusions.compare()
         assert states(w) == ["excluded", "up", "up"]
         assert w.metric("pdproxy_exclusions_total", node=w.decode[0].url, reason="latency") == 1
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_speeds_are_compared_only_without_a_placement(role: Role) -> None:
+    """For a stream of 11 events in a second, and for a prompt of 10 bytes that took one."""
+    lease: Any = SimpleNamespace(role=role, prompt_bytes=10, since=99.0)
+    relay: Any = SimpleNamespace(fast_path=SimpleNamespace(events=11, total=1.0))
+    for placement, pace in ((None, 0.1), (object(), None)):
+        resources: Any = SimpleNamespace(ledger=SimpleNamespace(placement=placement, needs_details=False))
+        assert ExchangeResources._pace(resources, lease, relay, 100.0) == pace
 
 
 async def test_an_engine_that_a_placement_loads_more_is_not_compared_by_its_speed() -> None:
