@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from pdproxy.lab.chaos.answers import Told
 from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.continued_rules import explained, unbroken
 from pdproxy.lab.chaos.ending import series_left, stopped
 from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.kv_books import KvBooks
-from pdproxy.lab.chaos.oracle import Body
+from pdproxy.lab.chaos.oracle import CHAT, COMPLETIONS, Body
 from pdproxy.lab.chaos.soundness import AFTER, Soundness
 from pdproxy.observe.events import StreamContinued
 
@@ -83,6 +84,17 @@ def test_why_a_stream_ended(fields: dict[str, Any], reason: str, rule: str | Non
     found = explained(decided, asked, Soundness(["P0", "D0"]), ["D0"])
     assert rules(found) == ({rule} if rule else set())
     assert explained(decided, {}, Soundness(["D0"]), ["D0"]) == [], "of another phase"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "allowed"),
+    [(CHAT, "a \u00e9", True), (CHAT, "a e", False), (COMPLETIONS, "a \u00e9", False)],
+)
+def test_a_chat_may_end_at_half_a_letter(path: str, text: str, allowed: bool) -> None:
+    """The engine's parser withholds it, and nobody knows whether it is content."""
+    decided = [(50.0, StreamContinued("refused", "reasoning_seen", None, "a"))]
+    found = explained(decided, {"a": Body(path, {}, Told({0: text}))}, Soundness(["D0"]), ["D0"])
+    assert rules(found) == (set() if allowed else {"a stream goes on if its request allows it"})
 
 
 def test_no_engine_is_a_reason_while_all_are_disturbed() -> None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
+from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
 from pdproxy.sim.reply import Reply
 from tests.fakes.client import request
@@ -88,7 +90,28 @@ async def left(pair: Pair, clock: ManualClock) -> None:
         await until(lambda: orphans.count == 0)
 
 
-@pytest.mark.parametrize("what", [no_prefill, refused, lost, late, left])
+async def not_needed(pair: Pair, clock: ManualClock) -> None:
+    """The prefill engine stands still behind its push, and the decode engine streams: that failure is nobody's answer."""
+    for engine in (pair.p, pair.more[0]):
+        engine.faults.add("stall@last_chunk")
+    pair.d.faults.add("stall@mid_stream:events=2")
+    client = await pair.world.client()
+    client.send(request("POST", COMPLETIONS, completion(stream=True)))
+    await clock.reach(COUNTS_GRACE)  # the answer waits so long for the counts of the prefill engine
+    answer = await client.head()
+    assert answer.status == 200
+    engines = pair.world.proxy.engines
+    legs = [leg for url in (pair.p.url, pair.more[0].url) for leg in [*engines[url].open_legs.legs]]
+    assert len(legs) == 1
+    legs[0].fail(EngineTimeoutError("it stands still", wait=Wait.STALLED))
+    await until(lambda: not any(engines[url].open_legs.legs for url in (pair.p.url, pair.more[0].url)))
+    client.close()
+    await until(lambda: not pair.world.busy())
+    for engine in (pair.p, pair.more[0], pair.d):
+        engine.faults.clear()
+
+
+@pytest.mark.parametrize("what", [no_prefill, refused, lost, late, left, not_needed])
 def test_nothing_is_left_to_the_collector(what: Callable[[Pair, ManualClock], Awaitable[None]]) -> None:
     async def run() -> None:
         clock = ManualClock()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import pytest
 
 from pdproxy.observe.events import NodeChanged
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply
@@ -24,6 +30,23 @@ def adjusted(settings: Settings) -> Settings:
 def states(w: World) -> list[str]:
     now = w.proxy.ledger
     return [node.state(w.proxy.stalls._clock.now()) for node in now.nodes]
+
+
+async def slowly(reply: Reply) -> None:
+    """A stream with a pause before each event."""
+    event = b'data: {"id":"x","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":"a",'
+    event += b'"logprobs":null,"finish_reason":%b}]}\n\n'
+    await reply.start()
+    for _ in range(10):
+        await reply.piece(event % b"null")
+        await asyncio.sleep(0.03)
+    await reply.piece(event % b'"length"' + b"data: [DONE]\n\n")
+    await reply.finish()
+
+
+async def fails(reply: Reply) -> None:
+    """An error of the engine."""
+    await reply.whole(b"{}", 500)
 
 
 async def test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_again() -> None:
@@ -64,19 +87,6 @@ async def test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_
 
 async def test_an_engine_that_is_slower_than_its_peers_is_excluded() -> None:
     """By the time between the events of its streams."""
-
-    async def slowly(reply: Reply) -> None:
-        event = (
-            b'data: {"id":"x","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":"a",'
-        )
-        event += b'"logprobs":null,"finish_reason":%b}]}\n\n'
-        await reply.start()
-        for _ in range(10):
-            await reply.piece(event % b"null")
-            await asyncio.sleep(0.03)
-        await reply.piece(event % b'"length"' + b"data: [DONE]\n\n")
-        await reply.finish()
-
     async with world(0, 3, limits=LIMITS, adjust=adjusted) as w:
         w.decode[0].default = slowly
         body = completion(stream=True, max_tokens=12)
@@ -85,3 +95,43 @@ async def test_an_engine_that_is_slower_than_its_peers_is_excluded() -> None:
         w.proxy.exclusions.compare()
         assert states(w) == ["excluded", "up", "up"]
         assert w.metric("pdproxy_exclusions_total", node=w.decode[0].url, reason="latency") == 1
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_speeds_are_compared_only_without_a_placement(role: Role) -> None:
+    """For a stream of 11 events in a second, and for a prompt of 10 bytes that took one."""
+    lease: Any = SimpleNamespace(role=role, prompt_bytes=10, since=99.0)
+    relay: Any = SimpleNamespace(fast_path=SimpleNamespace(events=11, total=1.0))
+    for placement, pace in ((None, 0.1), (object(), None)):
+        resources: Any = SimpleNamespace(ledger=SimpleNamespace(placement=placement, needs_details=False))
+        assert ExchangeResources._pace(resources, lease, relay, 100.0) == pace
+
+
+async def test_an_engine_that_a_placement_loads_more_is_not_compared_by_its_speed() -> None:
+    """One that is kept for prefill, and is sent what will be late anyway, is slow without a fault. Its failures count as ever."""
+
+    def placed(settings: Settings) -> Settings:
+        chosen = msgspec.structs.replace(
+            settings.pool,
+            policy=PoolPolicy(placement="auto"),
+            profile="h200-8b",
+            slo=PoolSlo(ttft=0.5, tpot=0.015),
+        )
+        return msgspec.structs.replace(adjusted(settings), pools=(chosen,))
+
+    async with world(0, 0, anything=3, limits=LIMITS, adjust=placed) as w:
+        w.anything[0].default = slowly
+        body = completion(stream=True, max_tokens=12)
+        for _ in range(3):
+            answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
+            assert {answer.status for answer in answers} == {200}
+        assert len(w.anything[0].requests) >= OUTLIERS.min_requests
+        w.proxy.exclusions.compare()
+        assert states(w) == ["up", "up", "up"]
+        w.anything[0].default = fails
+        for _ in range(3):
+            answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
+            assert {answer.status for answer in answers} == {200}
+        w.proxy.exclusions.compare()
+        assert states(w) == ["excluded", "up", "up"]
+        assert w.metric("pdproxy_exclusions_total", node=w.anything[0].url, reason="errors") == 1

@@ -9,9 +9,9 @@ another engine must send, is a silence too. So it raises a suspicion, and then t
     silent for all of the time allowed      it stands still: it gets no more requests, and its legs end. (The longest time is
                                             allowed to one without metrics whose legs have shown nothing yet; to
                                             one for prefills with a long prompt, before the pace of such is known.)
-    a sign of it behind that                one request shows whether it serves again; also without a sign, after some time,
-                                            if it can't be asked for a token: nothing else may show it. Soon after the
-                                            verdict, its silence is learned, too: it may only have been slow
+    a sign of it behind that                one request shows whether it serves again; also without a sign, after 30 s and
+                                            ever more, if it can't be asked for a token: nothing else may show it. Soon after
+                                            the verdict, its silence is learned, too: it may only have been slow
 
 Times allowed are looked at eight times, so that all of this is over within them.
 """
@@ -39,6 +39,9 @@ SOON = 60.0
 """Seconds: an engine that stands still again so soon after it was let in is let in later."""
 FIRST_HOLD, LONGEST_HOLD = 5.0, 300.0
 """Seconds until such an engine is let in, doubled each time."""
+FIRST_BLIND = 30.0
+"""The same without a sign, for one that can't be asked for a token: without requests its metrics do not move, so that one which
+has only lost an answer looks like one that stands still."""
 THAWED = 2.0
 """An engine that shows a sign when it has been silent for no more than so many times the silence of the verdict may only have
 been slow: next time it is allowed to be silent for longer."""
@@ -87,7 +90,7 @@ class StallWatch:
         self.canaries: Counter[str] = Counter()
         self._verdicts = verdicts
         self._let_in_at = -SOON
-        self._hold = 0.0
+        self._hold, self._blind = 0.0, FIRST_BLIND
         self._begin(now)
 
     def __repr__(self) -> str:
@@ -218,8 +221,9 @@ class StallWatch:
         self.stalls += 1
         if now - self._let_in_at < SOON:
             self._hold = min(LONGEST_HOLD, max(FIRST_HOLD, 2 * self._hold))
+            self._blind = min(LONGEST_HOLD, 2 * self._blind)
         else:
-            self._hold = 0.0
+            self._hold, self._blind = 0.0, FIRST_BLIND
         self._stalled_at, self._suspected = now, None
         self._has_learned = False
         self._pause, self._next_canary = self._verdicts.pause, now + self._verdicts.pause
@@ -234,14 +238,13 @@ class StallWatch:
         enquiry = self._enquiry
         if enquiry is None:
             enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)
-        blind = LONGEST_HOLD if enquiry.shows_progress else LONGEST_PAUSE
         shown = enquiry.last_sign > self._stalled_at
         if shown and not self._has_learned:
             self._has_learned = True
             silence, before = enquiry.last_sign - self._silent_from, self._stalled_at - self._silent_from
             if silence <= THAWED * before and not self._hold:  # else it stands still again and again
                 self.engine.open_legs.pace.was_judged(silence, now)
-        if shown or (enquiry.refused and now >= self._stalled_at + blind):
+        if shown or (enquiry.refused and now >= self._stalled_at + self._blind):
             if now >= self._stalled_at + self._hold:
                 self.close()
                 self._life = self._let_in_at = now

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.finding import Finding, shortened
-from pdproxy.lab.chaos.oracle import Body
+from pdproxy.lab.chaos.oracle import CHAT, Body
 from pdproxy.lab.chaos.soundness import Soundness
 from pdproxy.observe.events import StreamContinued
 from pdproxy.wire.continuable import Reason
@@ -15,6 +15,9 @@ _BY_CHANCE = frozenset({Reason.N.value, Reason.SEED.value})
 """Why nobody goes on with answers that are drawn by chance, or with several of one prompt."""
 _BY_STOP = frozenset({Reason.STOP_PENDING.value})
 """Why nobody goes on with some that have stop strings."""
+_BY_LETTER = frozenset({Reason.REASONING_SEEN.value})
+"""Why nobody goes on with some chats of the simulator's engines, which have a parser: at half a letter it withholds the text,
+and no engine says whether that is content."""
 _BY_ENGINES = frozenset(
     {Reason.NONE_LEFT.value, Reason.NO_ENGINE.value, Reason.DEADLINE.value, Reason.REFUSED.value}
     | {Reason.RETRY_BUDGET.value, Reason.HALF_LETTER.value}
@@ -40,6 +43,8 @@ def explained(
         allowed = _BY_ENGINES | (
             _BY_CHANCE if "n" in body.fields else _BY_STOP if "stop" in body.fields else frozenset()
         )
+        if _may_withhold(body):
+            allowed |= _BY_LETTER
         if one.reason not in allowed:
             text = f"request {one.request_id} was {one.result}: {one.reason}"
             found.append(Finding("a stream goes on if its request allows it", text))
@@ -49,6 +54,11 @@ def explained(
                 text = f"request {one.request_id}: no engine, and nothing is wrong with {', '.join(sound)}"
                 found.append(Finding("a stream goes on while an engine is sound", text))
     return shortened(found)
+
+
+def _may_withhold(body: Body) -> bool:
+    """Return whether an event of an answer may hold half a letter: only letters beyond ASCII have several tokens."""
+    return body.path == CHAT and body.right is not None and not all(map(str.isascii, body.right.texts.values()))
 
 
 def unbroken(outcomes: Iterable[Outcome], broken: Mapping[str, str]) -> list[Finding]:

@@ -129,8 +129,11 @@ class ExchangeResources:
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
         """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.
 
-        Where requests are placed by what engines have in their caches, one gets the cached prompts and another one the new ones.
+        A placement loads engines unevenly: it may keep one for prefill, and send it answers that will be late anyway. And where
+        requests go by what engines have in their caches, one gets the cached prompts and another one the new ones.
         """
+        if self.ledger.placement is not None:
+            return None
         if lease.role is Role.PREFILL:
             comparable = lease.prompt_bytes and not self.ledger.needs_details
             return (now - lease.since) / lease.prompt_bytes if comparable else None

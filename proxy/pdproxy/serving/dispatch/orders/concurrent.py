@@ -129,6 +129,8 @@ class _Both:
                 raise failure
             return failure
         assert outcome is not None
+        if isinstance(failure, PrefillFailed):
+            drop_traceback(failure.error)  # the decode engine had what it needs: nobody else handles it
         if isinstance(outcome, DecodeFailed) and not outcome.data_sent:
             self._forget_peers()
         return outcome
@@ -174,6 +176,7 @@ class _Both:
             # The decode engine has its KV, or needs none, though nobody may have looked at its answer yet.
             self._no_kv_later = got.error.message
             attempt.resources.report_failure(attempt.request.headers, got.url, "prefill", got.error, will_retry=False)
+            drop_traceback(got.error)
             return
         self._no_kv(got.error.message)
         self._failure = got
