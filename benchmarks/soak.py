@@ -1,6 +1,6 @@
 """Many clients for a long time before engines that fail at random: whether the proxy's memory, open files and tasks stay flat.
 
-Usage: soak.py [--seconds 1200] [--clients 64] [--pause 1.0] [--seed 1] [--every 10] [--plot FILE] [--out FILE]
+Usage: soak.py [--seconds 1200] [--clients 64] [--pause 1.0] [--seed 1] [--every SECONDS] [--plot FILE] [--out FILE]
 
 `pdproxy serve` and two prefill and two decode simulated engines run as processes. Each client asks, reads and judges its answer
 to the token, waits `--pause` seconds on average, and asks again; some leave in the middle. Answers break at random, and engines
@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from statistics import fmean, linear_regression
 from tempfile import TemporaryDirectory
@@ -68,6 +68,8 @@ SURE = 3.0
 """Standard errors of a slope: less is chance."""
 LEFT = {"files": 4.0, "tasks": 2.0}
 """How many more there may be behind all than before: probes that are under way."""
+SAMPLES = 10
+"""So many samples are judged at least."""
 _TASKS = re.compile(r"^pdproxy_tasks (\S+)$", re.MULTILINE)
 
 
@@ -277,7 +279,7 @@ def left(before: Sample, after: Sample) -> list[str]:
 
 
 def verdicts(samples: Sequence[Sample]) -> list[Verdict]:
-    """Judge each measure. At least ten samples."""
+    """Judge each measure. At least `SAMPLES` of them."""
     count, tenth = len(samples), max(1, len(samples) // 10)
     counted = samples[int(count * WARM) :]
     times = [one.at for one in counted]
@@ -349,26 +351,40 @@ def report(found: list[Verdict], tally: Tally, before: Sample, after: Sample) ->
     return [*lines, *(f"WRONG: {text}" for text in [*left(before, after), *tally.wrong[:10]])]
 
 
-def main() -> int:
-    """The command line."""
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """Return the command line's options. Exits with code 2 if they are of no use: before the run, not behind it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--pause", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, default=10.0)
+    parser.add_argument("--every", type=float, help="seconds between samples (default: 10, in short runs fewer)")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", type=Path, help="a file for all that is printed at the end, and the samples, as JSON")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.every is None:
+        options.every = min(10.0, options.seconds / (2 * SAMPLES))
+    if not all(0 < value < inf for value in (options.seconds, options.every, options.pause)) or options.clients < 1:
+        parser.error("--seconds, --every, --pause and --clients: expected numbers above 0")
+    if options.seconds < SAMPLES * options.every:
+        parser.error(f"--every {options.every:g}: {options.seconds:g} s have fewer than {SAMPLES} samples")
     if options.plot is not None:
         try:
             plots.check(options.plot)
         except BenchError as error:
             parser.error(str(error))
+    return options
+
+
+def main() -> int:
+    """Run it all, and return the exit code."""
+    options = parsed(sys.argv[1:])
     raise_files()
     with stage(options.seed) as at:
         samples, tally, before, after = asyncio.run(measured(options, at))
-    found = verdicts(samples)
+    if len(samples) < SAMPLES:
+        tally.wrong.insert(0, f"only {len(samples)} samples: too few to judge")
+    found = verdicts(samples) if len(samples) >= SAMPLES else []
     lines = report(found, tally, before, after)
     print("\n".join(lines))
     if options.plot is not None:

@@ -64,6 +64,31 @@ def test_what_is_left_is_said() -> None:
     assert soak.left(before, soak.Sample(9.0, 90.0, 23.0, 9.0)) == ["23 open files are left, 18 before"]
 
 
+@pytest.mark.parametrize(("seconds", "every"), [(1200, 10.0), (60, 3.0), (10, 0.5)])
+def test_a_short_run_has_enough_samples(seconds: int, every: float) -> None:
+    assert soak.parsed(["--seconds", str(seconds)]).every == every
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seconds", "60", "--every", "10"], "60 s have fewer than 10 samples"),
+        (["--seconds", "0"], "expected numbers above 0"),
+        (["--seconds", "inf"], "expected numbers above 0"),
+        (["--pause", "0"], "expected numbers above 0"),
+        (["--every", "nan"], "expected numbers above 0"),
+        (["--clients", "0"], "expected numbers above 0"),
+    ],
+)
+def test_what_could_not_be_judged_is_refused_before_the_run(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        soak.parsed(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def answer(body: object, status: int = 200, kind: str = "application/json") -> Answer:
     content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return Answer(status, kind, body=bytearray(content), complete=True)
