@@ -5,7 +5,7 @@ Owns the places of requests being served, and how many there are; `kit.fair_queu
 others have been waiting for longer than a request is served: places would go to requests that just miss their deadlines, if
 each were begun at the last moment. `scheduling.concurrency_limit` lowers the number of places where too many requests at once
 make each other late. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a
-client with more places than its share loses one place, if it reads that answer too slowly.
+client with more places than its share loses one, if it reads that answer too slowly.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Admission:
         self._output_weight = output_weight
         self._by_priority = by_priority
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
-        self._max_inflight = max_inflight
+        self._wanted = self._max_inflight = max_inflight  # wanted: places, but for the limit
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
@@ -66,8 +66,6 @@ class Admission:
         self._outputs = Outputs()
         self._waits = Waits()
         self._limit = ConcurrencyLimit()
-        self._wanted = max_inflight
-        """The number of places, if it were not for the limit."""
         self._served = self._served_at = 0.0
         """The sum of the seconds for which requests have had places, up to a time."""
         self._queued_since = 0.0
@@ -170,6 +168,8 @@ class Admission:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
             self._waits.ended(now, cost, ended.seconds)
+        needed = now - place.begun if ended.late or (ended.answered and is_known) else None
+        self._limit.left(place.entry.tenant.name, needed, place.time, late=ended.late)
         is_learned = ended.late or (ended.answered and is_known and self._waits.learns(now))
         if is_learned:
             longer = self._waits.served(now, demand.prompt, ended.seconds, late=ended.late)
@@ -214,6 +214,7 @@ class Admission:
         del place.entry  # they refer to each other
         if entry.has_place:
             self._add_up(self._clock.now(), self._queue.taken)
+            self._limit.left(entry.tenant.name, None, place.time)
             self._queue.leave(entry)  # granted in the same turn of the loop in which the caller was cancelled
         else:
             self._queue.stop_waiting(entry)
@@ -231,6 +232,7 @@ class Admission:
         place.begun = now = self._clock.now()
         self._add_up(now, taken)
         place.served_before = self._served
+        self._limit.begun(place.entry.tenant.name, place.entry.tenant.weight, timed=place.time is not None)
 
     def _add_up(self, now: float, taken: int) -> None:
         self._served += taken * (now - self._served_at)
