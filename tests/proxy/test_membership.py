@@ -62,6 +62,7 @@ async def gone(w: World, url: str) -> None:
     """Wait until an engine is forgotten."""
     await until(lambda: url not in w.proxy.engines.known)
     await until(lambda: not [task for task in asyncio.all_tasks() if url in task.get_name()])
+    await asyncio.sleep(0)  # callbacks of tasks that are done run in the next turn
 
 
 def _policy(**fields: object) -> Callable[[Settings], Settings]:

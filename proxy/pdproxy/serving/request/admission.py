@@ -168,9 +168,10 @@ class Admission:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
             self._waits.ended(now, cost, ended.seconds)
-        needed = now - place.begun if ended.late or (ended.answered and is_known) else None
-        self._limit.left(place.entry.tenant.name, needed, place.time, late=ended.late)
-        is_learned = ended.late or (ended.answered and is_known and self._waits.learns(now))
+        is_whole = ended.late or (ended.answered and is_known)
+        if is_whole:
+            self._limit.counted(timed=place.time is not None)
+        is_learned = is_whole and (ended.late or self._waits.learns(now))
         if is_learned:
             longer = self._waits.served(now, demand.prompt, ended.seconds, late=ended.late)
             served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
@@ -214,7 +215,6 @@ class Admission:
         del place.entry  # they refer to each other
         if entry.has_place:
             self._add_up(self._clock.now(), self._queue.taken)
-            self._limit.left(entry.tenant.name, None, place.time)
             self._queue.leave(entry)  # granted in the same turn of the loop in which the caller was cancelled
         else:
             self._queue.stop_waiting(entry)
@@ -232,7 +232,6 @@ class Admission:
         place.begun = now = self._clock.now()
         self._add_up(now, taken)
         place.served_before = self._served
-        self._limit.begun(place.entry.tenant.name, place.entry.tenant.weight, timed=place.time is not None)
 
     def _add_up(self, now: float, taken: int) -> None:
         self._served += taken * (now - self._served_at)
