@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.lab.chaos import setup
 from pdproxy.lab.chaos import world as chaos_world
 from pdproxy.lab.chaos.answers import Answer, read_answer, told
 from pdproxy.lab.chaos.options import Options
@@ -19,8 +21,9 @@ from pdproxy.lab.chaos.oracle import COMPLETIONS, Body, ask_judge
 from pdproxy.lab.chaos.setup import MODEL, PORT, PROXY
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import CLIENTS, World
+from pdproxy.lab.chaos.world import CLIENTS, World, begin_proxy
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.schema import Settings
 from pdproxy.sim.facts import Facts
 
 
@@ -68,10 +71,18 @@ async def loaded(
     **facts: Any,
 ) -> AsyncIterator[Loaded]:
     """A world with engines of that hardware, from its beginning to its end. `facts`: of its engines."""
-    monkeypatch.setattr(chaos_world, "HARDWARE", hardware)
-    monkeypatch.setattr(chaos_world, "LIMITS", limits)
-    monkeypatch.setattr(chaos_world, "DEADLINES", msgspec.structs.replace(Deadlines(), **deadlines))
-    monkeypatch.setattr(chaos_world, "Facts", partial(Facts, **facts))
+    monkeypatch.setattr(setup, "HARDWARE", hardware)
+    monkeypatch.setattr(setup, "Facts", partial(Facts, **facts))
+
+    def begin(settings: Settings, *others: Any) -> Proxy:
+        """Start the proxy with its defaults, but for what is given."""
+        given = msgspec.structs.replace(Deadlines(), **deadlines)
+        own = Settings(
+            listen=settings.listen, pools=settings.pools, probes=settings.probes, deadlines=given, limits=limits
+        )
+        return begin_proxy(own, *others)
+
+    monkeypatch.setattr(chaos_world, "begin_proxy", begin)
     trace = Trace()
     world = World(options, network, trace)
     await world.begin()
