@@ -153,7 +153,7 @@ class World:
     def is_blind(self, engine: ChaosEngine) -> bool:
         """Return whether an engine was found to stand still, and may not be asked whether it works again.
 
-        It gets no request until its metrics move or five minutes are over, also where only one answer of it was lost.
+        It gets no request until its metrics move or half a minute is over, also where only one answer of it was lost.
         """
         node = next((node for node in self.proxy.ledger.nodes if node.url == engine.url), None)
         can_ask = self.proxy.transfer.contract.capabilities.canary_on
