@@ -208,6 +208,22 @@ async def test_prompts_that_are_too_much_together_wait() -> None:
         assert w.metric("pdproxy_tokens_in_flight") == 0
 
 
+async def test_tokens_per_engine() -> None:
+    """Each engine that answers clients adds its part."""
+    async with world(1, 2, limits={"engine_tokens": 1500, "max_inflight_tokens": 4000}) as w:
+        assert w.proxy.admission._queue.max_size == 3000
+        go = asyncio.Event()
+        w.prefill[0].script(*[scripts.gate(go, prefill)] * 2)
+        clients = [await w.client() for _ in range(2)]
+        for client in clients:
+            client.post(COMPLETIONS, completion(prompt="word " * 2000, max_tokens=5))
+        await until(lambda: (w.proxy.admission.inflight, w.proxy.admission.waiting) == (1, 1))
+        go.set()
+        assert [(await client.answer()).status for client in clients] == [200] * 2
+        w.proxy.setup.remove(w.decode[1].url)
+        assert w.proxy.admission._queue.max_size == 1500
+
+
 # -- what engines can take
 
 

@@ -310,13 +310,28 @@ def test_a_place_that_is_not_wanted_any_more_goes_to_the_next() -> None:
     assert served.queue.waiting == 1
 
 
+def test_what_places_hold_can_change() -> None:
+    served = Served(4, max_size=3)
+    for ticket in ("a0", "a1", "a2"):
+        served.enter(ticket, size=2)
+    assert served.granted == ["a0"]
+    served.queue.resize(4, 4)
+    assert served.granted == ["a0", "a1"]
+    served.queue.resize(4, 1)
+    served.leave("a0")
+    assert served.queue.max_size == 1
+    assert served.granted == ["a0", "a1"], "less takes nothing from those that have a place"
+    served.queue.resize(4, 0)
+    assert served.granted == ["a0", "a1", "a2"]
+
+
 def test_the_number_of_places_can_change() -> None:
     served = Served(1)
     for ticket in ("a0", "a1", "a2"):
         served.enter(ticket)
-    served.queue.resize(3)
+    served.queue.resize(3, 0)
     assert served.granted == ["a0", "a1", "a2"]
-    served.queue.resize(1)
+    served.queue.resize(1, 0)
     served.enter("b0")
     served.leave("a0")
     served.leave("a1")
@@ -409,7 +424,8 @@ def test_no_order_of_calls_loses_a_place(steps: list[tuple[str, str, int]], plac
         elif step == "unwanted" and waiting:
             served.unwanted.add(waiting[number % len(waiting)])
         elif step == "resize":
-            served.queue.resize(number)
+            size = size and 3 + number
+            served.queue.resize(number, size)
         held = [one for one in served.entries.values() if one.has_place]
         waits = [one for one in served.entries.values() if one.waits]
         assert (served.queue.taken, served.queue.waiting) == (len(held), len(waits))
@@ -423,7 +439,7 @@ def test_no_order_of_calls_loses_a_place(steps: list[tuple[str, str, int]], plac
             assert size
             assert held
             assert any(served.queue.size + one.size > size for one in waits)
-    served.queue.resize(1000)
+    served.queue.resize(1000, size)
     for ticket in list(served.entries):
         if served.entries[ticket].waits:
             served.queue.stop_waiting(served.entries[ticket])

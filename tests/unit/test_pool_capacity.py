@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdproxy.app.capacity import PoolCapacity
-from pdproxy.observe.events import Gaps, MemberChanged, RequestEnded
+from pdproxy.observe.events import Gaps, LegFailed, MemberChanged, RequestEnded
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
@@ -20,18 +20,19 @@ class Admission:
     def __init__(self) -> None:
         self.inflight = 0
         self.places: int | None = None
+        self.tokens = 0
 
-    def resize(self, places: int | None) -> None:
-        self.places = places
+    def resize(self, places: int | None, tokens: int) -> None:
+        self.places, self.tokens = places, tokens
 
 
 class Pool:
     """Two decode engines that take four requests each."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self.engines, self.ledger = registry(*(NodeSpec(url, Role.DECODE) for url in (A, B)))
         self.admission = Admission()
-        self.capacity = PoolCapacity(Limits(engine_requests=4), self.engines, self.admission)  # type: ignore[arg-type]
+        self.capacity = PoolCapacity(limits or Limits(engine_requests=4), self.engines, self.admission)  # type: ignore[arg-type]
         self.engines.watch(self.capacity)
         for url in (A, B):
             self.ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
@@ -67,6 +68,22 @@ def test_streams_of_a_draining_engine_take_no_places_of_others() -> None:
     for lease in leases:
         pool.end(lease)
     assert pool.admission.places == 4
+
+
+def test_tokens_per_engine_follow_the_engines() -> None:
+    """One that drains counts as long as its requests run."""
+    pool = Pool(Limits(engine_tokens=1000))
+    lease = pool.begin()
+    assert (pool.admission.places, pool.admission.tokens) == (None, 2000)
+    pool.ledger.mark_draining(A, "is being drained")
+    pool.changed()
+    assert pool.admission.tokens == 2000
+    pool.end(lease)
+    assert pool.admission.tokens == 1000
+    pool.capacity.notify(LegFailed("1", B, "decode", "refused", will_retry=True, status=503))
+    assert pool.admission.places is None, "nothing is learned unless a setting says so"
+    pool.engines.remove(B)
+    assert pool.admission.tokens == 1000, "a request that comes now is refused because there is no engine"
 
 
 def test_a_replaced_engine_is_the_same_machine() -> None:

@@ -1,4 +1,4 @@
-"""Wiring of engines' windows: what engines report goes in; the number of places, and who has room, come out."""
+"""Wiring of engines' bounds: what engines report goes in; places, their tokens, and who has room, come out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class PoolCapacity:
 
     def __init__(self, limits: Limits, engines: EngineRegistry, admission: Admission) -> None:
         self._learns = limits.engine_requests == AUTO
-        self._windows = Windows(None if isinstance(limits.engine_requests, str) else limits.engine_requests)
+        fixed = None if isinstance(limits.engine_requests, str) else limits.engine_requests
+        self._windows = Windows(fixed or None)
+        self._tokens = limits.engine_tokens
         self._engines = engines
         self._admission = admission
         self._going: list[Engine] = []
@@ -54,7 +56,7 @@ class PoolCapacity:
             case RequestEnded() if self._going and self._left != self._requests_left():
                 self._resize()
             case LegFailed(node=node, status=status):
-                if status == FULL and (engine := self._engines.get(node)) is not None:
+                if self._learns and status == FULL and (engine := self._engines.get(node)) is not None:
                     self._windows.refused(_load(engine))
                     self._resize()
 
@@ -84,7 +86,8 @@ class PoolCapacity:
         self._going = [engine for engine in going if engine.node.requests and engine.node.role is not Role.PREFILL]
         self._left = self._requests_left()
         places = self._windows.places(usable, self._admission.inflight - self._left)
-        self._admission.resize(None if places is None else places + self._left)
+        answering = sum(not load.prefills for load in usable) + len(self._going)
+        self._admission.resize(None if places is None else places + self._left, self._tokens * max(answering, 1))
 
     def _requests_left(self) -> int:
         return min(sum(engine.node.requests for engine in self._going), self._admission.inflight)

@@ -150,7 +150,7 @@ class Proxy(Parts):
             settings.overload.output_weight,
             by_priority=settings.overload.priority == "within",
         )
-        if limits.engine_requests:
+        if limits.engine_requests or limits.engine_tokens:
             scraped.capacity = PoolCapacity(limits, engines, admission)
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)

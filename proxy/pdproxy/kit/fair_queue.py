@@ -85,9 +85,14 @@ class FairQueue(Generic[Ticket]):
         """How many may be taken at once."""
         return self._places
 
-    def resize(self, places: int) -> None:
-        """Change the number of places. Fewer take nothing from requests that have one."""
-        self._places = places
+    @property
+    def max_size(self) -> int:
+        """How much they may hold together, 0 if there is no bound."""
+        return self._max_size
+
+    def resize(self, places: int, max_size: int) -> None:
+        """Change the number of places, and how much they hold. Less of either takes nothing from requests that have one."""
+        self._places, self._max_size = places, max_size
         self.fill()
 
     def take(self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int) -> Entry[Ticket] | None:

@@ -107,6 +107,10 @@ class Limits(Section, frozen=True):
     """Requests that each engine that answers clients may have on average, all of them together. `auto`: as many as it runs
     without a queue, by what it reports. Engines with fewer are preferred. 0: no bound but `max_inflight`."""
 
+    engine_tokens: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """As `max_inflight_tokens`, for each engine that answers clients, on average: as many as its KV cache holds, so that it
+    follows engines that come and go. 0: no bound but `max_inflight_tokens`."""
+
     max_connections: Count = 8192
     """Connections of clients at once: several for each request that is served. Fewer if `ulimit -n` allows fewer. If there are
     more, an idle one of the client that has the most is closed for a new one; if there is none, the new one gets 503."""

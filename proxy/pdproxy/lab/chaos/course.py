@@ -26,7 +26,7 @@ from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.troubles import Troubles
 from pdproxy.lab.chaos.virtual.loop import SpinningError, StuckError, VirtualLoop
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import CLIENTS, World
+from pdproxy.lab.chaos.world import CLIENTS, LIMITS, World
 
 _RECOVERY = 30.0
 """Seconds between the end of the faults and the calm: probes, cooldowns of breakers, leases of what died, canaries."""
@@ -34,6 +34,8 @@ _BURSTS, _BURST, _BETWEEN = 10, 8, 3.0
 """The calm: so many times so many requests at once, with so many seconds between."""
 _LARGE, _EVERY = 30, 4
 """One burst of so many has so many requests: more than there are places (`LIMITS`)."""
+_LAST_BURSTS = 3
+"""Bursts at the very end: an engine that failed shows with requests that it works, and gets them only if there are any."""
 _LEAVE_AFTER = (0.0, 300.0)
 """Two of each burst leave before any data, and after so many bytes."""
 _LEAVE_SOON = 0.004
@@ -109,6 +111,7 @@ class _Course:
         await self._under_faults(world, self._visitors(asked))
         await self._calm(world, self._visitors(asked))
         await self._one_by_one(world, self._visitors(alone))
+        await self._last(self._visitors(asked))
         await self._quiet(world)
         self.findings += await self._lasting(world, names, timers, own)
         self.findings += invariants.balanced(world, self._trace.events)
@@ -204,6 +207,18 @@ class _Course:
         self._phase("one by one")
         alone = OneByOne(world, visitors, Troubles(world), self._trace)
         self.findings += await alone.run(self._options.seed, CLIENTS)
+
+    async def _last(self, visitors: Visitors) -> None:
+        """Give each engine requests once more: those that failed last are used again only after one that was good."""
+        self._phase("last bursts")
+        for burst in range(_LAST_BURSTS):
+            async with asyncio.TaskGroup() as group:
+                for place in range(LIMITS.max_inflight):
+                    number = burst * LIMITS.max_inflight + place
+                    call = Call(-1, 0.0, "plain", (number % BODIES,), 0.0)
+                    group.create_task(visitors.visit(call, f"after-{number}", f"{CLIENTS[:-1]}{place % 8 + 1}"))
+            await asyncio.sleep(_BETWEEN)
+        self.findings += invariants.calm(visitors.outcomes, {}, 0)
 
     async def _end(self, world: World, visitors: Visitors) -> None:
         self._phase("end")

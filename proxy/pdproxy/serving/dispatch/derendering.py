@@ -10,13 +10,12 @@ from collections.abc import Awaitable, Callable
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, OverloadedError, Wait
+from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
+from pdproxy.serving.dispatch.in_turn import first_answer
 
 Ask = Callable[[str, str, bytes, bytes | None, int], Awaitable[bytes]]
 """Sends an engine (its URL), on a path, a body with the client's `Authorization`; returns its answer of so many bytes at most."""
-_ENGINES = 2
-"""Engines that are asked for one answer, one after the other."""
 _MAX_CALLS = 64
 """Calls under way at a time. The others wait for them, and no probe waits for a connection: there are 100."""
 _MAX_MODELS = 1024
@@ -84,14 +83,17 @@ class Derendering:
             and engine.node.evidence.derenders
             and (model is None or engine.node.serves(model))
         ]
-        asked = sorted(able, key=lambda one: (one.url == without, one.requests))[:_ENGINES]
+        asked = sorted(able, key=lambda one: (one.url == without, one.requests))
         try:
             async with self._clock.within(self._deadline), self._places:
-                for node in asked:
-                    try:
-                        return await self._ask(node.url, path, body, authorization, max_bytes)
-                    except (EngineError, OverloadedError):
-                        continue
+                return await first_answer(
+                    asked,
+                    lambda node: self._ask(node.url, path, body, authorization, max_bytes),
+                    self._clock,
+                    self._deadline,
+                    Wait.BETWEEN_TOKENS,
+                    self._observers,
+                )
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.BETWEEN_TOKENS.value))
-        return None
+            return None

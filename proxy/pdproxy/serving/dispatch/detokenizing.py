@@ -6,15 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, OverloadedError, Wait
-from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.kit.errors import Wait
+from pdproxy.observe.events import Observers
+from pdproxy.serving.dispatch.in_turn import first_answer
 
 AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[str]]
 """Sends an engine (its URL) a model's name and ids, with the client's own `Authorization`; returns their text."""
-
-
-_ENGINES = 2
-"""Engines that are asked for one text, one after the other."""
 
 
 class Detokenizing:
@@ -41,21 +38,16 @@ class Detokenizing:
     async def text(
         self, model: str | None, ids: Sequence[int], authorization: bytes | None, *, without: str
     ) -> str | None:
-        """Return the text of ids, None if no engine has told it in time. `without`: the URL of an engine that is not asked."""
+        """Return the text of ids, None if no engine has answered in time. `without`: the URL of an engine that is not asked."""
         now = self._clock.now()
         nodes = [engine.node for engine in self._engines.values()]
         able = [node for node in nodes if node.usable(now) and (model is None or node.serves(model))]
         able = [node for node in able if node.url != without] or able
-        if not able:
-            return None
-        asked = sorted(able, key=lambda one: one.requests)[:_ENGINES]
-        try:
-            async with self._clock.within(self._deadline):
-                for node in asked:
-                    try:
-                        return await self._ask(node.url, model, ids, authorization)
-                    except (EngineError, OverloadedError):
-                        continue
-        except TimeoutError:
-            self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
-        return None
+        return await first_answer(
+            sorted(able, key=lambda one: one.requests),
+            lambda node: self._ask(node.url, model, ids, authorization),
+            self._clock,
+            self._deadline,
+            Wait.TOKENIZE,
+            self._observers,
+        )

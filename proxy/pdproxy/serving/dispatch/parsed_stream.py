@@ -10,23 +10,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.errors import EngineError, UnparsedError
-from pdproxy.serving.access.clients import Client
+from pdproxy.serving.stream.begun_writer import BegunWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.parsed_events import ParsedEvents, TooManyTokensError
-from pdproxy.upstream.connection import Headers
 
 Derender = Callable[[bytes, int], Awaitable[bytes | None]]
 """Returns an engine's answer of at most so many bytes to a call, None if it can't be had."""
 
 
-class ParsedStream:
-    """A `ResponseWriter` in front of the one that the stream has begun on. Its owner calls `end` or `close`, once."""
-
-    begun = True
+class ParsedStream(BegunWriter):
+    """Writes what engines make of the events of a continuation. Its owner calls `end` or `close`, once."""
 
     def __init__(self, output: ResponseWriter, events: ParsedEvents, derender: Derender) -> None:
-        self._output = output
+        super().__init__(output)
         self._events = events
         self._derender = derender
         self._calls: asyncio.Task[None] | None = None
@@ -34,32 +31,10 @@ class ParsedStream:
         self._is_engines = False
         """Whether the engine whose answer it is has broken it, not those that parse it."""
 
-    def __repr__(self) -> str:
-        return f"<ParsedStream to {self._output!r}>"
-
     @property
     def is_broken(self) -> bool:
         """Whether something was not written."""
         return self._why_broken is not None
-
-    @property
-    def client(self) -> Client:
-        """The client whose request it is."""
-        return self._output.client
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has left."""
-        return self._output.gone
-
-    @property
-    def paused(self) -> bool:
-        """Whether the client reads more slowly than we write."""
-        return self._output.paused
-
-    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        """Have `pause` and `resume` called when the client stops and continues to read."""
-        self._output.on_pressure(pause, resume)
 
     def write(self, data: bytes) -> None:
         """Have whole events parsed, and send what becomes of them.
@@ -119,23 +94,3 @@ class ParsedStream:
         """End the call that is under way: nobody waits for the stream any more."""
         if self._calls is not None:
             self._calls.cancel()
-
-    def chunk_writer(self) -> None:
-        """Return None: each event is another one for the client."""
-        return
-
-    def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Never called: the stream has begun."""
-        raise RuntimeError("a stream that has begun cannot be answered whole")
-
-    def begin(self, headers: Headers) -> None:
-        """Do nothing: the stream has begun."""
-
-    def drop_body(self) -> None:
-        """Do nothing: the body was dropped when the stream began."""
-
-    def finish(self) -> None:
-        """Do nothing: the owner ends the stream."""
-
-    def break_off(self) -> None:
-        """Do nothing: the owner breaks the stream off."""

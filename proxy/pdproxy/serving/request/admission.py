@@ -58,7 +58,8 @@ class Admission:
         self._output_weight = output_weight
         self._by_priority = by_priority
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
-        self._wanted = self._max_inflight = max_inflight  # wanted: places, but for the limit
+        self._wanted = self._max_inflight = max_inflight  # wanted, most: places and their tokens, but for the limit
+        self._most = self._max_tokens = max_tokens
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
@@ -106,9 +107,10 @@ class Admission:
         """Return how many tokens the answers of a request are likely to have."""
         return self._outputs.expected(demand.prompt, demand.limit) * demand.answers
 
-    def resize(self, places: int | None) -> None:
-        """Change the number of places, to `max_inflight` at most; None: to that. Requests that have one keep it."""
+    def resize(self, places: int | None, tokens: int = 0) -> None:
+        """Change the number of places, at most `max_inflight` (None: that), and their tokens, at most `max_tokens` (0: that)."""
         self._wanted = self._max_inflight if places is None else min(places, self._max_inflight)
+        self._most = min(tokens or self._max_tokens, self._max_tokens or tokens)
         self._resize()
 
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
@@ -163,8 +165,7 @@ class Admission:
         demand, expected, prompt, completion = place.demand, place.expected, ended.prompt, ended.completion
         cost, now = None, self._clock.now()
         self._add_up(now, self._queue.taken)
-        is_known = prompt is not None or completion is not None
-        if is_known:
+        if is_known := prompt is not None or completion is not None:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
             self._waits.ended(now, cost, ended.seconds)
@@ -239,8 +240,8 @@ class Admission:
 
     def _resize(self) -> None:
         places = int(min(self._wanted, self._limit.places))
-        if places != self._queue.places:
-            self._queue.resize(places)
+        if (places, self._most) != (self._queue.places, self._queue.max_size):
+            self._queue.resize(places, self._most)
 
     def _displaced(self, place: Place) -> None:
         if place.wake is not None and not place.wake.done():
@@ -292,7 +293,7 @@ class Admission:
             if other is not client and self.over_share(other):
                 error = OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
                 next(iter(other.slow)).evict(error)
-                return
+                break
 
 
 def _shutting_down() -> OverloadedError:

@@ -4,7 +4,7 @@ from tests.chaos.planted.bug import Bug, Change
 
 BUG = Bug(
     what="the tokens before a continuation are counted as the prompt's",
-    rules=("an answer is wrong",),
+    rules=("an answer is wrong", "a stream survives one engine"),
     changes=(
         Change(
             "transfer/continued_events.py",

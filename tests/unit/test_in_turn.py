@@ -1,0 +1,65 @@
+"""One question to several engines, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, OverloadedError, Reason, Wait
+from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.serving.dispatch.in_turn import MOST, first_answer
+
+
+class Passed:
+    """Counts deadlines that were reached."""
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+
+    def notify(self, event: Event) -> None:
+        assert isinstance(event, DeadlinePassed)
+        self.waits.append(event.wait)
+
+
+class Engines:
+    """Each is asked by its name and does what its name says."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ask(self, node: Node) -> str:
+        name = node.url.removeprefix("http://")
+        self.asked.append(name)
+        if name.startswith("silent"):
+            await asyncio.Event().wait()
+        if name.startswith("refuses"):
+            raise EngineError("refused")
+        if name.startswith("full"):
+            raise OverloadedError("no bytes left", Reason.QUEUE_FULL)
+        return name
+
+
+@pytest.mark.parametrize(
+    ("names", "answer", "asked", "waits"),
+    [
+        ("good other", "good", ["good"], 0),
+        ("refuses good", "good", ["refuses", "good"], 0),
+        ("full good", "good", ["full", "good"], 0),
+        ("silent good", "good", ["silent", "good"], 1),
+        ("silent refuses good", None, ["silent", "refuses"], 1),
+        ("silent1 silent2", None, ["silent1", "silent2"], 2),
+        ("", None, [], 0),
+    ],
+)
+async def test_the_first_answer(names: str, answer: str | None, asked: list[str], waits: int) -> None:
+    """An engine that hangs takes only its part of the time, and of very many engines only the first are asked."""
+    nodes = [Node(NodeSpec(f"http://{name}", Role.DECODE)) for name in names.split()]
+    engines, passed = Engines(), Passed()
+    found = await first_answer(nodes, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]))
+    assert found == answer
+    assert engines.asked == asked
+    assert len(engines.asked) <= MOST
+    assert passed.waits == [Wait.TOKENIZE.value] * waits
