@@ -6,8 +6,9 @@ import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pdproxy.kit.clock import Clock
@@ -106,6 +107,11 @@ class Engines:
 class Model:
     """An admission before engines, and two tenants, a and b, with weights 3 and 1. Make it in a virtual loop."""
 
+    names = "ab"
+    """The tenants of requests, in turn."""
+    hurry: Mapping[str, float] = MappingProxyType({})
+    """What the times of a tenant's requests are multiplied by."""
+
     def __init__(self, pool: Pool, seed: int, timeout: float = 30.0) -> None:
         self._pool, self._chance = pool, random.Random(seed)
         self.engines = Engines(pool, random.Random(seed + 1))
@@ -113,6 +119,10 @@ class Model:
         self.admission = Admission(pool.places, 1024, timeout, Observers([]), self.clock, Clients(()))
         self._clients = {name: Client(name) for name in "ab"}
         self._clients["a"].weight = 3.0
+
+    def set_weight(self, name: str, weight: float) -> None:
+        """Give a tenant another weight."""
+        self._clients[name].weight = weight
 
     async def load(self, times: float, seconds: float, *, asks: bool = True) -> Counter[str]:
         """Send so many times the capacity; return what became of it: good, good of a, late, or the reason of a refusal.
@@ -124,7 +134,7 @@ class Model:
         while due < end:
             await asyncio.sleep(due - loop.time())
             shape = self._chance.choice(self._pool.shapes)
-            tasks.add(asyncio.create_task(self._one("ab"[number % 2], shape, found, asks=asks)))
+            tasks.add(asyncio.create_task(self._one(self.names[number % len(self.names)], shape, found, asks=asks)))
             number += 1
             due += self._chance.expovariate(times * self._pool.capacity)
         await asyncio.wait(tasks)
@@ -132,7 +142,7 @@ class Model:
 
     async def _one(self, name: str, shape: Shape, found: Counter[str], *, asks: bool) -> None:
         loop, pool = asyncio.get_running_loop(), self._pool
-        began, time = loop.time(), WITHIN * pool.unloaded(shape)
+        began, time = loop.time(), WITHIN * pool.unloaded(shape) * self.hurry.get(name, 1.0)
         place: Place | None = None
         admitted, what = began, "good"
         limit: int | None = shape[1]

@@ -114,3 +114,18 @@ def test_clients_without_deadlines_wait_as_long_as_the_queue_allows() -> None:
     found = modelled(run)
     assert set(found) <= {"good", "good of a", "good of b", "late", "queue_timeout", "queue_full", "share"}
     assert found["good"] + found["late"] >= 20 * 20
+
+
+@pytest.mark.parametrize(("names", "least"), [("abbbbbbbbb", 0.8), ("ab", 1.5)])
+def test_one_tenant_whose_times_cannot_be_met(names: str, least: float) -> None:
+    """It has half of the weights and sends most of five times the load. The other one has its share, or what is left."""
+
+    async def run(hurry: float) -> int:
+        model = Model(Pool(), 1)
+        model.set_weight("a", 1.0)
+        model.names, model.hurry = names, {"b": hurry}
+        await model.load(5.0, 10.0)
+        return (await model.load(5.0, 40.0))["good of a"]
+
+    usual, beside = modelled(lambda: run(1.0)), modelled(lambda: run(0.55))
+    assert beside >= least * usual

@@ -14,6 +14,12 @@ Needs = Callable[[float], float]
 """The seconds that a request needs, by the number of requests that are served at once."""
 
 
+def note(limit: ConcurrencyLimit, name: str, seconds: float, time: float | None, *, late: bool = False) -> None:
+    """A request of a tenant that has others as well begins and leaves."""
+    limit.begun(name, 1.0, timed=time is not None)
+    limit.left(name, seconds, time, late=late)
+
+
 def course(
     needs: Needs, time: float | None, seconds: float = 120.0, most: float = 1000.0, spread: float = 0.05
 ) -> list[float]:
@@ -31,7 +37,7 @@ def course(
         took = min(took, time) if time is not None else took
         seen = math.log(took * (1.5 if late else 1.0))
         mean = mean or seen
-        limit.counted(timed=time is not None)
+        note(limit, "a", took, time, late=late)
         limit.ended(now, now - took, served * chance.uniform(0.9, 1.0), seen - mean, time, late=late)
         mean += 0.05 * (seen - mean)
         found.append(min(limit.places, most))
@@ -78,7 +84,7 @@ def test_a_few_clients_in_a_hurry_take_no_places_from_others() -> None:
     limit = ConcurrencyLimit()
     for number in range(300):
         time = 1.0 if number % 3 == 0 else None
-        limit.counted(timed=time is not None)
+        note(limit, "a", 2.0, time, late=time is not None)
         limit.ended(number / 10, number / 10 - 2.0, 50.0, 0.0, time, late=time is not None)
     assert limit.places == math.inf
 
@@ -95,7 +101,7 @@ def test_the_number_comes_back_after_the_engines_were_slow() -> None:
         late, took = took > 4.0, min(took, 4.0)
         seen = math.log(took * (1.5 if late else 1.0))
         mean = mean or seen
-        limit.counted(timed=True)
+        note(limit, "a", took, 4.0, late=late)
         limit.ended(now, now - took, served, seen - mean, 4.0, late=late)
         mean += 0.05 * (seen - mean)
         found.append(limit.places)
@@ -106,7 +112,7 @@ def test_the_number_comes_back_after_the_engines_were_slow() -> None:
 def test_nothing_is_changed_by_a_few_requests() -> None:
     limit = ConcurrencyLimit()
     for number in range(7):
-        limit.counted(timed=True)
+        note(limit, "a", 10.0, 1.0, late=True)
         limit.ended(10.0 + number, 0.0, 100.0, 0.5, 1.0, late=True)
     assert limit.places == math.inf
 
@@ -115,23 +121,35 @@ def test_there_is_always_a_place() -> None:
     assert min(course(lambda served: 50.0 * served, 1.0, seconds=60.0)) >= 1.0
 
 
-def hurry(limit: ConcurrencyLimit, begin: float, seconds: float, per_s: int = 20) -> float:
-    """All clients want answers in 0.2 s and gets none in time. All of these are learned from. Return when that ends."""
+def hostile(limit: ConcurrencyLimit, begin: float, seconds: float, per_s: int = 20) -> float:
+    """One tenant wants all answers in 0.2 s and gets none in time. All of these are learned from. Return when that ends."""
     for number in range(int(seconds * per_s)):
         now = begin + number / per_s
-        limit.counted(timed=True)
+        note(limit, "hostile", 0.2, 0.2, late=True)
         limit.ended(now, now - 0.2, 50.0, 0.0, 0.2, late=True)
     return begin + seconds
+
+
+@pytest.mark.parametrize("time", [None, 60.0])
+def test_one_tenant_with_times_that_cannot_be_met_takes_no_places_from_others(time: float | None) -> None:
+    """Another tenant has places for requests that fit, or have no time; few of them are learned from."""
+    limit = ConcurrencyLimit()
+    limit.begun("steady", 1.0, timed=time is not None)
+    limit.begun("hostile", 1.0, timed=True)
+    note(limit, "steady", 2.0, time)
+    hostile(limit, 10.0, 60.0)
+    assert limit.places == math.inf
 
 
 def test_many_more_in_time_than_are_learned_from() -> None:
     """Two hundred per second without a time, of which ten are learned from, and twenty with one, that are all late."""
     limit = ConcurrencyLimit()
+    limit.begun("a", 1.0, timed=False)
     for number in range(600):
         now = number / 20
         for _ in range(10):
-            limit.counted(timed=False)
-        limit.counted(timed=True)
+            note(limit, "a", 1.0, None)
+        note(limit, "a", 1.0, 1.0, late=True)
         limit.ended(now, now - 1.0, 50.0, 0.0, 1.0, late=True)
         if number % 2:
             limit.ended(now, now - 1.0, 50.0, 0.0, None, late=False)
@@ -139,12 +157,19 @@ def test_many_more_in_time_than_are_learned_from() -> None:
 
 
 def test_places_come_back_though_nobody_names_a_time_any_more() -> None:
-    """They were lowered to a few. Then only requests without a time come."""
+    """One tenant alone has lowered them to one. Then only requests without a time come."""
     limit = ConcurrencyLimit()
-    now = hurry(limit, 10.0, 60.0)
+    now = hostile(limit, 10.0, 60.0)
     assert limit.places < 50.0
     for _number in range(600):
         now += 0.1
-        limit.counted(timed=False)
+        note(limit, "b", 1.0, None)
         limit.ended(now, now - 0.1, min(limit.places, 64.0), 0.0, None, late=False)
     assert limit.places > 64.0
+
+
+def test_nothing_is_kept_of_tenants_without_places() -> None:
+    limit = ConcurrencyLimit()
+    for number in range(5000):
+        note(limit, f"tenant {number}", 1.0, 1.0)
+    assert not limit._tenants

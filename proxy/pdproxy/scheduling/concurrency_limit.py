@@ -2,13 +2,15 @@
 
 Owns this number, which is learned from requests that have ended. Where most clients name a time and their requests need more than
 `FITS` of it, the number is lowered in proportion (Little's law), but only if requests have needed longer the more were served
-at once, or if hardly any is in time: a time that is too short for other reasons takes no places from anybody. It grows again by a
-tenth for as long as requests fit and all places are used, and by half while most requests have no time.
+at once, or if hardly any is in time: a time that is too short for other reasons takes no places from anybody. Nor does one tenant
+take places from others by times that can't be met: nothing is lowered while requests of tenants with half of the weights fit. It
+grows again by a tenth for as long as requests fit and all places are used, and by half while most requests have no time.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 FITS = 0.85
 """The part of its time that a request may be served for: the rest is for its wait, and for those that take longer than others."""
@@ -27,12 +29,29 @@ _USED = 0.8
 """The part of the places that must be taken before there are more of them."""
 _SLOWER, _FASTER, _MUCH_FASTER = 0.5, 1.1, 1.5
 """What the number is multiplied by in one step: at least, usually, and where there is much room."""
+_NEARLY = -0.15
+"""The logarithm of what a tenant's requests need, in parts of what they may need, up to which it clearly does with its places."""
 _ENOUGH = 8
 """Requests that are looked at between two steps; fewer where there are fewer places."""
 _GAIN = 0.1
 _UNSURE = 0.1
 """The variance of the exponent, beside that of the times: with it one is weighed against the other, as a Kalman filter does."""
 _LEAST_NOISE = 0.01
+
+
+class _Tenant:
+    """What is known of a tenant while it has places."""
+
+    __slots__ = ("ended", "needed", "places", "timed", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.places = self.timed = 0
+        """Its places, and those of them whose requests have a time."""
+        self.ended = 0
+        """Its requests that have ended and had a time."""
+        self.needed = 0.0
+        """The logarithm of what they needed, in parts of what they may need, as a mean."""
 
 
 class ConcurrencyLimit:
@@ -49,6 +68,7 @@ class ConcurrencyLimit:
         "_seen",
         "_served",
         "_share",
+        "_tenants",
         "places",
     )
 
@@ -73,13 +93,35 @@ class ConcurrencyLimit:
         """The part that was given up."""
         self._served = 0.0
         """How many were served at once."""
+        self._tenants: dict[Hashable, _Tenant] = {}
+        """Those with places: so there are no more of them than places."""
 
-    def counted(self, *, timed: bool) -> None:
-        """A request has ended that was answered or late. `timed`: whether it had a time.
+    def begun(self, name: Hashable, weight: float, *, timed: bool) -> None:
+        """A request of a tenant gets a place. `timed`: whether it has a time. Matched by one `left`."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant()
+        tenant.weight = weight
+        tenant.places += 1
+        tenant.timed += timed
 
-        Called for all of them, `ended` only for those that are learned from: of these more are late.
+    def left(self, name: Hashable, seconds: float | None, time: float | None, *, late: bool = False) -> None:
+        """A request leaves its place, after so many seconds, None if it was neither answered nor late. The others: see `ended`.
+
+        Called for all requests, `ended` only for those that are learned from, and before: of the others, in time or without a
+        time, there may be many more.
         """
-        self._share += _GAIN * (timed - self._share)
+        tenant = self._tenants[name]
+        tenant.places -= 1
+        if time is not None:
+            tenant.timed -= 1
+        if seconds is not None:
+            self._share += _GAIN * ((time is not None) - self._share)
+            if time is not None:
+                tenant.ended += 1
+                tenant.needed += max(_GAIN, 1 / tenant.ended) * (_needed(seconds, time, late=late) - tenant.needed)
+        if not tenant.places:
+            del self._tenants[name]
 
     def ended(self, now: float, begun: float, served: float, longer: float, time: float | None, *, late: bool) -> None:
         """Learn from a request that was served from `begun` on.
@@ -119,13 +161,22 @@ class ConcurrencyLimit:
 
     def _step(self, now: float) -> None:
         needed = math.exp(self._needed) if self._count else 0.0
-        matters = self._exponent > _MATTERS or self._late > 1 - _HARDLY_ANY
+        matters = (self._exponent > _MATTERS or self._late > 1 - _HARDLY_ANY) and (needed <= 1 or self._agreed())
         if needed > 1 and matters:
             self.places = max(self._served * max(1 / needed, _SLOWER), 1.0)
         elif self.places < math.inf and self._served > _USED * int(self.places) and (needed < _ROOM or not matters):
             self.places *= _MUCH_FASTER if needed < _MUCH_ROOM else _FASTER
         self._count = self._seen = 0
         self._changed = now
+
+    def _agreed(self) -> bool:
+        """Return whether tenants with more than half of the weights need fewer places. Of whom nothing is known is like all."""
+        weights = needing = 0.0
+        for tenant in self._tenants.values():
+            weights += tenant.weight
+            if 2 * tenant.timed > tenant.places and (not tenant.ended or tenant.needed > _NEARLY):
+                needing += tenant.weight
+        return needing > _MOST * weights if weights else True
 
 
 def _needed(seconds: float, time: float, *, late: bool) -> float:

@@ -138,9 +138,10 @@ class Admission:
             now = self._clock.now()
             if not self._queue.waiting:
                 self._queued_since = now
-            until = now + patience
             try:
-                place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, priority, until)
+                place.entry = self._queue.queue_up(
+                    client.name, client.weight, place, cost, size, priority, now + patience
+                )
             except QueueFullError:
                 text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
                 raise OverloadedError(text, Reason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
@@ -151,8 +152,7 @@ class Admission:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
         for place in self._queue.tickets():
-            if place.wake is not None and not place.wake.done():
-                place.wake.set_exception(_shutting_down())
+            place.refuse(_shutting_down())
         self._check_drained()
         await self._drained.wait()
 
@@ -169,10 +169,9 @@ class Admission:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
             self._waits.ended(now, cost, ended.seconds)
-        is_whole = ended.late or (ended.answered and is_known)
-        if is_whole:
-            self._limit.counted(timed=place.time is not None)
-        is_learned = is_whole and (ended.late or self._waits.learns(now))
+        needed = now - place.begun if ended.late or (ended.answered and is_known) else None
+        self._limit.left(place.entry.tenant.name, needed, place.time, late=ended.late)
+        is_learned = ended.late or (ended.answered and is_known and self._waits.learns(now))
         if is_learned:
             longer = self._waits.served(now, demand.prompt, ended.seconds, late=ended.late)
             served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
@@ -216,6 +215,7 @@ class Admission:
         del place.entry  # they refer to each other
         if entry.has_place:
             self._add_up(self._clock.now(), self._queue.taken)
+            self._limit.left(entry.tenant.name, None, place.time)
             self._queue.leave(entry)  # granted in the same turn of the loop in which the caller was cancelled
         else:
             self._queue.stop_waiting(entry)
@@ -233,6 +233,7 @@ class Admission:
         place.begun = now = self._clock.now()
         self._add_up(now, taken)
         place.served_before = self._served
+        self._limit.begun(place.entry.tenant.name, place.entry.tenant.weight, timed=place.time is not None)
 
     def _add_up(self, now: float, taken: int) -> None:
         self._served += taken * (now - self._served_at)
@@ -244,10 +245,9 @@ class Admission:
             self._queue.resize(places, self._most)
 
     def _displaced(self, place: Place) -> None:
-        if place.wake is not None and not place.wake.done():
+        text = "requests of other clients wait, and this client has the most of them"
+        if place.refuse(LimitError(text, Reason.SHARE)):
             self._observers.notify(Evicted("queue"))
-            text = "requests of other clients wait, and this client has the most of them"
-            place.wake.set_exception(LimitError(text, Reason.SHARE))
 
     def _check(self, client: Client, demand: Demand, cost: float, priority: int, now: float, left: float) -> float:
         """Return how long a request may wait for a place. `left`: the seconds in which it is to be answered.

@@ -43,6 +43,13 @@ class Place:
         self.wake: asyncio.Future[None] | None = None
         """Done once the place is granted or refused. None if it was free."""
 
+    def refuse(self, error: Exception) -> bool:
+        """Refuse the place to a request that waits for it. Return whether it still waits."""
+        waits = self.wake is not None and not self.wake.done()
+        if self.wake is not None and waits:
+            self.wake.set_exception(error)
+        return waits
+
     def leave(
         self,
         seconds: float = 0.0,
