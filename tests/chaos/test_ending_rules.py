@@ -87,13 +87,22 @@ def test_why_a_stream_ended(fields: dict[str, Any], reason: str, rule: str | Non
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "allowed"),
-    [(CHAT, "a \u00e9", True), (CHAT, "a e", False), (COMPLETIONS, "a \u00e9", False)],
+    ("path", "text", "end", "allowed"),
+    [
+        (CHAT, "a \u00e9", "stop", True),
+        (CHAT, "a e", "stop", False),
+        (CHAT, "a e", "length", False),
+        (CHAT, "", "length", True),
+        (CHAT, "a", "length", True),
+        (COMPLETIONS, "a \u00e9", "stop", False),
+        (COMPLETIONS, "", "length", False),
+    ],
 )
-def test_a_chat_may_end_at_half_a_letter(path: str, text: str, allowed: bool) -> None:
+def test_a_chat_may_end_at_half_a_letter(path: str, text: str, end: str, allowed: bool) -> None:
     """The engine's parser withholds it, and nobody knows whether it is content."""
     decided = [(50.0, StreamContinued("refused", "reasoning_seen", None, "a"))]
-    found = explained(decided, {"a": Body(path, {}, Told({0: text}))}, Soundness(["D0"]), ["D0"])
+    body = Body(path, {"max_tokens": 2}, Told({0: text}, {0: end}))
+    found = explained(decided, {"a": body}, Soundness(["D0"]), ["D0"])
     assert rules(found) == (set() if allowed else {"a stream goes on if its request allows it"})
 
 

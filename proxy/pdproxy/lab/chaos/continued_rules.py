@@ -9,6 +9,7 @@ from pdproxy.lab.chaos.finding import Finding, shortened
 from pdproxy.lab.chaos.oracle import CHAT, Body
 from pdproxy.lab.chaos.soundness import Soundness
 from pdproxy.observe.events import StreamContinued
+from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.wire.continuable import Reason
 
 _BY_CHANCE = frozenset({Reason.N.value, Reason.SEED.value})
@@ -57,8 +58,17 @@ def explained(
 
 
 def _may_withhold(body: Body) -> bool:
-    """Return whether an event of an answer may hold half a letter: only letters beyond ASCII have several tokens."""
-    return body.path == CHAT and body.right is not None and not all(map(str.isascii, body.right.texts.values()))
+    """Return whether an event of an answer may hold half a letter: only letters beyond ASCII have several tokens.
+
+    The last letter of an answer that ends with its last token may have lacked some: its text has fewer tokens then.
+    """
+    if body.path != CHAT or body.right is None:
+        return False
+    right, most, encode = body.right, body.fields.get("max_tokens", 0), Tokenizer().encode
+    return any(
+        not text.isascii() or (right.ends.get(choice) == "length" and len(encode(text)) < most)
+        for choice, text in right.texts.items()
+    )
 
 
 def unbroken(outcomes: Iterable[Outcome], broken: Mapping[str, str]) -> list[Finding]:
