@@ -65,11 +65,16 @@ async def test_a_rendered_chat() -> None:
         assert found["token_ids"] == whole["prompt_token_ids"]
         assert found["sampling_params"] == {
             "presence_penalty": 0.5,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
             "temperature": 0,
             "max_tokens": 3,
             "stop": [],
             "stop_token_ids": [],
             "bad_words": [],
+            "output_kind": 2,
+            "skip_clone": True,
+            "skip_reading_prefix_cache": False,
         }
         forced = (await ask(sim.port, post(RENDER, **with_tool("a") | {"tool_choice": "required"}))).answer.json
         assert forced["sampling_params"]["structured_outputs"]

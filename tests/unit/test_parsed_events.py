@@ -237,9 +237,26 @@ def test_what_is_no_derendered_event(bad: bytes) -> None:
         events.answered(bad)
 
 
+RENDERED = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 0.0,
+    "stop": [],
+    "stop_token_ids": [],
+    "max_tokens": 200,
+    "output_kind": 1,
+    "skip_clone": True,
+    "bad_words": [],
+    "skip_reading_prefix_cache": False,
+}
+"""What an engine with vLLM 0.32 shows of a chat that asks for a stream and for nothing else."""
+
+
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
+        (RENDERED, None),
         ({"temperature": 0.6, "top_k": 20, "stop": [], "bad_words": [], "max_tokens": 5}, None),
         ({"structured_outputs": None, "presence_penalty": 0.0}, None),
         ({"structured_outputs": {"structural_tag": "x"}}, Reason.GRAMMAR),

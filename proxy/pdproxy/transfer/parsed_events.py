@@ -31,6 +31,7 @@ _NOT_READ = frozenset(
         *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"),
         *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "logit_bias"),
         *("detokenize", "skip_reading_prefix_cache", "output_kind", "n"),
+        *("skip_clone", "stream_interval", "output_text_buffer_length"),  # vLLM's own
     )
 )
 """Parameters that a completion has as well, or that mean the same behind some of the answer."""

@@ -141,14 +141,11 @@ def rendered(engine: Engine, body: ChatBody, request: Request, date: Callable[[]
 
 
 def _shown(params: SamplingParams, body: ChatBody) -> dict[str, Any]:
-    """Return sampling parameters as vLLM shows them: without those that have its defaults."""
+    """Return sampling parameters as vLLM shows them: without most of those that have its defaults."""
     forced = body.structured_outputs.model_dump(by_alias=True) if body.structured_outputs else None
     if body.tools and body.tool_choice not in (None, "none", "auto"):
         forced = {"structural_tag": "tool calls"}
     shown: dict[str, tuple[Any, Any]] = {
-        "presence_penalty": (params.presence_penalty, 0.0),
-        "frequency_penalty": (params.frequency_penalty, 0.0),
-        "repetition_penalty": (params.repetition_penalty, 1.0),
         "temperature": (params.temperature, 1.0),
         "top_p": (1.0 if body.top_p is None else body.top_p, 1.0),
         "top_k": (body.top_k or 0, 0),
@@ -160,7 +157,17 @@ def _shown(params: SamplingParams, body: ChatBody) -> dict[str, Any]:
         "skip_special_tokens": (body.skip_special_tokens and not looks_for_calls(body), True),
         "structured_outputs": (forced, None),
     }
-    always = {"stop": body.stops, "stop_token_ids": sorted(params.stop_token_ids), "bad_words": body.bad_words}
+    always: dict[str, Any] = {
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "stop": body.stops,
+        "stop_token_ids": sorted(params.stop_token_ids),
+        "bad_words": body.bad_words,
+        "output_kind": 1 if body.stream else 2,
+        "skip_clone": True,
+        "skip_reading_prefix_cache": False,
+    }
     return {name: value for name, (value, default) in shown.items() if value != default} | always
 
 
