@@ -97,3 +97,38 @@ async def test_a_key_file_that_was_moved_takes_no_engine_away(tmp_path: Path) ->
         assert list(w.proxy.membership.members) == list(engines)
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert (await w.get("/ready")).status == 200
+
+
+async def test_other_settings_are_followed(tmp_path: Path) -> None:
+    """Keys and limits are those of the file with the next request, also on a connection that is open."""
+    path = tmp_path / "pdproxy.yaml"
+    async with world(decode=1, auth={"api_keys": ("one",)}) as w:
+        rows = "".join(f"  - {{url: {one.url}, role: {one.role}}}\n" for one in w.engines)
+
+        def write(text: str) -> None:
+            path.write_text(f"pools:\n- nodes:\n{rows}{text}")
+
+        write("auth: {api_keys: [one]}\n")
+        source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
+        log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
+        reloading = follow(w.proxy, source, log)
+
+        async def status(key: str, size: int = 10) -> int:
+            headers = [("authorization", f"Bearer {key}")]
+            return (await w.ask(COMPLETIONS, completion(prompt="x" * size), headers)).status
+
+        assert [await status("one"), await status("two")] == [200, 401]
+        write("auth: {api_keys: [two]}\nlimits: {max_body_bytes: 1000}\ncontinuations: {parsed: 'off'}\n")
+        await reloading.look(asked=True)
+        assert [await status("one"), await status("two"), await status("two", 2000)] == [401, 200, 413]
+        details = (await w.get("/ready")).json["details"]
+        assert details == ["these settings have changed, and need a restart: continuations.parsed"]
+        write("limits: {max_body_bytes: 5000}\n")
+        await reloading.look(asked=True)
+        assert [await status("two"), await status("two", 2000)] == [200, 200], "the proxy is not opened to everybody"
+        details = (await w.get("/ready")).json["details"]
+        assert details == ["these settings have changed, and need a restart: auth.api_keys"]
+        write("auth: {api_keys: [three]}\nlimits: {max_body_bytes: 1}\ndeadlines: {total: soon}\n")
+        await reloading.look(asked=True)
+        assert [await status("two"), await status("three")] == [200, 401], "a file with a mistake changes nothing"
+        log.close()

@@ -39,6 +39,7 @@ class Proxy(Parts):
             SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
         """
         proxy = cls.of(settings, library, watch, log, clock)
+        settings = proxy.settings
         pool = PoolParts.of(settings, proxy, index)
         proxy.pools.append(pool)
         proxy.observers.add(*watch.observers)

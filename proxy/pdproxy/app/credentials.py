@@ -21,7 +21,7 @@ from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
 from pdproxy.settings.key_lines import KeyLimits, read_key_lines
-from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
+from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
 from pdproxy.settings.yaml_file import spell_file
 
@@ -54,16 +54,16 @@ class Credentials:
         self._tasks: TaskOwner | None = None
         self._following = False
         auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
-        self._key_file = auth.api_keys_file
-        self._valid_keys: Callable[[], _ValidKeys] | None = None
-        with found.collecting():
-            self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
-        self.keys = Keys()
-        if (valid := self._valid_keys) is not None:
-            self.keys = Keys(lambda: valid().names, lambda: valid().limits)
+        self._auth = auth
+        self._valid_keys: Callable[[], _ValidKeys] = lambda: _ValidKeys({}, {})
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
-            self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
+            self._valid_keys = self._client_keys(auth)
+        with found.collecting():
+            self._common_key = self._engines_key(auth)
+        self.keys = Keys()
+        if auth.wants_keys:
+            self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)
         self._pool_tls = pool.tls
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
@@ -106,11 +106,41 @@ class Credentials:
         if node.url.startswith("https:"):
             engine_context(f"{node.url}.tls", merged(self._pool_tls, node.tls))
 
+    def prepare(self, auth: Auth) -> Callable[[], None]:
+        """Read the keys of other settings, and return what puts them in force. Until then nothing has changed.
+
+        Whether clients need a key stays as it was at the start.
+
+        Raises:
+            SettingsError: files can't be read, or don't hold what they should; a line for each.
+        """
+        if auth == self._auth:
+            return lambda: None
+        found, known = Mistakes(), self._followed
+        new: list[ReloadingFile[Any]] = []
+        self._followed = new
+        try:
+            with found.collecting():
+                valid = self._client_keys(auth)
+            with found.collecting():
+                common = self._engines_key(auth)
+            found.raise_any()
+        finally:
+            self._followed = known
+
+        def use() -> None:
+            former = (self._valid_keys, self._common_key)
+            self._followed = [*(one for one in self._followed if one not in former), *new]
+            self._auth, self._valid_keys, self._common_key = auth, valid, common
+            self._follow_files()
+
+        return use
+
     def forget(self, url: str) -> None:
         """Stop checking the files of a removed engine, unless others use them."""
         removed = self._engines.pop(url)
         self._unverified = [other for other in self._unverified if other != url]
-        used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)} | {id(self._common_key)}
+        used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)}
         for unused in [one for one in (removed.key, removed.tls) if id(one) not in used]:
             self._followed = [one for one in self._followed if one is not unused]
             self._contexts = {tls: one for tls, one in self._contexts.items() if one is not unused}
@@ -138,9 +168,9 @@ class Credentials:
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
-        if self._valid_keys is None or self._valid_keys().names:
+        if not self._auth.wants_keys or self._valid_keys().names:
             return None
-        return f"auth.api_keys_file: {self._key_file}: holds no key: every request is refused"
+        return f"auth.api_keys_file: {self._auth.api_keys_file}: holds no key: every request is refused"
 
     def start(self, tasks: TaskOwner) -> None:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
@@ -168,12 +198,12 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys] | None:
+    def _client_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
         """Return what returns the valid keys. One without a name is named by its place, which log lines may show."""
-        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
-        if path is None:
+        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(auth.api_keys, 1)}
+        if (path := auth.api_keys_file) is None:
             only = _ValidKeys(fixed, {})
-            return (lambda: only) if fixed else None
+            return lambda: only
         setting = "auth.api_keys_file"
         if not read_key_lines(setting, path):  # at the start, a file without a key is a mistake
             raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
@@ -192,6 +222,13 @@ class Credentials:
 
         return self._follow(setting, [path], read)
 
+    def _engines_key(self, auth: Auth) -> Callable[[], str | None]:
+        return self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
+
+    def common_key(self) -> str | None:
+        """Return the key of engines that have none of their own."""
+        return self._common_key()
+
     def _key(self, setting: str, key: str | None, path: str | None) -> Callable[[], str | None]:
         if path is None:
             return lambda: key
@@ -199,11 +236,11 @@ class Credentials:
 
     def _read_engine(self, node: Node, where: str) -> None:
         own = node.api_key is not None or node.api_key_file is not None
-        key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self._common_key
+        key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self.common_key
         try:
             tls = self._engine_tls(where, node)
         except SettingsError:
-            self._followed = [one for one in self._followed if one is not key or key is self._common_key]
+            self._followed = [one for one in self._followed if one is not key]
             raise
         self._engines[node.url] = EngineCredentials(key, tls)
 

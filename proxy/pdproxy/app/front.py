@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdproxy.kit.clock import Clock
@@ -32,7 +32,7 @@ from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Front:
     """The parts that serve clients. `readiness`, `models` and `telemetry`: see `web.app.Answers`."""
 
@@ -52,15 +52,16 @@ class Front:
     metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
     decisions: Decisions
+    tenants: Tenants = field(init=False)
+    bounds: ConnectionBounds = field(init=False)
+    path: DataPath = field(init=False)
+    asgi: PassthroughAsgi = field(init=False)
 
-    def _identifier(self) -> ClientIdentifier:
-        overload = self.settings.overload
-        tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
-        return ClientIdentifier(self.clients, self.keys, self.observers, tenants)
-
-    def protocol(self) -> type[DataPathProtocol]:
-        """Return the protocol class for uvicorn."""
-        limits, deadlines = self.settings.limits, self.settings.deadlines
+    def __post_init__(self) -> None:
+        """Make what serves requests."""
+        limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
+        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
+        identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants)
         slow_readers = SlowReaderPolicy(
             limits.min_read_rate,
             deadlines.client_write,
@@ -69,7 +70,7 @@ class Front:
             self.observers,
             self.admission.over_share,
         )
-        bounds = ConnectionBounds(
+        self.bounds = ConnectionBounds(
             deadlines.client_head,
             deadlines.client_body,
             limits.max_header_bytes,
@@ -78,37 +79,51 @@ class Front:
             self.connections,
             self.unread_answers,
         )
-        path = DataPath(
+        self.path = DataPath(
             self.service.generate,
-            self._identifier(),
+            identify,
             self.observers,
-            bounds,
+            self.bounds,
             CorsHeaders(self.settings.listen.cors),
             self.bodies,
             max_body=limits.max_body_bytes,
             hints=noted(self.service.session_header),
         )
-        return protocol_class(path)
-
-    def answers(self) -> Answers:
-        """Return what the FastAPI routes answer with."""
-        passthrough = PassthroughAsgi(
+        self.asgi = PassthroughAsgi(
             self.passthrough.serve,
-            self._identifier(),
+            identify,
             self.clients,
             self.bodies,
             FORWARDED,
-            max_body=self.settings.limits.max_body_bytes,
+            max_body=limits.max_body_bytes,
             refused=partial(report_refusal, self.observers),
-            session=partial(session_of, self.service.session_header),
+            session=lambda headers: session_of(self.service.session_header, headers),
         )
+
+    def configure(self) -> None:
+        """Use the settings as they are now. Connections that are open follow them at their next request."""
+        limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
+        self.tenants.configure(overload.tenant_header, overload.weights)
+        bounds = self.bounds
+        bounds.head_timeout, bounds.body_timeout = deadlines.client_head, deadlines.client_body
+        bounds.max_header_bytes = limits.max_header_bytes
+        bounds.slow_readers.min_rate, bounds.slow_readers.seconds = limits.min_read_rate, deadlines.client_write
+        self.path.max_body = self.asgi.max_body = limits.max_body_bytes
+        self.path.note(noted(self.service.session_header))
+
+    def protocol(self) -> type[DataPathProtocol]:
+        """Return the protocol class for uvicorn."""
+        return protocol_class(self.path)
+
+    def answers(self) -> Answers:
+        """Return what the FastAPI routes answer with."""
         return Answers(
             self.keys.check,
             lambda: self.admission.inflight + self.admission.waiting,
             self.readiness,
             self.models,
             self.metrics.page,
-            passthrough,
+            self.asgi,
             self.settings.listen.cors,
             self.telemetry,
             decisions=self.decisions.page,

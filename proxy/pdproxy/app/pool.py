@@ -30,6 +30,7 @@ from pdproxy.fleet.models import models
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
@@ -39,6 +40,7 @@ from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.upstream.admin import EngineAdmin
@@ -47,17 +49,25 @@ from pdproxy.upstream.passthrough import PassthroughLegs
 
 @dataclass(slots=True, kw_only=True)
 class PoolParts:
-    """The parts of one pool. `shortcomings`: each returns sentences on what is wrong with it."""
+    """The parts of one pool. `policy`, `slo`: its settings in force.
+
+    `shortcomings`: each returns sentences on what is wrong with it.
+    """
 
     process: Process
+    policy: PoolPolicy
+    slo: PoolSlo
     ledger: Ledger
     engines: EngineRegistry
     setup: EngineSetup
     membership: Membership
     admin: EngineAdmin
     prober: Prober
+    canary: HealthCanary
     stalls: Stalls
+    outliers: Outliers
     exclusions: Exclusions
+    bootstraps: Bootstraps
     transfer: KvTransfer
     custodian: Custodian
     turns: Turns | None
@@ -145,7 +155,7 @@ class PoolParts:
             engines=engines,
             custodian=custodian,
             deadlines=deadlines,
-            attempts=limits.attempts,
+            limits=limits,
             observers=observers,
             auditor=auditor,
             now=now,
@@ -192,22 +202,26 @@ class PoolParts:
 
         admission, keys, bodies, quotas = process.admission, credentials.keys, process.bodies, process.quotas
         passthrough = Passthrough(resources, admission, keys, legs, bodies, quotas)
-        session_header = pool.policy.session_header if ledger.needs_details else None
-        service = Service(resources, admission, keys, bodies, passthrough, quotas, session_header)
+        service = Service(resources, admission, keys, bodies, passthrough, quotas)
         membership = build_membership(
             setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines.engine_drain
         )
         wrong.append(membership.shortcomings)
-        return cls(
+        parts = cls(
             process=process,
+            policy=pool.policy,
+            slo=pool.slo,
             ledger=ledger,
             engines=engines,
             setup=setup,
             membership=membership,
             admin=admin,
             prober=prober,
+            canary=canary,
             stalls=stalls,
+            outliers=outliers,
             exclusions=exclusions,
+            bootstraps=bootstraps,
             transfer=transfer,
             custodian=custodian,
             turns=turns,
@@ -223,6 +237,12 @@ class PoolParts:
             service=service,
             shortcomings=wrong,
         )
+        service.session_header = parts.session_header()
+        return parts
+
+    def session_header(self) -> str | None:
+        """Return the header that names a conversation, None where nothing needs it."""
+        return self.policy.session_header if self.ledger.needs_details else None
 
     async def models(self, authorization: bytes | None) -> bytes:
         """Return the answer to `GET /v1/models`. Raises what `fleet.models.models` raises."""

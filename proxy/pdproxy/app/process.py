@@ -23,6 +23,7 @@ from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
 from pdproxy.settings.crosscheck import parsed_networks
+from pdproxy.settings.in_force import own
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget
@@ -63,6 +64,7 @@ class Process:
     @classmethod
     def of(cls, settings: Settings, library: Library, watch: Watch, log: Log | None, clock: Clock | None) -> Self:
         """Make them. Arguments and errors are those of `Proxy.build`."""
+        settings = own(settings)
         limits, deadlines = settings.limits, settings.deadlines
         credentials = Credentials(settings)
         registries: list[EngineRegistry] = []

@@ -27,6 +27,7 @@ from pdproxy import __version__
 from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import settled
+from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
@@ -201,7 +202,8 @@ async def _serve_until_signalled(
 
 def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
     """Have a proxy that was started follow the files of its settings."""
-    reloading = Reloading(source, proxy.membership, partial(set_level, log), lambda: proxy.admission.closed)
+    live = LiveSettings(proxy, partial(set_level, log), fit_files)
+    reloading = Reloading(source, live, lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
     proxy.metrics.add_gauges(reloading.gauges())
     proxy.tasks.keep(reloading.run, "settings")

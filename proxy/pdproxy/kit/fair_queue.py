@@ -90,6 +90,11 @@ class FairQueue(Generic[Ticket]):
         self._places = places
         self.fill()
 
+    def limit(self, max_waiting: int, max_size: int) -> None:
+        """Change how many may wait, and the size of those with a place. Requests that are in keep what they have."""
+        self._max_waiting, self._max_size = max_waiting, max_size
+        self.fill()
+
     def take(self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int) -> Entry[Ticket] | None:
         """Take a place if one is free and nobody waits; None if not. Each success is matched by one `leave`."""
         if self.taken >= self._places or self.waiting or not self._fits(size):

@@ -102,6 +102,11 @@ class Auth(Section, frozen=True):
     engine_api_key_file: File | None = None
     """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
 
+    @property
+    def wants_keys(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
     def __repr__(self) -> str:
         # Settings appear in logs and tracebacks; keys must not.
         key = "set" if self.engine_api_key or self.engine_api_key_file else "not set"

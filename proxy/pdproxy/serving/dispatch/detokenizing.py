@@ -33,10 +33,10 @@ class Detokenizing:
         self._engines = engines
         self._observers = observers
         self._clock = clock
-        self._deadline = deadline
+        self.deadline = deadline
 
     def __repr__(self) -> str:
-        return f"<Detokenizing within {self._deadline:g} s>"
+        return f"<Detokenizing within {self.deadline:g} s>"
 
     async def text(
         self, model: str | None, ids: Sequence[int], authorization: bytes | None, *, without: str
@@ -50,7 +50,7 @@ class Detokenizing:
             return None
         asked = sorted(able, key=lambda one: one.requests)[:_ENGINES]
         try:
-            async with self._clock.within(self._deadline):
+            async with self._clock.within(self.deadline):
                 for node in asked:
                     try:
                         return await self._ask(node.url, model, ids, authorization)

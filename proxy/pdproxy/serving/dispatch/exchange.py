@@ -257,8 +257,8 @@ class Exchange:
     def _recover(self, outcome: Failure) -> Action:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
-        continues = resources.records is not None
-        progress = Progress(self._number, resources.attempts, self._alone is not None, self._prefill_failed, continues)
+        most, continues = resources.limits.attempts, resources.records is not None
+        progress = Progress(self._number, most, self._alone is not None, self._prefill_failed, continues)
         action = after(outcome, progress)
         if isinstance(action, Continue):
             return action

@@ -29,7 +29,7 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.stream.relay import Relay
-from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
@@ -62,7 +62,7 @@ class ExchangeResources:
     engines: EngineRegistry
     custodian: Custodian
     deadlines: Deadlines
-    attempts: int
+    limits: Limits
     observers: Observers
     auditor: Auditor
     now: Callable[[], float]

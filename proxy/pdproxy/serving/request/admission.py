@@ -111,6 +111,14 @@ class Admission:
         self._wanted = self._max_inflight if places is None else min(places, self._max_inflight)
         self._resize()
 
+    def configure(self, places: int, queue: int, timeout: float, tokens: int, weight: float, by_priority: bool) -> None:
+        """Use these limits from now on, see the class. Requests that have a place or wait for one keep what they have."""
+        self._output_weight, self._by_priority, self._timeout = weight, by_priority, timeout
+        self._wanted = min(self._wanted, places) if self._wanted < self._max_inflight else places
+        self._max_inflight = places
+        self._resize()
+        self._queue.limit(queue, tokens)
+
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
         """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.
 
@@ -187,7 +195,7 @@ class Admission:
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()
-        self._evict_slow(client)  # not before: a client is over its share only while others wait
+        self._clients.evict_slow(client, self.over_share)  # a client is over its share only while others wait
         self._queue.fill()  # this request may have displaced the large one that the others waited for
         try:
             async with self._clock.within(patience):
@@ -285,14 +293,6 @@ class Admission:
     def _check_drained(self) -> None:
         if self._closed and not self._queue.taken:
             self._drained.set()
-
-    def _evict_slow(self, client: Client) -> None:
-        """Drop one slow reader of another client that holds more than its share."""
-        for other in self._clients.with_slow:
-            if other is not client and self.over_share(other):
-                error = OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
-                next(iter(other.slow)).evict(error)
-                return
 
 
 def _shutting_down() -> OverloadedError:

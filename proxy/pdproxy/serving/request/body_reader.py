@@ -30,9 +30,14 @@ COPIES = 6
 """Additional address space, as a multiple of the largest body: a body with NaN or in UTF-16 becomes objects, then JSON again."""
 
 
+def memory_for(max_body: int) -> int:
+    """Return the bytes of address space of a reader process for bodies of up to `max_body` bytes."""
+    return MEMORY + COPIES * max_body
+
+
 def readers(max_readers: int, max_body: int) -> Workers:
     """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
-    return Workers(READER, max_workers=max_readers, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
+    return Workers(READER, max_workers=max_readers, waiting=WAITING, memory=memory_for(max_body), idle=IDLE)
 
 
 class BodyReader:
@@ -44,6 +49,10 @@ class BodyReader:
         self._observers = observers
         self._seconds = seconds
         self._bounds = bounds
+
+    def configure(self, seconds: float, bounds: Bounds) -> None:
+        """Use this deadline and these bounds from the next body on."""
+        self._seconds, self._bounds = seconds, bounds
 
     async def request(self, route: Route, body: Body, client: Client) -> Parsed:
         """Read a client's generating request.

@@ -138,7 +138,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 verdict = verdict_of(error)
                 again = (
                     not self.writer.begun
-                    and self._attempts < resources.attempts
+                    and self._attempts < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
                 )
                 wait = getattr(error, "wait", None)

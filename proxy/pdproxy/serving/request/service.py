@@ -51,10 +51,7 @@ _BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
 
 
 class Service:
-    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole.
-
-    `session_header`: the header that names a conversation, None where nothing needs it.
-    """
+    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole."""
 
     def __init__(
         self,
@@ -64,9 +61,9 @@ class Service:
         bodies: BodyReader,
         passthrough: Passthrough,
         quotas: Quotas,
-        session_header: str | None = None,
     ) -> None:
-        self.session_header = session_header
+        self.session_header: str | None = None
+        """The header that names a conversation, None where nothing needs it."""
         self.resources = resources
         self.passthrough = passthrough
         self.keys = keys
