@@ -132,6 +132,9 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "probes.scrape_interval": (20.0, lambda p: (p.prober._scrape_every, p.pools[0].bootstraps.interval), (10, 20.0)),
     "observe.log_level": ("debug", lambda p: p.front.settings.observe.log_level, "info"),  # see `test_the_log_level`
     "pools[0].nodes": (NODES[1:], lambda p: [*p.engines], ["http://d:8000"]),
+    "pools[0].models": (("a*",), lambda p: p.models.choose("abc", None), (0, "abc")),
+    "pools[0].aliases": ({"fast": "tiny"}, lambda p: p.pools[0].service.routes.of("fast", None)[1], "tiny"),  # type: ignore[union-attr]
+    "pools[0].weight": (3.0, lambda p: p.models.pools[0].weight, 3.0),
     "pools[0].policy.prefill": ("round_robin", _kind(Role.PREFILL), "RoundRobin"),
     "pools[0].policy.decode": ("session", _kind(Role.DECODE), "Session"),
     "pools[0].policy.session_header": ("X-Chat", lambda p: p.service.session_header, "X-Chat"),
@@ -154,6 +157,7 @@ RESTART = {
 ALL_RESTART = ("listen", "continuations", "kv_ready", "registration")
 POOL_RESTART = {
     *("name", "connector", "dispatch", "remote_host", "lmcache", "cpu", "bootstrap_port", "tokenize", "tokenizer"),
+    *("kv_ready_port", "registration_port"),
     *("turns", "kv_events", "prefixes", "profile", "pair_within", "tls", "policy.placement"),
 }
 

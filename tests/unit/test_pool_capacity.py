@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.app.capacity import PoolCapacity
+from pdproxy.app.capacity import PoolCapacity, SharedPlaces
 from pdproxy.observe.events import Gaps, MemberChanged, RequestEnded
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
@@ -31,7 +31,7 @@ class Pool:
     def __init__(self) -> None:
         self.engines, self.ledger = registry(*(NodeSpec(url, Role.DECODE) for url in (A, B)))
         self.admission = Admission()
-        self.capacity = PoolCapacity(Limits(engine_requests=4), self.engines, self.admission)  # type: ignore[arg-type]
+        self.capacity = PoolCapacity(Limits(engine_requests=4), self.engines, self.admission)
         self.engines.watch(self.capacity)
         for url in (A, B):
             self.ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
@@ -79,3 +79,21 @@ def test_a_replaced_engine_is_the_same_machine() -> None:
     pool.ledger.mark_up(A, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     pool.changed()
     assert pool.admission.places == 8
+
+
+def test_the_places_of_several_pools() -> None:
+    """As many as all together can take; a pool without a bound leaves none for all."""
+    admission = Admission()
+    shared = SharedPlaces(admission)  # type: ignore[arg-type]
+    pools = [registry(NodeSpec(url, role)) for url, role in ((A, Role.DECODE), (B, Role.PREFILL))]
+    first, second = (shared.of(engines) for engines, _ in pools)
+    first.resize(4)
+    assert admission.places is None
+    second.resize(3)
+    assert admission.places == 7
+    first.resize(None)
+    assert admission.places is None
+    for engines, _ in pools:
+        for engine in engines.values():
+            engine.node.requests = 5
+    assert [first.inflight, second.inflight] == [5, 0], "a prompt that is being prefilled has a decode engine, too"

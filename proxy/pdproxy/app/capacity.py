@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -18,13 +21,56 @@ FULL = 503
 """The status with which vLLM refuses a request because its queue is full (`--max-num-queued-reqs`)."""
 
 
+class Places(Protocol):
+    """The places of a pool's requests: all of the proxy's, or those of one pool of several."""
+
+    @property
+    def inflight(self) -> int:
+        """Requests being served."""
+
+    def resize(self, places: int | None) -> None:
+        """Change the number of places; None: no bound."""
+
+
+class SharedPlaces:
+    """The places of a proxy with several pools: as many as all pools together can take."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._pools: dict[_PlacesOfPool, int | None] = {}
+
+    def of(self, engines: EngineRegistry) -> Places:
+        """Return the places of one more pool."""
+        part = _PlacesOfPool(engines, self._resized)
+        self._pools[part] = None
+        return part
+
+    def _resized(self, part: _PlacesOfPool, places: int | None) -> None:
+        self._pools[part] = places
+        bounds = [one for one in self._pools.values() if one is not None]
+        self._admission.resize(sum(bounds) if len(bounds) == len(self._pools) else None)
+
+
+class _PlacesOfPool:
+    def __init__(self, engines: EngineRegistry, resized: Callable[[_PlacesOfPool, int | None], None]) -> None:
+        self._engines = engines
+        self._resized = resized
+
+    @property
+    def inflight(self) -> int:
+        return sum(one.node.requests for one in self._engines.values() if one.node.role is not Role.PREFILL)
+
+    def resize(self, places: int | None) -> None:
+        self._resized(self, places)
+
+
 class PoolCapacity:
     """Keeps the number of places at what the pool's engines can take, and has the ledger prefer engines with room.
 
     A watcher of engines, and an observer.
     """
 
-    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Admission) -> None:
+    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places) -> None:
         self._learns = limits.engine_requests == AUTO
         self._windows = Windows(None if isinstance(limits.engine_requests, str) else limits.engine_requests)
         self._engines = engines

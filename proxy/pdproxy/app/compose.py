@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, state_gauges
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
-from pdproxy.app.readiness import ReadinessCheck
+from pdproxy.app.readiness import PoolState, ReadinessCheck
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.kv_events import Index
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.logs import Log
+from pdproxy.serving.access.models import PoolModels
+from pdproxy.serving.kv.notices import Telemetry
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 
 
@@ -40,39 +44,46 @@ class Proxy(Parts):
         """
         proxy = cls.of(settings, library, watch, log, clock)
         settings = proxy.settings
-        pool = PoolParts.of(settings, proxy, index)
-        proxy.pools.append(pool)
+        for at, own in enumerate(settings.pools):
+            try:
+                pool = PoolParts.of(settings.of_pool(own), proxy, index if at == 0 else None)
+            except SettingsError as error:
+                raise error if len(settings.pools) == 1 else SettingsError(f"pool {own.name}: {error}") from None
+            proxy.pools.append(pool)
         proxy.observers.add(*watch.observers)
-        credentials, metrics = proxy.credentials, proxy.metrics
+        proxy.route()
+        credentials, metrics, pools = proxy.credentials, proxy.metrics, proxy.pools
+        records = [pool.resources.records for pool in pools if pool.resources.records is not None]
         metrics.add_gauges(
-            memory_gauges(
-                proxy.connections,
-                proxy.body_budget,
-                proxy.answer_budget,
-                proxy.unread_answers,
-                pool.resources.records,
-            )
+            memory_gauges(proxy.connections, proxy.body_budget, proxy.answer_budget, proxy.unread_answers, records)
         )
-        wrong = [proxy.tasks.shortcomings, credentials.shortcomings, *pool.shortcomings]
-        readiness = ReadinessCheck(proxy.admission, pool.ledger, proxy.now, credentials.why_no_key, wrong)
-        metrics.add_gauges(state_gauges(readiness.state, settings.pool.connector))
+        states = [PoolState(pool.name, pool.ledger, pool.shortcomings, partial(_weight, pool.models)) for pool in pools]
+        wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
+        readiness = ReadinessCheck(proxy.admission, states, proxy.now, credentials.why_no_key, wrong)
+        metrics.add_gauges(state_gauges(readiness.state, [pool.connector for pool in settings.pools]))
         proxy.readiness = readiness
+        posted = [pool.notices.posted for pool in pools if pool.notices.posted is not None]
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,
             clients=proxy.known_clients,
             admission=proxy.admission,
-            service=pool.service,
-            passthrough=pool.passthrough,
+            service=proxy.service,
+            passthrough=pools[0].passthrough,
+            session_headers=proxy.session_headers,
             bodies=proxy.body_budget,
             unread_answers=proxy.unread_answers,
             connections=proxy.connections,
             clock=proxy.clock,
             observers=proxy.observers,
             readiness=readiness,
-            models=pool.models,
+            models=proxy.list_models,
             metrics=metrics,
-            telemetry=pool.notices.telemetry,
-            decisions=pool.decisions,
+            telemetry=Telemetry(posted) if posted else None,
+            decisions=partial(pools[0].decisions.page, *(pool.decisions for pool in pools[1:])),
         )
         return proxy
+
+
+def _weight(models: PoolModels) -> float:
+    return models.weight

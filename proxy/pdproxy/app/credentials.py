@@ -53,7 +53,7 @@ class Credentials:
         self._followed: list[ReloadingFile[Any]] = []
         self._tasks: TaskOwner | None = None
         self._following = False
-        auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
+        auth, listen = settings.auth, settings.listen.tls
         self._auth = auth
         self._valid_keys: Callable[[], _ValidKeys] = lambda: _ValidKeys({}, {})
         self._common_key: Callable[[], str | None] = lambda: None
@@ -64,13 +64,13 @@ class Credentials:
         self.keys = Keys()
         if auth.wants_keys:
             self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)
-        self._pool_tls = pool.tls
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
-        for index, node in enumerate(pool.nodes):
-            with found.collecting():
-                self._read_engine(node, f"pools[0].nodes[{index}]")
+        for at, pool in enumerate(settings.pools):
+            for index, node in enumerate(pool.nodes):
+                with found.collecting():
+                    self._read_engine(node, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
         self.listen: ssl.SSLContext | None = None
         """The context for clients; None: plain HTTP."""
         self._certificate = listen.certificate
@@ -84,19 +84,19 @@ class Credentials:
     def __repr__(self) -> str:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
 
-    def of_engine(self, node: Node) -> EngineCredentials:
-        """Return an engine's key and TLS context. One that the settings did not hold at the start is read now.
+    def of_engine(self, node: Node, tls: EngineTls) -> EngineCredentials:
+        """Return an engine's key and TLS context. One that the settings did not hold at the start is read now. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
         """
         if node.url not in self._engines:
-            self._read_engine(node, node.url)
+            self._read_engine(node, tls, node.url, "the pool's tls")
             self._follow_files()
         return self._engines[node.url]
 
-    def check(self, node: Node) -> None:
-        """Read an engine's files, and keep nothing of them.
+    def check(self, node: Node, tls: EngineTls) -> None:
+        """Read an engine's files, and keep nothing of them. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
@@ -104,7 +104,7 @@ class Credentials:
         if node.api_key_file is not None:
             read_key(f"{node.url}.api_key_file", node.api_key_file)
         if node.url.startswith("https:"):
-            engine_context(f"{node.url}.tls", merged(self._pool_tls, node.tls))
+            engine_context(f"{node.url}.tls", merged(tls, node.tls))
 
     def prepare(self, auth: Auth) -> Callable[[], None]:
         """Read the keys of other settings, and return what puts them in force. Until then nothing has changed.
@@ -234,22 +234,21 @@ class Credentials:
             return lambda: key
         return self._follow(setting, [path], lambda: read_key(setting, path))
 
-    def _read_engine(self, node: Node, where: str) -> None:
+    def _read_engine(self, node: Node, pool_tls: EngineTls, where: str, pool_key: str) -> None:
         own = node.api_key is not None or node.api_key_file is not None
         key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self.common_key
         try:
-            tls = self._engine_tls(where, node)
+            tls = self._engine_tls(node, pool_tls, f"{where}.tls" if node.tls != EngineTls() else pool_key)
         except SettingsError:
             self._followed = [one for one in self._followed if one is not key]
             raise
         self._engines[node.url] = EngineCredentials(key, tls)
 
-    def _engine_tls(self, where: str, node: Node) -> Callable[[], ssl.SSLContext | None]:
+    def _engine_tls(self, node: Node, pool_tls: EngineTls, setting: str) -> Callable[[], ssl.SSLContext | None]:
         if not node.url.startswith("https:"):
             return lambda: None
-        tls = merged(self._pool_tls, node.tls)
+        tls = merged(pool_tls, node.tls)
         if tls not in self._contexts:  # engines that share the files share the context
-            setting = f"{where}.tls" if node.tls != EngineTls() else "pools[0].tls"
             files = [tls.ca, tls.certificate, tls.key]
             self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls))
         if tls.verify is False:

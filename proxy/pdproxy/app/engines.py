@@ -194,12 +194,12 @@ class EngineSetup:
         with contextlib.suppress(SettingsError):  # which the check below reports
             url = engine_url(url, ("url",))
         node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
-        self._credentials.check(node)
+        self._credentials.check(node, self._settings.pool.tls)
         _read(node.facts.profile)
         return node
 
     def _add(self, node: Node) -> Engine:
-        credentials = self._credentials.of_engine(node)
+        credentials = self._credentials.of_engine(node, self._settings.pool.tls)
         try:
             engine = self._made(node, credentials)
         except Exception:

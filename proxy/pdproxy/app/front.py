@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
-from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
@@ -34,7 +33,10 @@ from pdproxy.web.unread_answers import UnreadAnswers
 
 @dataclass(slots=True, kw_only=True)
 class Front:
-    """The parts that serve clients. `readiness`, `models` and `telemetry`: see `web.app.Answers`."""
+    """The parts that serve clients. `readiness`, `models`, `telemetry` and `decisions`: see `web.app.Answers`.
+
+    `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
+    """
 
     settings: Settings
     keys: Keys
@@ -42,6 +44,7 @@ class Front:
     admission: Admission
     service: Service
     passthrough: Passthrough
+    session_headers: Callable[[], Sequence[str | None]]
     bodies: BodyBudget
     unread_answers: UnreadAnswers
     connections: Connections
@@ -51,7 +54,7 @@ class Front:
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
-    decisions: Decisions
+    decisions: Callable[[], bytes]
     tenants: Tenants = field(init=False)
     bounds: ConnectionBounds = field(init=False)
     path: DataPath = field(init=False)
@@ -87,7 +90,7 @@ class Front:
             CorsHeaders(self.settings.listen.cors),
             self.bodies,
             max_body=limits.max_body_bytes,
-            hints=noted(self.service.session_header),
+            hints=noted(*self.session_headers()),
         )
         self.asgi = PassthroughAsgi(
             self.passthrough.serve,
@@ -97,7 +100,7 @@ class Front:
             FORWARDED,
             max_body=limits.max_body_bytes,
             refused=partial(report_refusal, self.observers),
-            session=lambda headers: session_of(self.service.session_header, headers),
+            session=self._session,
         )
 
     def configure(self) -> None:
@@ -109,7 +112,10 @@ class Front:
         bounds.max_header_bytes = limits.max_header_bytes
         bounds.slow_readers.min_rate, bounds.slow_readers.seconds = limits.min_read_rate, deadlines.client_write
         self.path.max_body = self.asgi.max_body = limits.max_body_bytes
-        self.path.note(noted(self.service.session_header))
+        self.path.note(noted(*self.session_headers()))
+
+    def _session(self, headers: Mapping[bytes, bytes]) -> str | None:
+        return next(filter(None, (session_of(name, headers) for name in self.session_headers())), None)
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
@@ -126,6 +132,6 @@ class Front:
             self.asgi,
             self.settings.listen.cors,
             self.telemetry,
-            decisions=self.decisions.page,
+            decisions=self.decisions,
             refused=partial(report_refusal, self.observers),
         )

@@ -43,9 +43,9 @@ class LiveSettings:
         if new.limits != old.limits:
             new = self._fit(new)
         put(proxy.settings, new)
-        configure(proxy)
         for parts, pool in zip(proxy.pools, new.pools, strict=True):
             configure_pool(parts, pool, proxy.settings)
+        configure(proxy)
         proxy.front.configure()
         if new.observe.log_level != old.observe.log_level:
             self._set_log_level(new.observe.log_level)
@@ -84,6 +84,7 @@ def configure(proxy: Parts) -> None:
     proxy.unread_answers.max_bytes = limits.max_buffered_answer_bytes
     proxy.body_budget.resize(limits.max_buffered_bytes)
     proxy.connections.max_open = limits.max_connections
+    proxy.route()
 
 
 def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
@@ -103,6 +104,7 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
     parts.transfer.buffers.timeout = deadlines.queue
     if parts.kv_events is not None:
         parts.kv_events.sources.parts.deadline = deadlines.kv_replay
+    parts.models.models, parts.models.aliases, parts.models.weight = pool.models, pool.aliases, pool.weight
     resources, ledger = parts.resources, parts.ledger
     if resources.tokenizing is not None:
         resources.tokenizing.deadline = deadlines.tokenize

@@ -20,9 +20,12 @@ from pdproxy.app.tokens import Tokens
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.models import Cards, alias_card, page
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.access.models import Routes
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
@@ -38,6 +41,54 @@ class Parts(Process):
     pools: list[PoolParts] = field(default_factory=list)
     front: Front = field(init=False)
     readiness: ReadinessCheck = field(init=False)
+    _observes_models: bool = False
+
+    def route(self) -> None:
+        """Have requests go to the pools that serve their models, by the settings of pools as they are now."""
+        models = self.models
+        models.changed()
+        several = models.is_of_use
+        services = Routes(models, [pool.service for pool in self.pools]) if several else None
+        passthroughs = Routes(models, [pool.passthrough for pool in self.pools]) if several else None
+        for pool in self.pools:
+            pool.service.routes, pool.passthrough.routes = services, passthroughs
+        if several and not self._observes_models:  # not for one pool: each event costs
+            self._observes_models = True
+            self.observers.add(models)
+
+    def session_headers(self) -> list[str | None]:
+        """Return the headers that name a conversation, where something needs it."""
+        if len(self.pools) == 1:
+            return [self.pools[0].service.session_header]
+        return [pool.policy.session_header for pool in self.pools]
+
+    async def list_models(self, authorization: bytes | None) -> bytes:
+        """Return the answer to `GET /v1/models`: the models of all pools, and their aliases.
+
+        Raises:
+            OverloadedError: no engine is up.
+            EngineError: no engine that is up gave a list that can be read.
+        """
+        found = await asyncio.gather(*(self._cards(pool, authorization) for pool in self.pools))
+        listed = [one for one in found if not isinstance(one, PdproxyError)]
+        if not listed:
+            raise next(one for one in found if isinstance(one, PdproxyError))
+        cards: Cards = {}
+        for one in listed:
+            for name, card in one.items():
+                cards.setdefault(name, card)
+        for at, name, real in self.models.aliases():
+            own = found[at]
+            if not isinstance(own, PdproxyError) and real in own:
+                cards.setdefault(name, alias_card(name, own[real]))
+        return page(cards)
+
+    @staticmethod
+    async def _cards(pool: PoolParts, authorization: bytes | None) -> Cards | PdproxyError:
+        try:
+            return await pool.cards(authorization)
+        except PdproxyError as error:
+            return error
 
     def start(self) -> None:
         """Bind the sockets for engines' messages, and start all background tasks.
@@ -54,8 +105,8 @@ class Parts(Process):
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
-        deadline = self.settings.deadlines.drain
-        await drain(requests, self.admission, self.custodian, deadline, self.observers, self.turns)
+        kept = [(pool.custodian, pool.turns) for pool in self.pools]
+        await drain(requests, self.admission, kept, self.settings.deadlines.drain, self.observers)
 
     async def stop(self) -> None:
         """End all background tasks, and drop all connections."""

@@ -26,12 +26,13 @@ from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.models import models
+from pdproxy.fleet.models import Cards, cards_of
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.prefix.knowledge import FedIndex
+from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
@@ -55,6 +56,8 @@ class PoolParts:
     """
 
     process: Process
+    name: str
+    models: PoolModels
     policy: PoolPolicy
     slo: PoolSlo
     ledger: Ledger
@@ -96,6 +99,8 @@ class PoolParts:
         ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None, watch.chance)
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
+        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
+        process.models.pools.append(models)
         engines.watch(MetricsOfEngines(metrics))
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
@@ -143,8 +148,11 @@ class PoolParts:
         observers.add(prober, *([tokens.canaries] if tokens is not None else []))
 
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
+        shared = process.places
         if limits.engine_requests:
-            scraped.capacity = PoolCapacity(limits, engines, process.admission)
+            scraped.capacity = PoolCapacity(
+                limits, engines, process.admission if shared is None else shared.of(engines)
+            )
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())
@@ -182,7 +190,7 @@ class PoolParts:
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, stalls, exclusions, now))
+        metrics.add_gauges(engine_gauges(engines, auditor, stalls, exclusions, now, pool.name))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         if ledger.placement is not None:
             metrics.add_gauges(placement_gauges(ledger.placement))
@@ -209,6 +217,8 @@ class PoolParts:
         wrong.append(membership.shortcomings)
         parts = cls(
             process=process,
+            name=pool.name,
+            models=models,
             policy=pool.policy,
             slo=pool.slo,
             ledger=ledger,
@@ -244,11 +254,11 @@ class PoolParts:
         """Return the header that names a conversation, None where nothing needs it."""
         return self.policy.session_header if self.ledger.needs_details else None
 
-    async def models(self, authorization: bytes | None) -> bytes:
-        """Return the answer to `GET /v1/models`. Raises what `fleet.models.models` raises."""
+    async def cards(self, authorization: bytes | None) -> Cards:
+        """Return the pool's models. Raises as `fleet.models.cards_of`."""
         process = self.process
         own_keys = process.credentials.keys.wanted
-        return await models(self.engines, self.admin, process.now, authorization, own_keys=own_keys)
+        return await cards_of(self.engines, self.admin, process.now, authorization, own_keys=own_keys)
 
     def bind(self) -> None:
         """Bind the sockets for engines' messages.

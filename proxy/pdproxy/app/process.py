@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from pdproxy.app.capacity import SharedPlaces
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.gauges import process_gauges, request_gauges
 from pdproxy.app.heartbeat import Heartbeat
@@ -18,6 +19,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.models import Models
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
@@ -54,6 +56,9 @@ class Process:
     unread_answers: UnreadAnswers
     connections: Connections
     quotas: Quotas
+    models: Models
+    places: SharedPlaces | None
+    """None where one pool has all places."""
     heartbeat: Heartbeat
 
     @property
@@ -68,7 +73,8 @@ class Process:
         limits, deadlines = settings.limits, settings.deadlines
         credentials = Credentials(settings)
         registries: list[EngineRegistry] = []
-        metrics = Metrics(lambda model: any(one.lists(model) for one in registries))
+        models = Models([], watch.chance)
+        metrics = Metrics(lambda model: any(one.lists(model) for one in registries) or models.knows(model))
         lines = LogObserver(log)
         observers = Observers([metrics, lines])
         tasks = TaskOwner("fleet", now=watch.now)
@@ -122,5 +128,7 @@ class Process:
             unread_answers=UnreadAnswers(limits.max_buffered_answer_bytes, observers),
             connections=Connections(limits.max_connections, observers),
             quotas=Quotas(credentials.keys.limits, clock.now),
+            models=models,
+            places=SharedPlaces(admission) if len(settings.pools) > 1 else None,
             heartbeat=Heartbeat(observers),
         )
