@@ -286,8 +286,12 @@ async def test_limits_are_fitted_to_the_machine() -> None:
         return _with(given, ("limits", "max_inflight"), min(3, given.limits.max_inflight))
 
     try:
-        LiveSettings(proxy, lambda _: None, fit).use(old, _with(old, ("limits", "max_inflight"), 9))
+        live = LiveSettings(proxy, lambda _: None, fit)
+        more = _with(old, ("limits", "max_inflight"), 9)
+        live.use(old, more)
         assert proxy.admission.places == 3
+        live.use(more, _with(more, ("deadlines", "queue"), 9.0))
+        assert proxy.admission.places == 3, "also where something else has changed"
     finally:
         await proxy.stop()
 

@@ -40,9 +40,7 @@ class LiveSettings:
         use_keys = proxy.credentials.prepare(new.auth)
         self._set_engines(old, new)
         use_keys()  # from here nothing fails
-        if new.limits != old.limits:
-            new = self._fit(new)
-        put(proxy.settings, new)
+        put(proxy.settings, self._fit(new))
         for parts, pool in zip(proxy.pools, new.pools, strict=True):
             configure_pool(parts, pool, proxy.settings)
         configure(proxy)

@@ -236,7 +236,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         passed = IncomingPassthrough(entry, self.request_id, incoming.authorization, "", forward, b"", session=session)
         request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
         fields = parsed.fields
-        body = PassedBody(msgspec.json.encode(fields), self.model, has_value(fields, "stream", b"true"))
+        body = PassedBody(msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true"))
         del parsed, fields
         try:
             await request.serve(body)
