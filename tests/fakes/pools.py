@@ -25,11 +25,12 @@ from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
 
 @dataclass
 class PoolOf:
-    """One pool: `connector` none is one engine that serves alone, all others are a prefill and a decode engine."""
+    """One pool: with `connector` none so many engines that serve alone, with all others a prefill and a decode engine."""
 
     model: str
     connector: str = "none"
     settings: dict[str, Any] = field(default_factory=dict)
+    alone: int = 1
     notifies: int | None = None
     """The port of the pool's own socket for notices, None: its engines send none."""
 
@@ -112,7 +113,7 @@ def _facts(one: PoolOf) -> Sequence[Facts]:
     usual: dict[str, Any] = {"model": one.model, "eos_every": 0, "hardware": Hardware(speed=0), "runtime_lora": True}
     usual["connector"] = one.connector
     if one.connector == "none":
-        return [Facts(**usual)]
+        return [Facts(**usual)] * one.alone
     if one.connector == "mooncake":
         usual["mooncake"] = MooncakeFacts(bootstrap_port=0)
     if one.notifies is not None:

@@ -165,6 +165,25 @@ async def test_adapters_that_are_loaded_and_unloaded() -> None:
         assert await post(engine, "/v1/unload_lora_adapter", lora) == 404
 
 
+@pytest.mark.parametrize("others", [0, 1])
+async def test_an_adapter_of_one_engine_of_a_pool(others: int) -> None:
+    """Its requests go to that engine alone, in one pool as in several; the model's go to both."""
+    lora = {"lora_name": "poet", "lora_path": "/adapters/poet"}
+    async with pools(PoolOf("a", alone=2), *[PoolOf("b")] * others, probes=0.05) as w:
+        first, second = w.engines[0]
+        assert await post(second, "/v1/load_lora_adapter", lora) == 200
+        node = w.world.proxy.engines[second.url].node
+        await until(lambda: node.serves("poet"))
+        before = [len(engine.requests) for engine in (first, second)]
+        for _ in range(6):
+            assert await w.model_of("poet") == "poet"
+        assert [len(engine.requests) for engine in (first, second)] == [before[0], before[1] + 6]
+        for _ in range(6):
+            assert await w.model_of("a") == "a"
+        assert len(first.requests) > before[0]
+        assert (w.world.proxy.service.routes is None) is (others == 0)
+
+
 async def test_a_pool_that_is_down() -> None:
     """`/ready` names it. Its models get 503, others' are served, and a model of both is served by the other one."""
     async with pools(

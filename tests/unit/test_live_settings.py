@@ -18,6 +18,7 @@ from pdproxy.settings.changes import changes
 from pdproxy.settings.conform import leaves
 from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
 from pdproxy.settings.kv_events import KvEvents
+from pdproxy.settings.limits import Limits
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from tests.fakes.tokenizer import Shelf
@@ -108,6 +109,8 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     ),
     "limits.max_header_bytes": (999, lambda p: p.front.bounds.max_header_bytes, 999),
     "limits.min_read_rate": (7, lambda p: p.front.bounds.slow_readers.min_rate, 7),
+    "limits.continuations": (7, lambda p: p.pools[0].resources.limits.continuations, 7),
+    "limits.engine_requests": (7, lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed), (1024, 7)),  # type: ignore[union-attr]
     "limits.attempts": (7, lambda p: p.pools[0].resources.limits.attempts, 7),
     "limits.retry_share": (0.7, lambda p: p.retries._share, 0.7),
     "limits.min_retries": (7, lambda p: p.retries.limit, 7),
@@ -146,7 +149,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
 RESTART = {
     "auth": (),
     "deadlines": ("detect",),
-    "limits": ("engine_requests", "continuations"),
+    "limits": (),
     "overload": (),
     "health": (),
     "outliers": (),
@@ -184,7 +187,9 @@ def _with(tree: Any, path: KeyPath, value: object) -> Any:
 def settings(**pool: Any) -> Settings:
     """Return settings with all parts that may be there."""
     own = {"tokenize": "always", "kv_events": KvEvents(enabled=True), "policy": PoolPolicy(placement="auto"), **pool}
-    return Settings(auth=Auth(api_keys=("old",)), pools=(Pool(nodes=NODES, **own),))
+    return Settings(
+        auth=Auth(api_keys=("old",)), limits=Limits(engine_requests="auto"), pools=(Pool(nodes=NODES, **own),)
+    )
 
 
 def test_the_table_has_every_setting() -> None:
@@ -261,6 +266,26 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
         proxy.credentials.keys.check(b"Bearer old")
         live.use(old, _with(old, ("limits", "max_inflight"), 8))
         assert proxy.admission.places == 8
+    finally:
+        await proxy.stop()
+
+
+async def test_pools_change_together(tmp_path: Path) -> None:
+    """An engine that can't be had in one pool keeps the other pool as it is; then each gets its own."""
+    d, e, f = (Node(url=f"http://{name}:8000", role="decode") for name in "def")
+    old = Settings(pools=(Pool(name="a", nodes=(d,)), Pool(name="b", nodes=(e,))))
+    proxy = Proxy.build(old, Shelf())
+    live = LiveSettings(proxy, lambda _: None)
+    missing = msgspec.structs.replace(e, api_key_file=str(tmp_path / "missing"))
+    more = _with(old, ("pools", 0, "nodes"), (d, f))
+    try:
+        with pytest.raises(SettingsError, match="missing"):
+            live.use(old, _with(more, ("pools", 1, "nodes"), (missing,)))
+        await proxy.tasks.settle(5)
+        assert [[*parts.engines] for parts in proxy.pools] == [[d.url], [e.url]]
+        live.use(old, _with(more, ("pools", 1, "weight"), 0.5))
+        assert [[*parts.engines] for parts in proxy.pools] == [[d.url, f.url], [e.url]]
+        assert [parts.models.weight for parts in proxy.pools] == [1.0, 0.5]
     finally:
         await proxy.stop()
 

@@ -97,3 +97,13 @@ def test_the_places_of_several_pools() -> None:
         for engine in engines.values():
             engine.node.requests = 5
     assert [first.inflight, second.inflight] == [5, 0], "a prompt that is being prefilled has a decode engine, too"
+
+
+def test_another_number_is_used_at_once() -> None:
+    """Also one that is learned from now on, which has no bound at first."""
+    pool = Pool()
+    assert pool.admission.places == 8
+    pool.capacity.configure(Limits(engine_requests=2))
+    assert pool.admission.places == 4
+    pool.capacity.configure(Limits(engine_requests="auto"))
+    assert pool.admission.places is None

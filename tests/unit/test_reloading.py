@@ -259,6 +259,9 @@ def test_pools_that_come_and_go_need_a_restart() -> None:
         ("health", {"stalled_after": 3.0}, {"stalled_after": 5.0}, True),
         ("health", {"stalled_after": 3.0}, {"stalled_after": 0}, False),
         ("outliers", {"interval": 0}, {"interval": 5.0}, False),
+        ("limits", {"engine_requests": "auto"}, {"engine_requests": 4}, True),
+        ("limits", {"engine_requests": 4}, {}, False),
+        ("limits", {"continuations": 1}, {"continuations": 2}, True),
     ],
 )
 def test_what_turns_something_on_or_off_needs_a_restart(

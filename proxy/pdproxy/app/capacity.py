@@ -71,14 +71,23 @@ class PoolCapacity:
     """
 
     def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places) -> None:
-        self._learns = limits.engine_requests == AUTO
-        self._windows = Windows(None if isinstance(limits.engine_requests, str) else limits.engine_requests)
+        self._windows = Windows()
+        self._bound_by(limits)
         self._engines = engines
         self._admission = admission
         self._going: list[Engine] = []
         """Engines on their way out that still answer clients."""
         self._left = 0
         """Their requests at the last look. They take no places from engines that stay."""
+
+    def _bound_by(self, limits: Limits) -> None:
+        self._learns = limits.engine_requests == AUTO
+        self._windows.fixed = None if isinstance(limits.engine_requests, str) else limits.engine_requests
+
+    def configure(self, limits: Limits) -> None:
+        """Use another number for each engine, or learn it. Windows that were learned before are used again."""
+        self._bound_by(limits)
+        self._resize()
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""

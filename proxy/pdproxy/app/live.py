@@ -92,6 +92,8 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
         engine.client.configure(deadlines.connect, limits.engine_keepalive, deadlines.unacknowledged)
     parts.legs.connect_timeout = deadlines.connect
     parts.admin.timeout = deadlines.probe
+    if parts.capacity is not None:
+        parts.capacity.configure(limits)
     parts.prober.configure(settings.probes)
     parts.bootstraps.interval = settings.probes.scrape_interval
     parts.stalls.configure(health, deadlines.prefill)

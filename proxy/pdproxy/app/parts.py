@@ -20,7 +20,7 @@ from pdproxy.app.tokens import Tokens
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.models import Cards, alias_card, page
+from pdproxy.fleet.models import Cards, alias_card, cards_of, page
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.errors import PdproxyError
@@ -69,7 +69,7 @@ class Parts(Process):
             OverloadedError: no engine is up.
             EngineError: no engine that is up gave a list that can be read.
         """
-        found = await asyncio.gather(*(self._cards(pool, authorization) for pool in self.pools))
+        found = await asyncio.gather(*(self._cards_of(pool, authorization) for pool in self.pools))
         listed = [one for one in found if not isinstance(one, PdproxyError)]
         if not listed:
             raise next(one for one in found if isinstance(one, PdproxyError))
@@ -83,10 +83,10 @@ class Parts(Process):
                 cards.setdefault(name, alias_card(name, own[real]))
         return page(cards)
 
-    @staticmethod
-    async def _cards(pool: PoolParts, authorization: bytes | None) -> Cards | PdproxyError:
+    async def _cards_of(self, pool: PoolParts, authorization: bytes | None) -> Cards | PdproxyError:
+        own_keys = self.credentials.keys.wanted
         try:
-            return await pool.cards(authorization)
+            return await cards_of(pool.engines, pool.admin, self.now, authorization, own_keys=own_keys)
         except PdproxyError as error:
             return error
 

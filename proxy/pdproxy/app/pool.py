@@ -26,7 +26,6 @@ from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.models import Cards, cards_of
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.scheduling.ledger import Ledger
@@ -65,6 +64,7 @@ class PoolParts:
     setup: EngineSetup
     membership: Membership
     admin: EngineAdmin
+    capacity: PoolCapacity | None
     prober: Prober
     canary: HealthCanary
     stalls: Stalls
@@ -175,7 +175,6 @@ class PoolParts:
             turns=turns,
             decisions=decisions,
             prefixes=prefixes.of_requests if prefixes is not None else None,
-            continuations=limits.continuations,
             records=continuing.records if continuing is not None else None,
             detokenizing=continuing.detokenizing if continuing is not None else None,
             is_alive=continuing.is_alive if continuing is not None else None,
@@ -226,6 +225,7 @@ class PoolParts:
             setup=setup,
             membership=membership,
             admin=admin,
+            capacity=scraped.capacity,
             prober=prober,
             canary=canary,
             stalls=stalls,
@@ -253,12 +253,6 @@ class PoolParts:
     def session_header(self) -> str | None:
         """Return the header that names a conversation, None where nothing needs it."""
         return self.policy.session_header if self.ledger.needs_details else None
-
-    async def cards(self, authorization: bytes | None) -> Cards:
-        """Return the pool's models. Raises as `fleet.models.cards_of`."""
-        process = self.process
-        own_keys = process.credentials.keys.wanted
-        return await cards_of(self.engines, self.admin, process.now, authorization, own_keys=own_keys)
 
     def bind(self) -> None:
         """Bind the sockets for engines' messages.

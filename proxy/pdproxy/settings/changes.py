@@ -30,13 +30,14 @@ AT_ONCE: tuple[KeyPath, ...] = (
     ("pools", 0, "slo"),
 )
 """The settings, and sections, that are used at once. Files that settings name are read again by themselves."""
-EXCEPT: tuple[KeyPath, ...] = (
-    ("deadlines", "detect"),  # it is over once requests are served
+EXCEPT: tuple[KeyPath, ...] = (("deadlines", "detect"),)
+"""Of these, what needs a restart all the same: the wait is over once requests are served."""
+SWITCHES: tuple[KeyPath, ...] = (
+    ("health", "stalled_after"),
+    ("outliers", "interval"),
     ("limits", "engine_requests"),
     ("limits", "continuations"),
 )
-"""Of these, those that need a restart all the same: parts are made for them, or are not."""
-SWITCHES: tuple[KeyPath, ...] = (("health", "stalled_after"), ("outliers", "interval"))
 """Numbers of which 0 turns something off. That needs a restart, and so does turning it on."""
 
 

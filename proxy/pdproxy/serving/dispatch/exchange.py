@@ -69,7 +69,7 @@ class Dispatcher:
         self, parsed: Parsed, prompt: Prompt | None, headers: LegHeaders, new_relay: Callable[[], Relay]
     ) -> Exchange:
         """Return the exchange of one prompt; with `prompt` None, of a whole request that one engine serves alone."""
-        left = self.resources.continuations
+        left = self.resources.limits.continuations
         return Exchange(self, PromptRequest(parsed, prompt, headers, new_relay, left=left))
 
 

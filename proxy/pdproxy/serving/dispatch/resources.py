@@ -76,8 +76,6 @@ class ExchangeResources:
     decisions: Decisions | None = None
     prefixes: Prefixes | None = None
     """None where nothing asks what engines have in their caches."""
-    continuations: int = 0
-    """How often other engines may go on with one stream."""
     records: Records | None = None
     """None where no engine goes on with another one's stream."""
     detokenizing: Detokenizing | None = None
@@ -90,7 +88,7 @@ class ExchangeResources:
     def with_ids_of_calls(self, parsed: Parsed) -> Parsed:
         """Return a chat with tools as one whose ids engines are asked for, where they are of use."""
         derendering = self.derendering
-        if derendering is None or not self.continuations or not derendering.possible(parsed.model):
+        if derendering is None or not self.limits.continuations or not derendering.possible(parsed.model):
             return parsed
         return msgspec.structs.replace(parsed, derenders=True)
 
