@@ -290,6 +290,28 @@ async def test_pools_change_together(tmp_path: Path) -> None:
         await proxy.stop()
 
 
+async def test_an_engine_moves_to_another_pool_once_it_is_gone() -> None:
+    """Until then it is refused, and it stays where it is: what is kept of an engine is kept by its URL."""
+    d, e, f = (Node(url=f"http://{name}:8000", role="decode") for name in "def")
+    old = Settings(pools=(Pool(name="a", nodes=(d, f)), Pool(name="b", nodes=(e,))))
+    proxy = Proxy.build(old, Shelf())
+    live = LiveSettings(proxy, lambda _: None)
+    without = _with(old, ("pools", 0, "nodes"), (d,))
+    moved = _with(without, ("pools", 1, "nodes"), (e, f))
+    try:
+        with pytest.raises(SettingsError, match="is an engine of another pool, or is still leaving it"):
+            live.use(old, moved)
+        assert proxy.pools[0].membership.members[f.url].drain is None
+        live.use(old, without)
+        with pytest.raises(SettingsError, match="still leaving"):
+            live.use(without, moved)
+        await proxy.tasks.settle(5)
+        live.use(without, moved)
+        assert [[*parts.engines] for parts in proxy.pools] == [[d.url], [e.url, f.url]]
+    finally:
+        await proxy.stop()
+
+
 async def test_the_defaults_of_the_settings_stay() -> None:
     """Sections that are not given are the same objects in all settings: a proxy changes its own."""
     old = settings()

@@ -95,6 +95,10 @@ class Credentials:
             self._follow_files()
         return self._engines[node.url]
 
+    def knows(self, url: str) -> bool:
+        """Return whether any pool has an engine with this URL."""
+        return url in self._engines
+
     def check(self, node: Node, tls: EngineTls) -> None:
         """Read an engine's files, and keep nothing of them. `tls`: its pool's.
 

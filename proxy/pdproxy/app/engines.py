@@ -193,6 +193,8 @@ class EngineSetup:
         url = node.url
         with contextlib.suppress(SettingsError):  # which the check below reports
             url = engine_url(url, ("url",))
+        if url not in self._nodes and self._credentials.knows(url):
+            raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
         node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
         self._credentials.check(node, self._settings.pool.tls)
         _read(node.facts.profile)
