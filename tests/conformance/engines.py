@@ -19,7 +19,8 @@ from pdproxy.settings.connector_options import LMCache
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import KvReady, Listen, Node, Pool, Receiver, Registration, Settings
+from pdproxy.settings.schema import Listen, Node, Pool, Receiver, Settings
+from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer

@@ -18,7 +18,8 @@ from pdproxy.kit.clock import Clock
 from pdproxy.settings.health import Health
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Registration, Settings
+from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.sockets import Registration
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer, Client, request

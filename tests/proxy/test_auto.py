@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -393,3 +394,17 @@ async def test_what_is_left_is_released_at_the_host_of_the_settings() -> None:
         found = await settled(settings([p.url], [d.url], remote_host="url"))
         assert found.pool.connector == "nixl"
         await until(lambda: not p.engine.handles)
+
+
+async def test_pools_are_asked_beside_each_other() -> None:
+    """Each for its own connector; one that names it keeps it. A mistake names its pool, and ends the others' questions."""
+    async with engines() as (p, d):
+        nodes = Node(url="http://127.0.0.1:2", role="decode"), Node(url="http://127.0.0.1:3", role="decode")
+        named = Pool(name="named", connector="mooncake", nodes=nodes[:1])
+        plain = Pool(name="plain", connector=AUTO, nodes=nodes[1:])
+        asked = msgspec.structs.replace(settings([p.url], [d.url]).pool, name="asked")
+        found = await settled(Settings(pools=(named, asked, plain)))
+        assert [pool.connector for pool in found.pools] == ["mooncake", "nixl", "nixl"]
+    down = msgspec.structs.replace(settings(["http://127.0.0.1:2"], ["http://127.0.0.1:3"]).pool, name="down")
+    with pytest.raises(SettingsError, match=r"^pool down: pools\[0\].connector: auto: "):
+        await settled(Settings(pools=(plain, down)), deadline=0.2)

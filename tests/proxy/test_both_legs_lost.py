@@ -216,12 +216,12 @@ async def test_a_decode_engine_whose_metrics_can_not_be_read(how: str) -> None:
         for one in (pair.p, *pair.more):
             if one is not engine:
                 one.engine.fail_loads(-1)
-        admin, usual = pair.world.proxy.admin, pair.world.proxy.admin._timeout
-        admin._timeout = 0.05 if how == "stall" else usual
+        admin, usual = pair.world.proxy.admin, pair.world.proxy.admin.timeout
+        admin.timeout = 0.05 if how == "stall" else usual
         lose(pair, engine)
         await looked(clock)
         await until(lambda: pair.world.events(LegFailed))
-        admin._timeout = usual
+        admin.timeout = usual
         pair.d.faults.clear()
         assert (await asked).status == 200
         assert [event.node for event in pair.world.events(LegFailed)] == [engine.url]

@@ -130,11 +130,11 @@ async def test_late_answers_count_only_in_a_row() -> None:
     async with world() as w:
         for _ in range(3):
             w.decode[0].admin["/health"] = scripts.stall
-            w.proxy.admin._timeout = 0.25
+            w.proxy.admin.timeout = 0.25
             for _ in range(2):
                 await w.proxy.prober.probe(w.proxy.engines[w.decode[0].url], scrape=False)
             w.decode[0].admin.clear()
-            w.proxy.admin._timeout = LONG
+            w.proxy.admin.timeout = LONG
             await w.probe()
         assert [event.up for event in w.events(NodeChanged) if event.node == w.decode[0].url] == [True]
 

@@ -346,7 +346,7 @@ async def test_the_last_decisions_are_kept() -> None:
         kept = w.proxy.service.resources.decisions
         assert kept is not None
         for _ in range(2 * KEPT):
-            kept.add(kept._last[-1])
+            kept.add(kept.last[-1])
         assert len(await decisions(w)) == KEPT
 
 

@@ -48,9 +48,9 @@ async def test_a_process_follows_its_file(tmp_path: Path) -> None:
     )
     try:
         assert new not in await details(old)
-        write(new, "limits: {max_inflight: 7}\n")
+        write(new, "limits: {max_inflight: 7, continuations: 0}\n")
         process.send_signal(signal.SIGHUP)
-        shown = await details("need a restart: limits.max_inflight")
+        shown = await details("need a restart: limits.continuations")
         assert new in shown
         assert f"{old}: " not in await details("need a restart")
         assert process.returncode is None

@@ -94,7 +94,7 @@ def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again:
     ledger.close(pair[Role.PREFILL], Verdict.GOOD, 1.0)
     assert [node.requests for node in ledger.nodes] == [0] * len(engines)
     assert [node.failures for node in ledger.nodes] == [0] * len(engines)
-    assert not ledger._breakers.opened
+    assert not ledger.breakers.opened
     found = ledger.assign(SPLIT, Ask("m", 10, 2.0), without=["d"])
     assert found is not None
     assert found[Role.DECODE].node.url == "e"

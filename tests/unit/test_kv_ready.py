@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import DeadlinePassed, Event, KvNoticed, KvWaited, Observers
+from pdproxy.serving.kv.notices import Telemetry
 from pdproxy.serving.kv.ready import KEPT, KEPT_FOR, KvReady
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.wire import notices
+from pdproxy.wire.lmcache_telemetry import STORED
 from pdproxy.wire.notices import MAX_BYTES, Notice
 
 
@@ -280,3 +282,23 @@ def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
         assert len(expected.missing()) <= 64
 
     asyncio.run(check())
+
+
+async def test_telemetry_of_several_pools() -> None:
+    """Each notice goes to the pool whose leg it names, and one that names none counts once."""
+    pools = [Stage().ready, Stage().ready]
+    telemetry = Telemetry(pools)
+    expected = pools[1].expect("b", 1)
+
+    def posted(*names: str) -> bytes:
+        fields = {"event": STORED, "request_ids_set": [*names], "world_size": 1, "kv_rank": 0}
+        return msgspec.json.encode(fields)
+
+    assert telemetry(posted("b"))
+    assert expected.done.done()
+    assert telemetry(posted("unknown"))
+    assert [one.kept for one in pools] == [1, 0]
+    expected.close()
+    assert telemetry(posted("b"))
+    assert [one.kept for one in pools] == [1, 0], "it is late there"
+    assert not telemetry(b"{}")

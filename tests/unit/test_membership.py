@@ -224,7 +224,7 @@ async def test_a_drained_engine_is_removed_later(w: World) -> None:
 
 async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -> None:
     """Not those of the start, and not if there is no other; a second time up is no beginning."""
-    assert not w.ledger._breakers.opened
+    assert not w.ledger.breakers.opened
     member = w.members.add(C, "admin")
     states = [w.members.state(C.url)]
     w.ledger.mark_down(C.url, "loads its model", w.time)
@@ -236,16 +236,16 @@ async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -
     taken = [lease.node.url for lease in (w.lease() for _ in range(12)) if lease is not None]
     assert taken.count(C.url) == 2
     w.time += 11
-    assert not w.ledger._breakers.any_left(w.time)
+    assert not w.ledger.breakers.any_left(w.time)
     assert w.members.state(C.url) is MemberState.SERVING
     w.ledger.mark_down(C.url, "gone", w.time)
     w.up(C)
-    assert not w.ledger._breakers.opened
+    assert not w.ledger.breakers.opened
     for node in (A, B, C):
         w.members.remove(node.url, member.source if node is C else "settings", at_once=True)
     w.members.add(A, "admin")
     w.up(A)
-    assert not w.ledger._breakers.opened
+    assert not w.ledger.breakers.opened
 
 
 async def test_a_source_removes_only_its_own(w: World) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.app.capacity import PoolCapacity
+from pdproxy.app.capacity import PoolCapacity, SharedPlaces
 from pdproxy.observe.events import Gaps, LegFailed, MemberChanged, RequestEnded
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
@@ -32,7 +32,7 @@ class Pool:
     def __init__(self, limits: Limits | None = None) -> None:
         self.engines, self.ledger = registry(*(NodeSpec(url, Role.DECODE) for url in (A, B)))
         self.admission = Admission()
-        self.capacity = PoolCapacity(limits or Limits(engine_requests=4), self.engines, self.admission)  # type: ignore[arg-type]
+        self.capacity = PoolCapacity(limits or Limits(engine_requests=4), self.engines, self.admission)
         self.engines.watch(self.capacity)
         for url in (A, B):
             self.ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
@@ -74,7 +74,8 @@ def test_tokens_per_engine_follow_the_engines() -> None:
     """One that drains counts as long as its requests run."""
     pool = Pool(Limits(engine_tokens=1000))
     lease = pool.begin()
-    assert (pool.admission.places, pool.admission.tokens) == (None, 2000)
+    assert pool.admission.places is None
+    assert pool.admission.tokens == 2000
     pool.ledger.mark_draining(A, "is being drained")
     pool.changed()
     assert pool.admission.tokens == 2000
@@ -96,3 +97,32 @@ def test_a_replaced_engine_is_the_same_machine() -> None:
     pool.ledger.mark_up(A, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     pool.changed()
     assert pool.admission.places == 8
+
+
+def test_the_places_of_several_pools() -> None:
+    """As many as all together can take; a pool without a bound leaves none for all."""
+    admission = Admission()
+    shared = SharedPlaces(admission)  # type: ignore[arg-type]
+    pools = [registry(NodeSpec(url, role)) for url, role in ((A, Role.DECODE), (B, Role.PREFILL))]
+    first, second = (shared.of(engines) for engines, _ in pools)
+    first.resize(4, 10)
+    assert admission.places is None
+    second.resize(3, 20)
+    assert admission.places == 7
+    assert admission.tokens == 30
+    first.resize(None, 0)
+    assert admission.places is None
+    for engines, _ in pools:
+        for engine in engines.values():
+            engine.node.requests = 5
+    assert [first.inflight, second.inflight] == [5, 0], "a prompt that is being prefilled has a decode engine, too"
+
+
+def test_another_number_is_used_at_once() -> None:
+    """Also one that is learned from now on, which has no bound at first."""
+    pool = Pool()
+    assert pool.admission.places == 8
+    pool.capacity.configure(Limits(engine_requests=2))
+    assert pool.admission.places == 4
+    pool.capacity.configure(Limits(engine_requests="auto"))
+    assert pool.admission.places is None

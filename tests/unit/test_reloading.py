@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,8 +18,9 @@ from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.logs import configure, set_level
-from pdproxy.settings.changes import AT_ONCE, changes
+from pdproxy.settings.changes import changes
 from pdproxy.settings.load import load
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node, Pool, Settings
 
 FILE = """
@@ -31,18 +32,21 @@ pools:
 MORE = FILE + "  - {url: http://e:8000, role: decode}\n"
 
 
-class Members:
-    """Takes whole sets of engines."""
+class Live:
+    """Takes settings that are to be used."""
 
     def __init__(self) -> None:
         self.sets: list[list[str]] = []
+        self.levels: list[str] = []
         self.error: Exception | None = None
 
-    def apply(self, source: str, wanted: Sequence[Node]) -> None:
-        assert source == "settings"
+    def use(self, old: Settings, new: Settings) -> None:
         if self.error is not None:
             raise self.error
-        self.sets.append([node.url for node in wanted])
+        if new.pool.nodes != old.pool.nodes:
+            self.sets.append([node.url for node in new.pool.nodes])
+        if new.observe != old.observe:
+            self.levels.append(new.observe.log_level)
 
 
 class File:
@@ -53,9 +57,9 @@ class File:
         self.count = 0
         self.reads = 0
         self.write(FILE)
-        self.members, self.levels = Members(), list[str]()
+        self.members = Live()
         source = SettingsSource(load(path, {}), self.read, [path])
-        self.reloading = Reloading(source, self.members, self.levels.append)  # type: ignore[arg-type]
+        self.reloading = Reloading(source, self.members)
 
     def read(self) -> Settings:
         self.reads += 1
@@ -158,9 +162,9 @@ async def test_a_file_that_is_a_link(tmp_path: Path) -> None:
         os.utime(tmp_path / name / "pdproxy.yaml", (1, 1))
     (tmp_path / "data").symlink_to("1")
     (tmp_path / "pdproxy.yaml").symlink_to("data/pdproxy.yaml")
-    path, members = tmp_path / "pdproxy.yaml", Members()
+    path, members = tmp_path / "pdproxy.yaml", Live()
     source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
-    reloading = Reloading(source, members, lambda _: None)  # type: ignore[arg-type]
+    reloading = Reloading(source, members)
     (tmp_path / "new").symlink_to("2")
     (tmp_path / "new").replace(tmp_path / "data")
     await reloading.look()
@@ -182,13 +186,13 @@ async def test_a_pipe_in_place_of_the_file(file: File) -> None:
 
 async def test_a_file_that_changes_while_the_proxy_starts(tmp_path: Path) -> None:
     """Asking the engines for their connector may take minutes: nothing is missed."""
-    path, members = tmp_path / "pdproxy.yaml", Members()
+    path, members = tmp_path / "pdproxy.yaml", Live()
     path.write_text(FILE)
     stamps = [stamp(str(path))]
     first = load(path, {})
     path.write_text(MORE)
     source = SettingsSource(first, lambda: load(path, {}), [path], stamps)
-    reloading = Reloading(source, members, lambda _: None)  # type: ignore[arg-type]
+    reloading = Reloading(source, members)
     await reloading.look()
     await reloading.look()
     assert [len(one) for one in members.sets] == [3]
@@ -210,47 +214,87 @@ async def test_engines_that_cannot_be_added(file: File) -> None:
     await file.looked()
     assert "was added by admin" in file.reloading.shortcomings()[0]
     file.members.error = None
-    file.write(FILE)
+    file.write(MORE + "\n")
     await file.looked()
-    assert file.members.sets == [["http://p:8000", "http://d:8000"]], "what could not be put back is had again"
-    file.write(FILE + "\n")
-    await file.looked()
-    assert len(file.members.sets) == 1
+    assert file.members.sets == [["http://p:8000", "http://d:8000", "http://e:8000"]]
+    assert file.reloading.shortcomings() == []
 
 
 async def test_what_needs_a_restart_is_named(file: File, caplog: pytest.LogCaptureFixture) -> None:
     """What does not is used. It is named no more once it is taken back."""
     file.write(MORE + "listen: {port: 9000}\nobserve: {log_level: warning}\n")
     await file.looked()
-    assert (len(file.members.sets), file.levels) == (1, ["warning"])
+    assert (len(file.members.sets), file.members.levels) == (1, ["warning"])
     assert file.reloading.shortcomings() == ["these settings have changed, and need a restart: listen.port"]
     assert "need a restart: listen.port" in caplog.text
     caplog.clear()
     file.write(MORE)
     await file.looked()
     assert file.reloading.shortcomings() == []
-    assert file.levels == ["warning", "info"]
+    assert file.members.levels == ["warning", "info"]
     assert "restart" not in caplog.text
 
 
-def test_each_setting_is_used_at_once_or_named() -> None:
-    """Whatever differs: nothing is passed over in silence."""
-    settings = Settings(pools=(Pool(nodes=(Node(url="http://p:1", role="prefill"),)),))
-    seen = 0
-    for field in msgspec.structs.fields(Settings):
-        section = getattr(settings, field.name)
-        if field.name == "pools":
-            continue
-        for inner in msgspec.structs.fields(section):
-            other = msgspec.structs.replace(section, **{inner.name: object()})
-            found = changes(settings, msgspec.structs.replace(settings, **{field.name: other}))
-            path = (field.name, inner.name)
-            if path in AT_ONCE:
-                assert found.log_level is not None
-            else:
-                assert [name.split(".")[:2] for name in found.restart] == [list(path)]
-            seen += 1
-    assert seen > 40
+def test_pools_that_come_and_go_need_a_restart() -> None:
+    """So does another order: each pool keeps what it has."""
+    one, other = Pool(name="a", nodes=(Node(url="http://a:1", role="decode"),)), Pool(name="b")
+    both = Settings(pools=(one, other))
+    for pools in ((one,), (other, one), (one, other, Pool(name="c"))):
+        found = changes(both, Settings(pools=pools))
+        assert (found.at_once, found.restart) == ((), ("pools",))
+        assert found.used == both
+    renamed = msgspec.structs.replace(one, name="z", nodes=())
+    found = changes(Settings(pools=(one,)), Settings(pools=(renamed,)))
+    assert (found.at_once, found.restart) == (("pools[0].nodes",), ("pools[0].name",))
+    assert found.used.pool == msgspec.structs.replace(one, nodes=())
+
+
+@pytest.mark.parametrize(
+    ("section", "old", "new", "at_once"),
+    [
+        ("auth", {"api_keys": ("a",)}, {"api_keys": ("b",)}, True),
+        ("auth", {"api_keys": ("a",)}, {"api_keys_file": "keys"}, True),
+        ("auth", {"api_keys": ("a",)}, {}, False),
+        ("auth", {}, {"api_keys_file": "keys"}, False),
+        ("health", {"stalled_after": 3.0}, {"stalled_after": 5.0}, True),
+        ("health", {"stalled_after": 3.0}, {"stalled_after": 0}, False),
+        ("outliers", {"interval": 0}, {"interval": 5.0}, False),
+        ("limits", {"engine_requests": "auto"}, {"engine_requests": 4}, True),
+        ("limits", {"engine_requests": 4}, {}, False),
+        ("limits", {"continuations": 1}, {"continuations": 2}, True),
+    ],
+)
+def test_what_turns_something_on_or_off_needs_a_restart(
+    section: str, old: dict[str, Any], new: dict[str, Any], at_once: bool
+) -> None:
+    """Its other values are used at once. An open proxy, or one that closes, is never made by a change of the file alone."""
+    kind = type(getattr(Settings(), section))
+    before = Settings(**{section: kind(**old)}, pools=(Pool(),))
+    after = Settings(**{section: kind(**new)}, pools=(Pool(),))
+    found = changes(before, after)
+    assert bool(found.at_once) is at_once
+    assert bool(found.restart) is not at_once
+    assert found.used == (after if at_once else before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at_once"),
+    [
+        ({"prefill": "random", "decode": "session"}, {"prefill": "round_robin", "decode": "power_of_two"}, True),
+        ({"prefill": "prefix"}, {"prefill": "prefix", "decode": "prefix"}, True),
+        ({"prefill": "prefix"}, {"prefill": "random"}, False),
+        ({"placement": "auto"}, {"placement": "auto", "refuse_late": True}, True),
+        ({"placement": "auto"}, {"placement": "split"}, False),
+    ],
+)
+def test_a_policy_that_needs_other_parts_needs_a_restart(
+    old: dict[str, Any], new: dict[str, Any], at_once: bool
+) -> None:
+    """An index of prefixes, or a placement."""
+    before, after = (Settings(pools=(Pool(policy=PoolPolicy(**policy)),)) for policy in (old, new))
+    found = changes(before, after)
+    assert bool(found.at_once) is at_once
+    assert bool(found.restart) is not at_once
 
 
 def test_the_log_level(capsys: pytest.CaptureFixture[str]) -> None:

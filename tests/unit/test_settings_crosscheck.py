@@ -113,14 +113,60 @@ def test_pools_that_can_serve(roles: tuple[Role, ...]) -> None:
     assert tuple(node.role for node in settings.pool.nodes) == roles
 
 
-def test_only_one_pool_for_now(tmp_path: Path) -> None:
-    """Two pools are refused with a sentence that says that this is a limit of today."""
+P, D = "{url: 'http://p:1', role: prefill}", "{url: 'http://d:1', role: decode}"
+OTHER, ALONE = "{url: 'http://e:1', role: decode}", "{url: 'http://e:1', role: aggregated}"
+MORIIO = f"{{name: b, connector: moriio, registration_port: 7500, nodes: [{D}]}}"
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        (
+            f"[{{nodes: [{P}, {D}]}}, {{nodes: [{OTHER}]}}]",
+            "pools[0].name and pools[1].name: two pools can't share the name default",
+        ),
+        (
+            f"[{{name: a, nodes: [{P}, {D}]}}, {{name: b, nodes: [{D}]}}]",
+            "pools[0].nodes[1] and pools[1].nodes[0]: two pools can't share the engine d:1",
+        ),
+        (f"[{{name: a, nodes: [{D}]}}, {{name: b}}]", "pools[1].nodes: no engine is configured"),
+        (
+            f"[{{name: a, connector: p2p-nccl, nodes: [{D}]}}, {{name: b, connector: p2p-nccl, nodes: [{OTHER}]}}]",
+            "pools[0].registration_port and pools[1].registration_port: two pools can't share the port 30001",
+        ),
+        (
+            f"[{{name: a, connector: lmcache-pd, nodes: [{ALONE}]}}, {MORIIO}]",
+            "pools[0].kv_ready_port and pools[1].registration_port: two pools can't share the port 7500",
+        ),
+        (
+            f"[{{name: a, aliases: {{x: y, y: z}}, nodes: [{D}]}}]",
+            'pools[0].aliases: "x": "y" is an alias itself',
+        ),
+        (f"[{{name: a, models: ['a*b*'], nodes: [{D}]}}]", 'pools[0].models[0]: "a*b*": a pattern has one * at most'),
+        (f"[{{name: a, weight: -1, nodes: [{D}]}}]", "pools[0].weight: expected a number >= 0"),
+    ],
+)
+def test_pools_that_exclude_each_other(tmp_path: Path, pools: str, why: str) -> None:
+    """They share no name, no engine and no socket; and what names models is checked."""
     path = tmp_path / "x.yaml"
-    path.write_text("pools: [{name: a}, {name: b}]")
-    with pytest.raises(
-        SettingsError, match=r'^pools: 2 are configured \("a", "b"\), but only one is supported for now$'
-    ):
+    path.write_text(f"pools: {pools}")
+    with pytest.raises(SettingsError) as caught:
         load(path, {})
+    assert str(caught.value).startswith(why)
+
+
+def test_several_pools(tmp_path: Path) -> None:
+    """Each with a connector of its own, and sockets of its own where both need one."""
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"pools: [{{name: a, connector: p2p-nccl, nodes: [{P}, {D}]}}, {{name: b, connector: p2p-nccl,"
+        f" registration_port: 30002, nodes: [{OTHER}]}}]"
+    )
+    settings = load(path, {})
+    assert [pool.name for pool in settings.pools] == ["a", "b"]
+    ports = [settings.of_pool(pool).registration.port for pool in settings.pools]
+    assert ports == [None, 30002]
+    assert settings.of_pool(settings.pools[1]).deadlines is settings.deadlines
 
 
 def test_no_engines_needed_for_a_look() -> None:

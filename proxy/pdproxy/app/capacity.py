@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -18,23 +21,77 @@ FULL = 503
 """The status with which vLLM refuses a request because its queue is full (`--max-num-queued-reqs`)."""
 
 
+class Places(Protocol):
+    """The places of a pool's requests: all of the proxy's, or those of one pool of several."""
+
+    @property
+    def inflight(self) -> int:
+        """Requests being served."""
+
+    def resize(self, places: int | None, tokens: int) -> None:
+        """Change the number of places, and how many tokens they hold; None and 0: no bound."""
+
+
+class SharedPlaces:
+    """The places of a proxy with several pools: as many as all pools together can take."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._pools: dict[_PlacesOfPool, tuple[int | None, int]] = {}
+
+    def of(self, engines: EngineRegistry) -> Places:
+        """Return the places of one more pool."""
+        part = _PlacesOfPool(engines, self._resized)
+        self._pools[part] = None, 0
+        return part
+
+    def _resized(self, part: _PlacesOfPool, places: int | None, tokens: int) -> None:
+        self._pools[part] = places, tokens
+        bounds = [one for one, _ in self._pools.values() if one is not None]
+        self._admission.resize(
+            sum(bounds) if len(bounds) == len(self._pools) else None, sum(each for _, each in self._pools.values())
+        )
+
+
+class _PlacesOfPool:
+    def __init__(self, engines: EngineRegistry, resized: Callable[[_PlacesOfPool, int | None, int], None]) -> None:
+        self._engines = engines
+        self._resized = resized
+
+    @property
+    def inflight(self) -> int:
+        return sum(one.node.requests for one in self._engines.values() if one.node.role is not Role.PREFILL)
+
+    def resize(self, places: int | None, tokens: int) -> None:
+        self._resized(self, places, tokens)
+
+
 class PoolCapacity:
     """Keeps the number of places at what the pool's engines can take, and has the ledger prefer engines with room.
 
     A watcher of engines, and an observer.
     """
 
-    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Admission) -> None:
-        self._learns = limits.engine_requests == AUTO
-        fixed = None if isinstance(limits.engine_requests, str) else limits.engine_requests
-        self._windows = Windows(fixed or None)
-        self._tokens = limits.engine_tokens
+    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places) -> None:
+        self._windows = Windows()
+        self._bound_by(limits)
         self._engines = engines
         self._admission = admission
         self._going: list[Engine] = []
         """Engines on their way out that still answer clients."""
         self._left = 0
         """Their requests at the last look. They take no places from engines that stay."""
+
+    def _bound_by(self, limits: Limits) -> None:
+        self._learns = limits.engine_requests == AUTO
+        fixed = None if isinstance(limits.engine_requests, str) else limits.engine_requests
+        self._windows.fixed = fixed or None
+        self._tokens = limits.engine_tokens
+
+    def configure(self, limits: Limits) -> None:
+        """Use another number for each engine, or learn it. Windows that were learned before are used again."""
+        self._bound_by(limits)
+        self._resize()
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""

@@ -21,7 +21,7 @@ from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
 from pdproxy.settings.key_lines import KeyLimits, read_key_lines
-from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
+from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
 from pdproxy.settings.yaml_file import spell_file
 
@@ -53,24 +53,24 @@ class Credentials:
         self._followed: list[ReloadingFile[Any]] = []
         self._tasks: TaskOwner | None = None
         self._following = False
-        auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
-        self._key_file = auth.api_keys_file
-        self._valid_keys: Callable[[], _ValidKeys] | None = None
-        with found.collecting():
-            self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
-        self.keys = Keys()
-        if (valid := self._valid_keys) is not None:
-            self.keys = Keys(lambda: valid().names, lambda: valid().limits)
+        auth, listen = settings.auth, settings.listen.tls
+        self._auth = auth
+        self._valid_keys: Callable[[], _ValidKeys] = lambda: _ValidKeys({}, {})
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
-            self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
-        self._pool_tls = pool.tls
+            self._valid_keys = self._client_keys(auth)
+        with found.collecting():
+            self._common_key = self._engines_key(auth)
+        self.keys = Keys()
+        if auth.wants_keys:
+            self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
-        for index, node in enumerate(pool.nodes):
-            with found.collecting():
-                self._read_engine(node, f"pools[0].nodes[{index}]")
+        for at, pool in enumerate(settings.pools):
+            for index, node in enumerate(pool.nodes):
+                with found.collecting():
+                    self._read_engine(node, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
         self.listen: ssl.SSLContext | None = None
         """The context for clients; None: plain HTTP."""
         self._certificate = listen.certificate
@@ -84,19 +84,23 @@ class Credentials:
     def __repr__(self) -> str:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
 
-    def of_engine(self, node: Node) -> EngineCredentials:
-        """Return an engine's key and TLS context. One that the settings did not hold at the start is read now.
+    def of_engine(self, node: Node, tls: EngineTls) -> EngineCredentials:
+        """Return an engine's key and TLS context. One that the settings did not hold at the start is read now. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
         """
         if node.url not in self._engines:
-            self._read_engine(node, node.url)
+            self._read_engine(node, tls, node.url, "the pool's tls")
             self._follow_files()
         return self._engines[node.url]
 
-    def check(self, node: Node) -> None:
-        """Read an engine's files, and keep nothing of them.
+    def knows(self, url: str) -> bool:
+        """Return whether any pool has an engine with this URL."""
+        return url in self._engines
+
+    def check(self, node: Node, tls: EngineTls) -> None:
+        """Read an engine's files, and keep nothing of them. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
@@ -104,13 +108,43 @@ class Credentials:
         if node.api_key_file is not None:
             read_key(f"{node.url}.api_key_file", node.api_key_file)
         if node.url.startswith("https:"):
-            engine_context(f"{node.url}.tls", merged(self._pool_tls, node.tls))
+            engine_context(f"{node.url}.tls", merged(tls, node.tls))
+
+    def prepare(self, auth: Auth) -> Callable[[], None]:
+        """Read the keys of other settings, and return what puts them in force. Until then nothing has changed.
+
+        Whether clients need a key stays as it was at the start.
+
+        Raises:
+            SettingsError: files can't be read, or don't hold what they should; a line for each.
+        """
+        if auth == self._auth:
+            return lambda: None
+        found, known = Mistakes(), self._followed
+        new: list[ReloadingFile[Any]] = []
+        self._followed = new
+        try:
+            with found.collecting():
+                valid = self._client_keys(auth)
+            with found.collecting():
+                common = self._engines_key(auth)
+            found.raise_any()
+        finally:
+            self._followed = known
+
+        def use() -> None:
+            former = (self._valid_keys, self._common_key)
+            self._followed = [*(one for one in self._followed if one not in former), *new]
+            self._auth, self._valid_keys, self._common_key = auth, valid, common
+            self._follow_files()
+
+        return use
 
     def forget(self, url: str) -> None:
         """Stop checking the files of a removed engine, unless others use them."""
         removed = self._engines.pop(url)
         self._unverified = [other for other in self._unverified if other != url]
-        used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)} | {id(self._common_key)}
+        used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)}
         for unused in [one for one in (removed.key, removed.tls) if id(one) not in used]:
             self._followed = [one for one in self._followed if one is not unused]
             self._contexts = {tls: one for tls, one in self._contexts.items() if one is not unused}
@@ -138,9 +172,9 @@ class Credentials:
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
-        if self._valid_keys is None or self._valid_keys().names:
+        if not self._auth.wants_keys or self._valid_keys().names:
             return None
-        return f"auth.api_keys_file: {self._key_file}: holds no key: every request is refused"
+        return f"auth.api_keys_file: {self._auth.api_keys_file}: holds no key: every request is refused"
 
     def start(self, tasks: TaskOwner) -> None:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
@@ -168,12 +202,12 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys] | None:
+    def _client_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
         """Return what returns the valid keys. One without a name is named by its place, which log lines may show."""
-        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
-        if path is None:
+        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(auth.api_keys, 1)}
+        if (path := auth.api_keys_file) is None:
             only = _ValidKeys(fixed, {})
-            return (lambda: only) if fixed else None
+            return lambda: only
         setting = "auth.api_keys_file"
         if not read_key_lines(setting, path):  # at the start, a file without a key is a mistake
             raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
@@ -192,27 +226,33 @@ class Credentials:
 
         return self._follow(setting, [path], read)
 
+    def _engines_key(self, auth: Auth) -> Callable[[], str | None]:
+        return self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
+
+    def common_key(self) -> str | None:
+        """Return the key of engines that have none of their own."""
+        return self._common_key()
+
     def _key(self, setting: str, key: str | None, path: str | None) -> Callable[[], str | None]:
         if path is None:
             return lambda: key
         return self._follow(setting, [path], lambda: read_key(setting, path))
 
-    def _read_engine(self, node: Node, where: str) -> None:
+    def _read_engine(self, node: Node, pool_tls: EngineTls, where: str, pool_key: str) -> None:
         own = node.api_key is not None or node.api_key_file is not None
-        key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self._common_key
+        key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self.common_key
         try:
-            tls = self._engine_tls(where, node)
+            tls = self._engine_tls(node, pool_tls, f"{where}.tls" if node.tls != EngineTls() else pool_key)
         except SettingsError:
-            self._followed = [one for one in self._followed if one is not key or key is self._common_key]
+            self._followed = [one for one in self._followed if one is not key]
             raise
         self._engines[node.url] = EngineCredentials(key, tls)
 
-    def _engine_tls(self, where: str, node: Node) -> Callable[[], ssl.SSLContext | None]:
+    def _engine_tls(self, node: Node, pool_tls: EngineTls, setting: str) -> Callable[[], ssl.SSLContext | None]:
         if not node.url.startswith("https:"):
             return lambda: None
-        tls = merged(self._pool_tls, node.tls)
+        tls = merged(pool_tls, node.tls)
         if tls not in self._contexts:  # engines that share the files share the context
-            setting = f"{where}.tls" if node.tls != EngineTls() else "pools[0].tls"
             files = [tls.ca, tls.certificate, tls.key]
             self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls))
         if tls.verify is False:

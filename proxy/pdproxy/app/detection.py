@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from pdproxy.fleet.detection import Detection
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.detect import Found, Undecided
 from pdproxy.upstream.admin import EngineAdmin
@@ -24,7 +25,7 @@ KEY = "pools[0].connector"
 
 
 async def settled(settings: Settings, clock: Clock | None = None, *, deadline: float | None = None) -> Settings:
-    """Return the settings with the connector that the engines run. Settings that name one are returned as they are.
+    """Return the settings with the connectors that the engines of pools run. A pool that names one keeps it.
 
     `deadline`: seconds until all engines have been asked; None: `deadlines.detect`.
 
@@ -32,19 +33,33 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
         SettingsError: the engines do not show it, with a line per engine on what it was asked and answered; or the settings are
             wrong for the connector that was found.
     """
-    if settings.pool.connector != registry.AUTO:
+    if not needs_detection(settings):
         return settings
+    if len(settings.pools) > 1:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(_settled(settings, pool, clock, deadline)) for pool in settings.pools]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return _checked(msgspec.structs.replace(settings, pools=tuple(one.result() for one in asking)))
     if not any(node.prefills for node in settings.pool.nodes):
         return with_connector(settings, registry.names()[0])  # no KV is transferred
-    found, silent = await look(settings, deadline or settings.deadlines.detect, clock)
-    if isinstance(found, Undecided):
-        raise SettingsError(f"{KEY}: {registry.AUTO}: {found.reason}", *found.lines, *_silences(silent))
+    seen, silent = await look(settings, deadline or settings.deadlines.detect, clock)
+    if isinstance(seen, Undecided):
+        raise SettingsError(f"{KEY}: {registry.AUTO}: {seen.reason}", *seen.lines, *_silences(silent))
     for line in _silences(silent):
         logger.warning("%s", line)
-    for line in found.lines:
+    for line in seen.lines:
         logger.info("%s", line)
-    logger.info("the engines' connector is %s (%s: %s)", found.contract, KEY, registry.AUTO)
-    return with_connector(settings, found.contract)
+    logger.info("the engines' connector is %s (%s: %s)", seen.contract, KEY, registry.AUTO)
+    return with_connector(settings, seen.contract)
+
+
+async def _settled(settings: Settings, pool: Pool, clock: Clock | None, deadline: float | None) -> Pool:
+    try:
+        return (await settled(settings.of_pool(pool), clock, deadline=deadline)).pool
+    except SettingsError as error:
+        raise SettingsError(*(f"pool {pool.name}: {line}" for line in error.mistakes)) from None
 
 
 async def look(
@@ -94,8 +109,17 @@ def with_connector(settings: Settings, name: str) -> Settings:
         SettingsError: they are wrong for it.
     """
     pool = msgspec.structs.replace(settings.pool, connector=name)
+    return _checked(msgspec.structs.replace(settings, pools=(pool,)))
+
+
+def needs_detection(settings: Settings) -> bool:
+    """Return whether the engines of a pool must be asked for their connector."""
+    return any(pool.connector == registry.AUTO for pool in settings.pools)
+
+
+def _checked(settings: Settings) -> Settings:
     mistakes = Mistakes()
-    checked = crosscheck(msgspec.structs.replace(settings, pools=(pool,)), mistakes, need_engines=False)
+    checked = crosscheck(settings, mistakes, need_engines=False)
     mistakes.raise_any()
     return checked
 

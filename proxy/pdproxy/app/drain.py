@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
@@ -18,14 +18,14 @@ logger = logging.getLogger("pdproxy")
 async def drain(
     requests: Collection[asyncio.Task[object]],
     admission: Admission,
-    custodian: Custodian,
+    kept: Sequence[tuple[Custodian, Turns | None]],
     timeout: float,
     observers: Observers,
-    turns: Turns | None = None,
 ) -> None:
     """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and wait until all KV is released.
 
-    `timeout`: seconds for the requests in flight. The custodian decides how long the release of KV may take.
+    `kept`: who keeps the KV of each pool. `timeout`: seconds for the requests in flight. The custodian decides how long the
+    release of KV may take.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -37,7 +37,11 @@ async def drain(
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*(_release(custodian, turns) for custodian, turns in kept))
+
+
+async def _release(custodian: Custodian, turns: Turns | None) -> None:
     if lost := await custodian.settle(custodian.drain_timeout):
         logger.warning("%d prefills and handles did not end in %g s", lost, custodian.drain_timeout)
-    if turns is not None and (kept := await turns.close(custodian.drain_timeout)):
-        logger.warning("KV of %d turns is left to the decode engines' own time", kept)
+    if turns is not None and (left := await turns.close(custodian.drain_timeout)):
+        logger.warning("KV of %d turns is left to the decode engines' own time", left)

@@ -19,7 +19,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.scheduling.outliers import OutlierLimits, Outliers
 from pdproxy.scheduling.placement import Placement
-from pdproxy.scheduling.policy import Cached
+from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.crosscheck import checked_node, engine_url
 from pdproxy.settings.errors import SettingsError
@@ -85,6 +85,16 @@ def _read(name: str | None) -> Profile | None:
         raise SettingsError(str(error)) from None
 
 
+def policies_of(pool: Pool) -> dict[Role, PolicyFactory]:
+    """Return what makes the policies of a pool's roles."""
+    return {Role.PREFILL: policies.POLICIES[pool.policy.prefill], Role.DECODE: policies.POLICIES[pool.policy.decode]}
+
+
+def slo_of(pool: Pool) -> Slo:
+    """Return a pool's objective."""
+    return Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap)
+
+
 def build_ledger(
     settings: Settings,
     profiles: Profiles,
@@ -93,13 +103,12 @@ def build_ledger(
 ) -> Ledger:
     """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes."""
     limits, pool = settings.limits, settings.pool
-    policy = pool.policy
     return Ledger(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
         slow_start=settings.health.slow_start,
-        policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
+        policies=policies_of(pool),
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
         placement=_placement(pool, profiles, cached),
         chance=chance,
@@ -108,11 +117,16 @@ def build_ledger(
     )
 
 
+def outlier_limits(limits: OutlierSettings) -> OutlierLimits:
+    """Return the limits of `Outliers`."""
+    return OutlierLimits(
+        limits.error_share, limits.min_requests, limits.slower_than, limits.exclude_for, limits.max_share
+    )
+
+
 def build_outliers(limits: OutlierSettings) -> Outliers:
     """Return what judges engines against their peers."""
-    return Outliers(
-        OutlierLimits(limits.error_share, limits.min_requests, limits.slower_than, limits.exclude_for, limits.max_share)
-    )
+    return Outliers(outlier_limits(limits))
 
 
 def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placement | None:
@@ -121,7 +135,7 @@ def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placeme
     if make is None:
         return None
     context = placements.PlacementContext(
-        slo=Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap),
+        slo=slo_of(pool),
         refuse_late=pool.policy.refuse_late,
         hardware=profiles.hardware,
         chunk=profiles.chunk,
@@ -179,13 +193,15 @@ class EngineSetup:
         url = node.url
         with contextlib.suppress(SettingsError):  # which the check below reports
             url = engine_url(url, ("url",))
+        if url not in self._nodes and self._credentials.knows(url):
+            raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
         node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
-        self._credentials.check(node)
+        self._credentials.check(node, self._settings.pool.tls)
         _read(node.facts.profile)
         return node
 
     def _add(self, node: Node) -> Engine:
-        credentials = self._credentials.of_engine(node)
+        credentials = self._credentials.of_engine(node, self._settings.pool.tls)
         try:
             engine = self._made(node, credentials)
         except Exception:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdproxy.kit.clock import Clock
@@ -12,7 +12,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
-from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
@@ -32,9 +31,12 @@ from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Front:
-    """The parts that serve clients. `readiness`, `models` and `telemetry`: see `web.app.Answers`."""
+    """The parts that serve clients. `readiness`, `models`, `telemetry` and `decisions`: see `web.app.Answers`.
+
+    `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
+    """
 
     settings: Settings
     keys: Keys
@@ -42,6 +44,7 @@ class Front:
     admission: Admission
     service: Service
     passthrough: Passthrough
+    session_headers: Callable[[], Sequence[str | None]]
     bodies: BodyBudget
     unread_answers: UnreadAnswers
     connections: Connections
@@ -51,16 +54,17 @@ class Front:
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
-    decisions: Decisions
+    decisions: Callable[[], bytes]
+    tenants: Tenants = field(init=False)
+    bounds: ConnectionBounds = field(init=False)
+    path: DataPath = field(init=False)
+    asgi: PassthroughAsgi = field(init=False)
 
-    def _identifier(self) -> ClientIdentifier:
-        overload = self.settings.overload
-        tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
-        return ClientIdentifier(self.clients, self.keys, self.observers, tenants)
-
-    def protocol(self) -> type[DataPathProtocol]:
-        """Return the protocol class for uvicorn."""
-        limits, deadlines = self.settings.limits, self.settings.deadlines
+    def __post_init__(self) -> None:
+        """Make what serves requests."""
+        limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
+        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
+        identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants)
         slow_readers = SlowReaderPolicy(
             limits.min_read_rate,
             deadlines.client_write,
@@ -69,7 +73,7 @@ class Front:
             self.observers,
             self.admission.over_share,
         )
-        bounds = ConnectionBounds(
+        self.bounds = ConnectionBounds(
             deadlines.client_head,
             deadlines.client_body,
             limits.max_header_bytes,
@@ -78,39 +82,56 @@ class Front:
             self.connections,
             self.unread_answers,
         )
-        path = DataPath(
+        self.path = DataPath(
             self.service.generate,
-            self._identifier(),
+            identify,
             self.observers,
-            bounds,
+            self.bounds,
             CorsHeaders(self.settings.listen.cors),
             self.bodies,
             max_body=limits.max_body_bytes,
-            hints=noted(self.service.session_header),
+            hints=noted(*self.session_headers()),
         )
-        return protocol_class(path)
-
-    def answers(self) -> Answers:
-        """Return what the FastAPI routes answer with."""
-        passthrough = PassthroughAsgi(
+        self.asgi = PassthroughAsgi(
             self.passthrough.serve,
-            self._identifier(),
+            identify,
             self.clients,
             self.bodies,
             FORWARDED,
-            max_body=self.settings.limits.max_body_bytes,
+            max_body=limits.max_body_bytes,
             refused=partial(report_refusal, self.observers),
-            session=partial(session_of, self.service.session_header),
+            session=self._session,
         )
+
+    def configure(self) -> None:
+        """Use the settings as they are now. Connections that are open follow them at their next request."""
+        limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
+        self.tenants.configure(overload.tenant_header, overload.weights)
+        bounds = self.bounds
+        bounds.head_timeout, bounds.body_timeout = deadlines.client_head, deadlines.client_body
+        bounds.max_header_bytes = limits.max_header_bytes
+        bounds.slow_readers.min_rate, bounds.slow_readers.seconds = limits.min_read_rate, deadlines.client_write
+        self.path.max_body = self.asgi.max_body = limits.max_body_bytes
+        self.path.note(noted(*self.session_headers()))
+
+    def _session(self, headers: Mapping[bytes, bytes]) -> str | None:
+        return next(filter(None, (session_of(name, headers) for name in self.session_headers())), None)
+
+    def protocol(self) -> type[DataPathProtocol]:
+        """Return the protocol class for uvicorn."""
+        return protocol_class(self.path)
+
+    def answers(self) -> Answers:
+        """Return what the FastAPI routes answer with."""
         return Answers(
             self.keys.check,
             lambda: self.admission.inflight + self.admission.waiting,
             self.readiness,
             self.models,
             self.metrics.page,
-            passthrough,
+            self.asgi,
             self.settings.listen.cors,
             self.telemetry,
-            decisions=self.decisions.page,
+            decisions=self.decisions,
             refused=partial(report_refusal, self.observers),
         )

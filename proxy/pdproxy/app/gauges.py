@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
@@ -48,12 +48,12 @@ def memory_gauges(
     bodies: BodyBudget,
     answers: AnswerBudget,
     unread: UnreadAnswers,
-    records: Records | None,
+    records: Sequence[Records],
 ) -> list[Gauge]:
     """Return the gauges of connections, and of memory that is held for clients and engines."""
 
     def held() -> Samples:
-        kept = 0 if records is None else records.held
+        kept = sum(one.held for one in records)
         found = {"bodies": bodies.held, "answers": answers.held, "unread": unread.held, "records": kept}
         return [((what,), count) for what, count in found.items()]
 
@@ -98,18 +98,18 @@ def placement_gauges(placement: Placement) -> list[Gauge]:
         ]
 
     return [
-        Gauge(catalog_decisions.PREDICTION_ERRORS, errors),
+        Gauge(catalog_decisions.PREDICTION_ERRORS, errors, max),
         Gauge(catalog_decisions.TIME_CORRECTIONS, lambda: list(state().corrections.items())),
         Gauge(catalog_decisions.KEPT_FOR_PREFILL, lambda: [((), state().kept)]),
     ]
 
 
-def state_gauges(state: Callable[[], State], connector: str) -> list[Gauge]:
+def state_gauges(state: Callable[[], State], connectors: Iterable[str]) -> list[Gauge]:
     """Return the gauges of what `/ready` reports, and of what runs here."""
 
     def states() -> Samples:
         now = state()
         return [((one.value,), float(one is now)) for one in State]
 
-    versions = (__version__, platform.python_version(), connector)
-    return [Gauge(catalog.STATE, states), Gauge(catalog.BUILD_INFO, lambda: [(versions, 1)])]
+    versions = [(__version__, platform.python_version(), connector) for connector in dict.fromkeys(connectors)]
+    return [Gauge(catalog.STATE, states), Gauge(catalog.BUILD_INFO, lambda: [(labels, 1) for labels in versions])]

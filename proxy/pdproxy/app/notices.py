@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdproxy.app.sockets import bind
@@ -11,8 +10,9 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter
+from pdproxy.serving.kv.ready import KvReady as KvReadyNotices
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.schema import KvReady
+from pdproxy.settings.sockets import KvReady
 from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.notices import NoticeSocket
 
@@ -23,11 +23,11 @@ logger = logging.getLogger("pdproxy")
 class Noticing:
     """What takes notices. `socket` is bound only if the contract's engines send them over ZMQ.
 
-    `telemetry` takes the body of a POST and returns whether it holds notices; None if the contract's engines post none.
+    `posted`: what takes those that the contract's engines post, None if they post none.
     """
 
     socket: NoticeSocket
-    telemetry: Callable[[bytes], bool] | None
+    posted: KvReadyNotices | None
     over_zmq: bool
     settings: KvReady
 
@@ -50,4 +50,4 @@ def build_notices(
     router = NoticeRouter(transfer.ready, custodian, turns)
     socket = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
     posted = contract.has_notices_over(Channel.HTTP)
-    return Noticing(socket, router.telemetry if posted else None, contract.has_notices_over(Channel.ZMQ), settings)
+    return Noticing(socket, transfer.ready if posted else None, contract.has_notices_over(Channel.ZMQ), settings)

@@ -4,81 +4,91 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pdproxy.app.credentials import Credentials
 from pdproxy.app.drain import drain
 from pdproxy.app.engines import EngineSetup
 from pdproxy.app.front import Front
-from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.kv_events import ReadingKvEvents
 from pdproxy.app.notices import Noticing
+from pdproxy.app.pool import PoolParts
 from pdproxy.app.prefixes import KnowingPrefixes
+from pdproxy.app.process import Process
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.models import Cards, alias_card, cards_of, page
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
-from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import Observers
-from pdproxy.observe.metrics import Metrics
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.models import Routes
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.service import Service
-from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.passthrough import PassthroughLegs
-from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.connections import Connections
-from pdproxy.web.unread_answers import UnreadAnswers
 
 
 @dataclass(slots=True, kw_only=True)
-class Parts:
-    """All parts of one proxy. Start them inside an event loop, and stop them there."""
+class Parts(Process):
+    """All parts of one proxy: those of the process and of its pools. Start them inside an event loop, and stop them there."""
 
-    settings: Settings
-    credentials: Credentials
-    ledger: Ledger
-    engines: EngineRegistry
-    setup: EngineSetup
-    membership: Membership
-    admin: EngineAdmin
-    prober: Prober
-    stalls: Stalls
-    exclusions: Exclusions
-    transfer: KvTransfer
-    custodian: Custodian
-    turns: Turns | None
-    notices: Noticing
-    registrations: Registering | None
-    kv_events: ReadingKvEvents | None
-    prefixes: KnowingPrefixes | None
-    tokens: Tokens | None
-    known_clients: Clients
-    admission: Admission
-    bodies: BodyReader
-    service: Service
-    legs: PassthroughLegs
-    front: Front
-    body_budget: BodyBudget
-    answer_budget: AnswerBudget
-    unread_answers: UnreadAnswers
-    connections: Connections
-    readiness: ReadinessCheck
-    metrics: Metrics
-    observers: Observers
-    tasks: TaskOwner
-    heartbeat: Heartbeat
+    pools: list[PoolParts] = field(default_factory=list)
+    front: Front = field(init=False)
+    readiness: ReadinessCheck = field(init=False)
+    _observes_models: bool = False
+
+    def route(self) -> None:
+        """Have requests go to the pools that serve their models, by the settings of pools as they are now."""
+        models = self.models
+        models.changed()
+        several = models.is_of_use
+        services = Routes(models, [pool.service for pool in self.pools]) if several else None
+        passthroughs = Routes(models, [pool.passthrough for pool in self.pools]) if several else None
+        for pool in self.pools:
+            pool.service.routes, pool.passthrough.routes = services, passthroughs
+        if several and not self._observes_models:  # not for one pool: each event costs
+            self._observes_models = True
+            self.observers.add(models)
+
+    def session_headers(self) -> list[str | None]:
+        """Return the headers that name a conversation, where something needs it."""
+        if len(self.pools) == 1:
+            return [self.pools[0].service.session_header]
+        return [pool.policy.session_header for pool in self.pools]
+
+    async def list_models(self, authorization: bytes | None) -> bytes:
+        """Return the answer to `GET /v1/models`: the models of all pools, and their aliases.
+
+        Raises:
+            OverloadedError: no engine is up.
+            EngineError: no engine that is up gave a list that can be read.
+        """
+        found = await asyncio.gather(*(self._cards_of(pool, authorization) for pool in self.pools))
+        listed = [one for one in found if not isinstance(one, PdproxyError)]
+        if not listed:
+            raise next(one for one in found if isinstance(one, PdproxyError))
+        cards: Cards = {}
+        for one in listed:
+            for name, card in one.items():
+                cards.setdefault(name, card)
+        for at, name, real in self.models.aliases():
+            own = found[at]
+            if not isinstance(own, PdproxyError) and real in own:
+                cards.setdefault(name, alias_card(name, own[real]))
+        return page(cards)
+
+    async def _cards_of(self, pool: PoolParts, authorization: bytes | None) -> Cards | PdproxyError:
+        own_keys = self.credentials.keys.wanted
+        try:
+            return await cards_of(pool.engines, pool.admin, self.now, authorization, own_keys=own_keys)
+        except PdproxyError as error:
+            return error
 
     def start(self) -> None:
         """Bind the sockets for engines' messages, and start all background tasks.
@@ -86,41 +96,96 @@ class Parts:
         Raises:
             SettingsError: one of them can't be bound.
         """
-        self.notices.start()
-        if self.registrations is not None:
-            self.registrations.start()
-        if self.kv_events is not None:
-            self.kv_events.start()
-        if self.prefixes is not None:
-            self.prefixes.start(self.tasks)
+        for pool in self.pools:
+            pool.bind()
         self.heartbeat.start()
         self.credentials.start(self.tasks)
-        if self.tokens is not None:
-            self.tasks.keep(self.tokens.canaries.run, "canaries")
-        self.prober.start()
-        self.stalls.start()
-        self.exclusions.start()
+        for pool in self.pools:
+            pool.start()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
-        deadline = self.settings.deadlines.drain
-        await drain(requests, self.admission, self.custodian, deadline, self.observers, self.turns)
+        kept = [(pool.custodian, pool.turns) for pool in self.pools]
+        await drain(requests, self.admission, kept, self.settings.deadlines.drain, self.observers)
 
     async def stop(self) -> None:
         """End all background tasks, and drop all connections."""
         self.heartbeat.stop()
         await self.tasks.settle(0)
-        self.notices.socket.close()
-        if self.registrations is not None:
-            self.registrations.socket.close()
-        if self.kv_events is not None:
-            self.kv_events.stop()
-        if self.prefixes is not None:
-            self.prefixes.of_requests.stop()
-        if self.tokens is not None:
-            self.tokens.stop()
-        for engine in self.engines.known.values():
-            engine.client.close()
+        for pool in self.pools:
+            await pool.stop()
         await self.bodies.workers.close()
-        await self.admin.close()
-        await self.legs.close()
+
+    # -- the parts of the first pool, for those who know that there is only one; see `PoolParts`
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.pools[0].ledger
+
+    @property
+    def engines(self) -> EngineRegistry:
+        return self.pools[0].engines
+
+    @property
+    def setup(self) -> EngineSetup:
+        return self.pools[0].setup
+
+    @property
+    def membership(self) -> Membership:
+        return self.pools[0].membership
+
+    @property
+    def admin(self) -> EngineAdmin:
+        return self.pools[0].admin
+
+    @property
+    def prober(self) -> Prober:
+        return self.pools[0].prober
+
+    @property
+    def stalls(self) -> Stalls:
+        return self.pools[0].stalls
+
+    @property
+    def exclusions(self) -> Exclusions:
+        return self.pools[0].exclusions
+
+    @property
+    def transfer(self) -> KvTransfer:
+        return self.pools[0].transfer
+
+    @property
+    def custodian(self) -> Custodian:
+        return self.pools[0].custodian
+
+    @property
+    def turns(self) -> Turns | None:
+        return self.pools[0].turns
+
+    @property
+    def notices(self) -> Noticing:
+        return self.pools[0].notices
+
+    @property
+    def registrations(self) -> Registering | None:
+        return self.pools[0].registrations
+
+    @property
+    def kv_events(self) -> ReadingKvEvents | None:
+        return self.pools[0].kv_events
+
+    @property
+    def prefixes(self) -> KnowingPrefixes | None:
+        return self.pools[0].prefixes
+
+    @property
+    def tokens(self) -> Tokens | None:
+        return self.pools[0].tokens
+
+    @property
+    def legs(self) -> PassthroughLegs:
+        return self.pools[0].legs
+
+    @property
+    def service(self) -> Service:
+        return self.pools[0].service

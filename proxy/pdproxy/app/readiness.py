@@ -10,6 +10,7 @@ Owns the three states, and the bounds of that answer: its sentences may hold tex
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.ledger import Ledger
@@ -22,19 +23,32 @@ MAX_REASON = 20_000
 """Characters of the reason for not being ready, which names engines."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """What is known of one pool. `shortcomings`: each returns sentences on what is wrong with it; `weight`: see its settings."""
+
+    name: str
+    ledger: Ledger
+    shortcomings: Sequence[Callable[[], Sequence[str]]]
+    weight: Callable[[], float]
+
+
 class ReadinessCheck:
-    """Call it for the answer. Each of `sources` returns sentences on what is wrong; `why_no_key`: why no client is accepted."""
+    """Call it for the answer. Each of `sources` returns sentences on what is wrong; `why_no_key`: why no client is accepted.
+
+    With several pools: `ok` if every pool with a weight is, `not_ready` if none is, else `degraded`.
+    """
 
     def __init__(
         self,
         admission: Admission,
-        ledger: Ledger,
+        pools: Sequence[PoolState],
         now: Callable[[], float],
         why_no_key: Callable[[], str | None],
         sources: Sequence[Callable[[], Sequence[str]]],
     ) -> None:
         self._admission = admission
-        self._ledger = ledger
+        self._pools = pools
         self._now = now
         self._why_no_key = why_no_key
         self._sources = list(sources)
@@ -47,24 +61,42 @@ class ReadinessCheck:
         """Return the state, without its reasons."""
         if self._why_not() is not None:
             return State.NOT_READY
-        return State.OK if self._ledger.why_degraded(self._now()) is None else State.DEGRADED
+        return State.DEGRADED if self._why_degraded() else State.OK
 
     def _why_not(self) -> str | None:
-        return "shutting down" if self._admission.closed else self._why_no_key() or self._ledger.not_ready()
+        if self._admission.closed:
+            return "shutting down"
+        reasons = [pool.ledger.not_ready() for pool in self._pools]
+        if (reason := self._why_no_key()) is not None or None in reasons:
+            return reason
+        return "; ".join(self._of(pool, reason) for pool, reason in zip(self._pools, reasons, strict=True) if reason)
+
+    def _why_degraded(self) -> list[str]:
+        """Return why some requests can't be served, or not split, a sentence for each pool with a weight."""
+        found = []
+        for pool in self._pools:
+            if pool.weight() or len(self._pools) == 1:
+                reason = pool.ledger.not_ready() or pool.ledger.why_degraded(self._now())
+                found += [self._of(pool, reason)] if reason is not None else []
+        return found
+
+    def _of(self, pool: PoolState, text: str) -> str:
+        return text if len(self._pools) == 1 else f"pool {pool.name}: {text}"
 
     def __call__(self) -> Readiness:
         """Return whether a request could be served now."""
         reason = self._why_not()
-        degraded = self._ledger.why_degraded(self._now()) if reason is None else None
-        details = [detail for source in self._sources for detail in source()]
-        if degraded is not None:
-            details.insert(0, degraded)
+        details = self._why_degraded() if reason is None else []
+        is_degraded = bool(details)
+        for pool in self._pools:
+            details += [self._of(pool, detail) for source in pool.shortcomings for detail in source()]
+        details += [detail for source in self._sources for detail in source()]
         shown = [truncate(detail, MAX_DETAIL) for detail in details[:MAX_DETAILS]]
         if len(details) > MAX_DETAILS:
             shown.append(f"and {len(details) - MAX_DETAILS} more")
         if reason is not None:
             return Readiness(State.NOT_READY, truncate(reason, MAX_REASON), shown)
-        return Readiness(State.OK if degraded is None else State.DEGRADED, None, shown)
+        return Readiness(State.DEGRADED if is_degraded else State.OK, None, shown)
 
 
 def ledger_source(ledger: Ledger, now: Callable[[], float]) -> Callable[[], Sequence[str]]:

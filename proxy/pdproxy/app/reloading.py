@@ -11,9 +11,9 @@ import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pdproxy.fleet.member import MembershipError
-from pdproxy.fleet.membership import SETTINGS, Membership
 from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe import catalog_fleet
 from pdproxy.observe.metrics import Gauge
@@ -44,29 +44,27 @@ class SettingsSource:
     stamps: Sequence[tuple[int, ...] | None] | None = None
 
 
-class Reloading:
-    """Has the engines of the settings, and the log level, follow their files. `ends`: whether the proxy is shutting down."""
+class Uses(Protocol):
+    """Puts settings in force."""
 
-    def __init__(
-        self,
-        source: SettingsSource,
-        membership: Membership,
-        set_log_level: Callable[[str], None],
-        ends: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._read = source.first
-        """As they were read last without a mistake."""
+    def use(self, old: Settings, new: Settings) -> None:
+        """Use new settings in place of old ones, or change nothing and raise SettingsError or MembershipError."""
+
+
+class Reloading:
+    """Has a proxy's settings follow their files. `live` puts them in force; `ends`: whether the proxy is shutting down."""
+
+    def __init__(self, source: SettingsSource, live: Uses, ends: Callable[[], bool] = lambda: False) -> None:
+        self._read = self._in_force = source.first
+        """As they were read last without a mistake, and those of them that are used."""
         self._source = source
-        self._membership = membership
-        self._set_log_level = set_log_level
+        self._live = live
         self._ends = ends
         self._paths = [str(path) for path in source.paths]
         self._used = self._seen = self._stamps() if source.stamps is None else [*source.stamps]
         self._wake = asyncio.Event()
         self._failure: str | None = None
         self._restart: tuple[str, ...] = ()
-        self._half_applied = False
-        """Whether the last set of engines failed: what could not be put back is had again with the next one, also the same."""
         self._counts = dict.fromkeys((name for name, _ in catalog_fleet.RELOADS), 0)
 
     def __repr__(self) -> str:
@@ -123,18 +121,16 @@ class Reloading:
             logger.info("the settings were read again: %s", result)
 
     def _apply(self, settings: Settings) -> str:
-        found = changes(self._read, settings)
-        if found.nodes is not None or self._half_applied:
-            self._half_applied = True
-            self._membership.apply(SETTINGS, settings.pool.nodes)
-            self._half_applied = False
-        if found.log_level is not None:
-            self._set_log_level(found.log_level)
-        self._read = settings
-        self._restart = changes(self._source.first, settings).restart
-        if found.restart and self._restart:  # they may have been taken back
+        wanted = changes(self._in_force, settings)
+        self._live.use(self._in_force, wanted.used)
+        if wanted.at_once:
+            logger.info("these settings have changed, and are used from now on: %s", ", ".join(wanted.at_once))
+        self._in_force = wanted.used
+        changed, self._read = settings != self._read, settings
+        former, self._restart = self._restart, wanted.restart
+        if self._restart != former and self._restart:
             logger.warning("these settings have changed, and need a restart: %s", ", ".join(self._restart))
-        return "applied" if found else "unchanged"
+        return "applied" if changed else "unchanged"
 
     def _read_files(self) -> Settings:
         for path in self._source.paths:

@@ -26,14 +26,14 @@ from starlette.types import ASGIApp
 from pdproxy import __version__
 from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
-from pdproxy.app.detection import settled
+from pdproxy.app.detection import needs_detection, settled
+from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure, set_level
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
-from pdproxy.transfer.registry import AUTO
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -124,7 +124,9 @@ def files_needed(settings: Settings) -> int:
 
 
 def _other_files(settings: Settings) -> int:
-    return OTHER_FILES + 2 * len(settings.pool.nodes)  # probes of each engine, and one more connection
+    return OTHER_FILES + 2 * sum(
+        len(pool.nodes) for pool in settings.pools
+    )  # probes of each engine, and one more connection
 
 
 def fit_files(settings: Settings) -> Settings:
@@ -201,7 +203,8 @@ async def _serve_until_signalled(
 
 def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
     """Have a proxy that was started follow the files of its settings."""
-    reloading = Reloading(source, proxy.membership, partial(set_level, log), lambda: proxy.admission.closed)
+    live = LiveSettings(proxy, partial(set_level, log), fit_files)
+    reloading = Reloading(source, live, lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
     proxy.metrics.add_gauges(reloading.gauges())
     proxy.tasks.keep(reloading.run, "settings")
@@ -210,7 +213,7 @@ def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
 
 async def _settled(settings: Settings, ending: Ending) -> Settings | None:
     """Return the settings with the engines' connector, None if the process was asked to end meanwhile."""
-    if settings.pool.connector != AUTO:
+    if not needs_detection(settings):
         return settings
     asking = asyncio.create_task(settled(settings), name="connector")
     end_requested = asyncio.create_task(ending.requested.wait(), name="ending")

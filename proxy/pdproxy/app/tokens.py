@@ -80,7 +80,7 @@ def build_tokens(
     Raises:
         SettingsError: the tokenizer that the settings name can't be used.
     """
-    pool, deadline = settings.pool, settings.deadlines.tokenize
+    pool, deadlines = settings.pool, settings.deadlines
     if pool.tokenize == "off" or (pool.tokenize == "auto" and not needed and not wanted):
         return None
     named: LocalTokenizer | None = None
@@ -95,9 +95,9 @@ def build_tokens(
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:
         # As on the data path: without keys of clients, their own header is forwarded. Our key would open engines to everybody.
         own = None if own_keys else (authorization or b"").decode("latin-1")
-        return await admin.token_ids(url, body, timeout=deadline, authorization=own)
+        return await admin.token_ids(url, body, timeout=deadlines.tokenize, authorization=own)
 
     tokenizing = Tokenizing(
-        canaries, ask, engines, observers, clock, clock.now, threads, deadline=deadline, required=needed
+        canaries, ask, engines, observers, clock, clock.now, threads, deadline=deadlines.tokenize, required=needed
     )
     return Tokens(canaries, tokenizing, threads)

@@ -47,6 +47,7 @@ _ENGINE = {
     "enable_scale_out": "answer the routes that render and derender chats",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",
+    "runtime_lora": "load and unload LoRA adapters at /v1/load_lora_adapter and /v1/unload_lora_adapter",
     "reasoning_parser": "parser that separates thoughts from the answers of chats",
     "api_key": "key that clients must send (default: none)",
     "eos_every": "average number of tokens before an answer ends; 0: no end",

@@ -82,7 +82,7 @@ class Bootstraps:
         self._query = query
         self._observers = observers
         self._tasks = tasks
-        self._interval = probes.scrape_interval
+        self.interval = probes.scrape_interval
         self._now = now
         holder = contract.holder
         self._stuck_for = (holder.stuck_for if isinstance(holder, PushedToDecode) else None) or 0.0
@@ -156,7 +156,7 @@ class Bootstraps:
         while True:
             if engine.node.up:
                 await self.ask(engine)
-                pause = self._interval if engine.node.kv_not_ready is None else min(2 * pause, self._interval)
+                pause = self.interval if engine.node.kv_not_ready is None else min(2 * pause, self.interval)
             try:
                 async with asyncio.timeout(pause):
                     await known.wake.wait()

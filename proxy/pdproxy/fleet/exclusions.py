@@ -36,13 +36,13 @@ class Exclusions:
         self._observers = observers
         self._tasks = tasks
         self._now = now
-        self._interval = interval
+        self.interval = interval
         self._counts: dict[str, Counter[str]] = {}
         engines.watch(self)
 
     def start(self) -> None:
         """Compare engines from now on, unless the settings have turned it off. Needs a running event loop."""
-        if self._interval:
+        if self.interval:
             self._tasks.keep(self.run, "outliers")
 
     def added(self, engine: Engine) -> None:
@@ -57,7 +57,7 @@ class Exclusions:
     async def run(self) -> None:
         """Compare engines until cancelled."""
         while True:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(self.interval)
             self.compare()
 
     def compare(self) -> None:

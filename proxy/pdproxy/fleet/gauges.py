@@ -9,7 +9,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.stalls import Stalls
-from pdproxy.observe import catalog, catalog_health
+from pdproxy.observe import catalog, catalog_fleet, catalog_health
 from pdproxy.observe.metrics import Gauge, Metrics
 from pdproxy.scheduling.nodes import STATES
 
@@ -37,8 +37,9 @@ def engine_gauges(
     stalls: Stalls,
     exclusions: Exclusions,
     now: Callable[[], float],
+    pool: str,
 ) -> list[Gauge]:
-    """Return the gauges of all engines. Each is read at every scrape."""
+    """Return the gauges of all engines of a pool. Each is read at every scrape. `pool`: its name."""
 
     def inflight() -> Samples:
         return [((url, one.node.role.value), one.node.requests) for url, one in engines.items()]
@@ -58,7 +59,11 @@ def engine_gauges(
     def missing() -> Samples:
         return [((url,), tokens) for url, tokens in auditor.missing().items()]
 
+    def infos() -> Samples:
+        return [((url, one.node.role.value, pool), 1) for url, one in engines.items()]
+
     return [
+        Gauge(catalog_fleet.NODE_INFO, infos),
         Gauge(catalog.NODE_INFLIGHT, inflight),
         Gauge(catalog_health.NODE_UP, up),
         Gauge(catalog.KV_MISSING, missing),

@@ -33,7 +33,7 @@ class HealthCanary:
         self._admin = admin
         self._observers = observers
         self._roles = roles
-        self._timeout = timeout
+        self.timeout = timeout
 
     def may_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked: its role allows it, and a model of it is known."""
@@ -51,7 +51,7 @@ class HealthCanary:
         ids = next((ids for ids in evidence.canary if ids), (1,))[:_IDS]
         body = msgspec.json.encode({"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0})
         try:
-            answer = await self._admin.canary(engine.url, _PATH, body, rank, timeout=self._timeout)
+            answer = await self._admin.canary(engine.url, _PATH, body, rank, timeout=self.timeout)
         except EngineRefusedError as error:
             return None if error.status < 500 or error.status == 503 else False
         except EngineTimeoutError as error:

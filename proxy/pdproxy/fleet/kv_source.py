@@ -68,7 +68,7 @@ class ReplayResult(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceParts:
     """What all sources share. `deadline`: seconds until the next message of a replay. `slots` limits the number of replays."""
 

@@ -94,7 +94,7 @@ class KvEventSources:
         self._feed = Feed(index, self.counts, failures.failed)
         self._failed = failures.failed
         slots = asyncio.Semaphore(MAX_REPLAYS)
-        self._parts = SourceParts(self._feed, self.counts, clock, observers, tasks, deadline, slots)
+        self.parts = SourceParts(self._feed, self.counts, clock, observers, tasks, deadline, slots)
         self._sockets = KvEventSockets()
         self._entries: dict[Engine, _Entry] = {}
         self._places: dict[tuple[str, int], int] = {}
@@ -221,7 +221,7 @@ class KvEventSources:
                     " engine does: each one that connects needs its own"
                 )
                 return
-            source = self._topics[key] = Source(self._parts, place, engine.url, replays)
+            source = self._topics[key] = Source(self.parts, place, engine.url, replays)
             self.bound[address.port].subscribe(address.topic)
             entry.ranks[rank] = _Rank(address, source, None)
             source.begin()
@@ -237,7 +237,7 @@ class KvEventSources:
             def resume() -> None:
                 subscription.resume()
 
-            source = Source(self._parts, place, engine.url, replays, resume)
+            source = Source(self.parts, place, engine.url, replays, resume)
             subscription = Subscription(
                 received,
                 self._unreadable,

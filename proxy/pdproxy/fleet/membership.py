@@ -68,7 +68,7 @@ class Membership:
         self._observers = observers
         self._tasks = tasks
         self._now = now
-        self._seconds = seconds
+        self.seconds = seconds
         self._leaving = leaving
         self._members: dict[str, Member] = {}
         self._ending: dict[Member, asyncio.Task[None]] = {}
@@ -157,7 +157,7 @@ class Membership:
             MembershipError: there is no such member.
         """
         member, now = self._member(url), self._now()
-        drain = Drain(by, now, now + (self._seconds if seconds is None else seconds), removes)
+        drain = Drain(by, now, now + (self.seconds if seconds is None else seconds), removes)
         if member.begin_drain(drain):
             self._ledger.mark_draining(url, "is being drained")
             if self._leaving is not None:

@@ -23,15 +23,19 @@ class _ModelName(msgspec.Struct):
     id: str
 
 
-async def models(
+Cards = dict[str, msgspec.Raw]
+"""Models by their names, as engines describe them."""
+
+
+async def cards_of(
     engines: EngineRegistry,
     admin: EngineAdmin,
     now: Callable[[], float],
     authorization: bytes | None,
     *,
     own_keys: bool,
-) -> bytes:
-    """Return the models of all engines that can serve by themselves, each once, as the engines describe them.
+) -> Cards:
+    """Return the models of all engines of a pool that can serve by themselves, each once.
 
     `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key; else with the client's `authorization`.
 
@@ -40,7 +44,7 @@ async def models(
         EngineError: no engine that is up gave a list that can be read.
     """
     own = None if own_keys else (authorization or b"").decode("latin-1")
-    cards: dict[str, msgspec.Raw] = {}
+    cards: Cards = {}
     failed: EngineError | None = None
     at = now()
     for url, engine in list(engines.items()):
@@ -62,4 +66,16 @@ async def models(
             cards.setdefault(name, card)
     if not cards:
         raise failed or OverloadedError("no engine is up: see /ready", Reason.NO_ENGINE)
+    return cards
+
+
+def page(cards: Cards) -> bytes:
+    """Return the answer that lists models."""
     return msgspec.json.encode(_ModelList(data=list(cards.values())))
+
+
+def alias_card(name: str, card: msgspec.Raw) -> msgspec.Raw:
+    """Return the card of another name for a model: that of the model, with this name, the model's as its root, and no parent."""
+    fields = msgspec.json.decode(card, type=dict[str, msgspec.Raw])
+    fields |= {"id": msgspec.Raw(msgspec.json.encode(name)), "root": fields["id"], "parent": msgspec.Raw(b"null")}
+    return msgspec.Raw(msgspec.json.encode(fields))

@@ -79,11 +79,15 @@ class Prober:
         self._observers = observers
         self._tasks = tasks
         self._now = now
-        self._interval = probes.interval
-        self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
+        self.configure(probes)
         self._started = False
         self._running: dict[Engine, asyncio.Task[None]] = {}
         engines.watch(self)
+
+    def configure(self, probes: Probes) -> None:
+        """Use these intervals, from the next probe of each engine on."""
+        self._interval = probes.interval
+        self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
 
     def start(self) -> None:
         """Probe all engines from now on, and those that are added later. Needs a running event loop."""

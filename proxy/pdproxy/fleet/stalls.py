@@ -37,9 +37,7 @@ class Stalls:
         health: Health,
         longest: float,
     ) -> None:
-        self.stalled_after = health.stalled_after
-        self.longest = longest
-        self.pause = health.canary_interval
+        self.configure(health, longest)
         self._engines = engines
         self._ledger = ledger
         self._canary = canary
@@ -50,6 +48,12 @@ class Stalls:
         self._watches: dict[str, StallWatch] = {}
         self._suspected: list[StallWatch] = []
         engines.watch(self)
+
+    def configure(self, health: Health, longest: float) -> None:
+        """Use these times from now on. Whether engines are watched at all is settled at the start."""
+        self.stalled_after = health.stalled_after
+        self.longest = longest
+        self.pause = health.canary_interval
 
     def start(self) -> None:
         """Look at all engines from now on, unless the settings have turned it off. Needs a running event loop."""
@@ -67,9 +71,9 @@ class Stalls:
 
     async def run(self) -> None:
         """Look at all engines at intervals, until cancelled."""
-        interval = self.stalled_after / LOOKS
         last = self._clock.now()
         while True:
+            interval = self.stalled_after / LOOKS
             await self._after(interval)
             now = self._clock.now()
             held_up = now - last > 3 * interval

@@ -6,6 +6,7 @@ Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from pdproxy.kit.text import truncate
@@ -155,6 +156,16 @@ class NotStoredError(BadRequestError):
 
     status = 404
     type = "invalid_request_error"
+
+
+class ModelNotFoundError(BadRequestError):
+    """No pool has the model. Type and text are vLLM's."""
+
+    status = 404
+    type = "NotFoundError"
+
+    def __init__(self, model: str, names: Sequence[str]) -> None:
+        super().__init__(f"The model `{model}` does not exist. Valid aliases: {', '.join(names)}.", param="model")
 
 
 class BodyTooLargeError(BadRequestError):

@@ -107,6 +107,14 @@ class FairPlaces:
         held = self._clients[client]
         held.places -= 1
         self._forget(client, held)
+        self._fill()
+
+    def resize(self, max_places: int) -> None:
+        """Change the number of places. Fewer take nothing from requests that have one."""
+        self._max_places = max_places
+        self._fill()
+
+    def _fill(self) -> None:
         while self._queue and self.taken < self._max_places:
             following = min(self._queue, key=self._places_of)
             held = self._queue.pop(following)

@@ -53,7 +53,8 @@ class FairQueue(Generic[Ticket]):
         displaced: Callable[[Ticket], None],
     ) -> None:
         self._places = places
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
+        """How many may wait. Fewer take nothing from requests that do."""
         self._max_size = max_size
         self._granted = granted
         self._displaced = displaced
@@ -128,7 +129,7 @@ class FairQueue(Generic[Ticket]):
             QueueFullError: too many requests wait, and no other tenant has more of them.
         """
         tenant, loser = self._tenant(name, weight), None
-        if self.waiting >= self._max_waiting:
+        if self.waiting >= self.max_waiting:
             loser = self._displace(tenant, priority)
             if loser is None:
                 self._rest(tenant)

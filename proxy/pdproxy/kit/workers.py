@@ -50,6 +50,8 @@ class Workers:
         self._idle_seconds = idle
         self._turns = FairPlaces(max_workers, waiting)
         self._all: set[Process] = set()
+        self._former: set[Process] = set()
+        """Those that were started with another bound of memory."""
         self._ending = TaskOwner("workers that end")
         self._idle: dict[Process, asyncio.TimerHandle] = {}
 
@@ -70,6 +72,16 @@ class Workers:
     def waiting(self) -> int:
         """Callers that wait for a worker."""
         return self._turns.waiting
+
+    def resize(self, max_workers: int, memory: int) -> None:
+        """Change the number of processes and their memory. Those at work end their work first."""
+        if memory != self._memory:
+            self._memory = memory
+            self._former |= self._all
+            for process in list(self._idle):
+                self._end(process)
+        self._max_workers = max_workers
+        self._turns.resize(max_workers)
 
     async def ask(self, client: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
         """Return a worker's answer, once it is the client's turn. Cancellation ends the worker that is at work on it.
@@ -135,16 +147,17 @@ class Workers:
     def _not_wanted(self, starting: asyncio.Future[Process]) -> None:
         if starting.cancelled() or starting.exception() is not None:
             return
-        if len(self._all) > self._max_workers:
-            self._end(starting.result())
-        else:
-            self._keep(starting.result())
+        self._keep(starting.result())
 
     def _keep(self, process: Process) -> None:
+        if process in self._former or len(self._all) > self._max_workers:
+            self._end(process)
+            return
         self._idle[process] = asyncio.get_running_loop().call_later(self._idle_seconds, self._end, process)
 
     def _end(self, process: Process) -> None:
         self._all.discard(process)
+        self._former.discard(process)
         timer = self._idle.pop(process, None)
         if timer is not None:
             timer.cancel()

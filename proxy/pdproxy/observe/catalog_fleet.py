@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.observe.description import Description, Kind, Label
+from pdproxy.observe.description import NODE, Description, Kind, Label
 
 CHANGES = (
     ("added", "an engine was added while the proxy runs"),
@@ -18,6 +18,13 @@ MEMBER_CHANGES = Description(
     "Changes of the pool's engines while the proxy runs",
     "changes",
     (Label("change", CHANGES),),
+)
+NODE_INFO = Description(
+    "pdproxy_node_info",
+    Kind.GAUGE,
+    "Always 1; the labels are an engine's role and its pool",
+    "bool",
+    (NODE, Label("role", text="the engine's role"), Label("pool", text="the name of its pool")),
 )
 RELOADS = (
     ("applied", "what has changed is in force, but for what needs a restart"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -93,10 +94,25 @@ class _Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A gauge, or a counter that another object keeps. `read` is called at a scrape and yields (label values, value)."""
+    """A gauge, or a counter that another object keeps. `read` is called at a scrape and yields (label values, value).
+
+    `together`: what becomes of two values with the same labels, of two pools.
+    """
 
     description: Description
     read: Callable[[], Iterable[tuple[tuple[str, ...], float]]]
+    together: Callable[[float, float], float] = add
+
+    def and_also(self, other: Gauge) -> Gauge:
+        """Return one for two pools."""
+
+        def read() -> Iterable[tuple[tuple[str, ...], float]]:
+            found: dict[tuple[str, ...], float] = {}
+            for labels, value in (*self.read(), *other.read()):
+                found[labels] = self.together(found[labels], value) if labels in found else value
+            return found.items()
+
+        return Gauge(self.description, read, self.together)
 
 
 class Metrics:
@@ -127,9 +143,10 @@ class Metrics:
             collector(registry=self._registry)
 
     def add_gauges(self, gauges: Iterable[Gauge]) -> None:
-        """Show more gauges, and counters that others keep."""
+        """Show more gauges, and counters that others keep. One that another pool shows already is shown of both together."""
         for gauge in gauges:
-            self._gauges[gauge.description.name] = gauge
+            known = self._gauges.get(gauge.description.name)
+            self._gauges[gauge.description.name] = gauge if known is None else known.and_also(gauge)
             self._counts.pop(gauge.description.name, None)
 
     def add_node(self, url: str, role: str) -> None:

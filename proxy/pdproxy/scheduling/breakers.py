@@ -23,11 +23,13 @@ class Breakers:
     """
 
     def __init__(self, failures: int, cooldown: float, slow_start: float = 0.0) -> None:
-        self._failures = failures
-        self._cooldown = cooldown
-        self._slow_start = slow_start
+        self.configure(failures, cooldown, slow_start)
         self.opened: set[Node] = set()
         """Engines whose breaker was opened and is not closed yet, also those that are half-open or start slowly."""
+
+    def configure(self, failures: int, cooldown: float, slow_start: float) -> None:
+        """Use these numbers from the next failure, or the next good leg, on."""
+        self._failures, self._cooldown, self._slow_start = failures, cooldown, slow_start
 
     def leased(self, lease: Lease) -> None:
         """A request begins at one of the engines in `opened`, or at another one."""

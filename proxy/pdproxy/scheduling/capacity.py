@@ -34,15 +34,15 @@ class Windows:
     """The windows of all engines. `fixed`: that of each engine that answers clients, in place of what is learned; None: learn."""
 
     def __init__(self, fixed: int | None = None) -> None:
-        self._fixed = fixed
+        self.fixed = fixed
         self._windows: dict[str, float] = {}
         self._full: dict[str, int] = {}
         """How often in a row an engine was seen with many waiting requests."""
 
     def of(self, load: Load) -> float | None:
         """Return an engine's window, None if it has none."""
-        if self._fixed is not None:
-            return None if load.prefills else float(self._fixed)
+        if self.fixed is not None:
+            return None if load.prefills else float(self.fixed)
         return self._windows.get(load.url)
 
     def forget(self, url: str) -> None:
@@ -52,7 +52,7 @@ class Windows:
 
     def seen(self, load: Load, waiting: float | None, kv_usage: float) -> None:
         """Note what an engine reports: requests that wait in it (None: not reported), and the part of its KV cache in use."""
-        if self._fixed is not None:
+        if self.fixed is not None:
             return
         waits = waiting or 0.0
         many = waits > max(1.0, MANY_WAIT * load.requests)
@@ -65,7 +65,7 @@ class Windows:
 
     def refused(self, load: Load) -> None:
         """Note that an engine refused a request because its queue is full. Of one with few requests, only its reports count."""
-        if self._fixed is None and load.requests > FEW:
+        if self.fixed is None and load.requests > FEW:
             self._shrink(load, 0.0)
 
     def _shrink(self, load: Load, waits: float) -> None:

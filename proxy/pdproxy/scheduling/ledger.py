@@ -17,9 +17,9 @@ from pdproxy.scheduling.choice import Choice
 from pdproxy.scheduling.compatibility import Compatibility
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role, in_common
+from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role, in_common
 from pdproxy.scheduling.placement import Placement
-from pdproxy.scheduling.policies import make_policies
+from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 from pdproxy.scheduling.releasing import Releasing
 
@@ -56,22 +56,19 @@ class Ledger:
         self._nodes = {spec.url: Node(spec, run_number=next(self._run_numbers)) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
-        self._policies = make_policies(policies, chance, cached)
-        self.needs_details = placement is not None or any(one.needs_details for one in self._policies.values())
-        """Whether anything here reads the details of an `Ask`. Read only."""
-        self._interested = {
-            uses: tuple(policy for role, policy in self._policies.items() if role in uses) for uses in ALL_USES
-        }
-        """The policies that rank engines with these uses."""
         self.placement = placement
         """Read only."""
+        self._ranking = Policies(chance, cached)
+        self._policies, self._interested = self._ranking.by_role, self._ranking.by_uses
+        self.needs_details = self._ranking.use(policies) or placement is not None
+        """Whether anything here reads the details of an `Ask`. Read only."""
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
-        self._breakers = Breakers(breaker_failures, breaker_cooldown, slow_start)
+        self.breakers = Breakers(breaker_failures, breaker_cooldown, slow_start)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
-        self.releasing = Releasing(self._nodes, self._eligibility, self._breakers)
+        self.releasing = Releasing(self._nodes, self._eligibility, self.breakers)
         self._alone_roles: list[Role] = []
         """Those of `_alone` that have an engine that is up."""
         self.block_size: int | None = None
@@ -93,6 +90,11 @@ class Ledger:
     def nodes(self) -> tuple[Node, ...]:
         """All engines, in the order of the settings. Read only."""
         return tuple(self._nodes.values())
+
+    def use_policies(self, policies: Mapping[Role, PolicyFactory]) -> None:
+        """Have other policies rank engines from now on."""
+        self.needs_details = self._ranking.use(policies) or self.placement is not None
+        self._changed()
 
     # -- what probes and audits report
 
@@ -117,7 +119,7 @@ class Ledger:
         if another_run:
             node.run_number = next(self._run_numbers)
         if was_down:
-            self._breakers.reset(node)
+            self.breakers.reset(node)
         if was_down or started_again:
             node.stalled = None
         node.evidence, node.down_because, node.probed = evidence, None, True
@@ -158,7 +160,7 @@ class Ledger:
         if node is None or node.stalled is None:
             return False
         node.stalled = None
-        self._breakers.let_in(node, now)
+        self.breakers.let_in(node, now)
         self._changed()
         return True
 
@@ -166,7 +168,7 @@ class Ledger:
         """Have an engine get requests only if there is no other, until a time. Return whether it got some before."""
         node = self._nodes.get(url)
         if node is not None and (in_use := node.usable(now)):
-            self._breakers.exclude(node, why, until)
+            self.breakers.exclude(node, why, until)
         return node is not None and in_use
 
     def mark_draining(self, url: str, why: str | None) -> None:
@@ -178,7 +180,7 @@ class Ledger:
     def warm_up(self, url: str, now: float) -> None:
         """Have an engine that was added while others serve begin slowly. Without a slow start (`Breakers`) nothing changes."""
         if (node := self._nodes.get(url)) is not None:
-            self._breakers.warm_up(node, now)
+            self.breakers.warm_up(node, now)
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
         """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
@@ -225,7 +227,7 @@ class Ledger:
         """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
         node = self._nodes.pop(url)
         self._pardon(node)
-        self._breakers.reset(node)
+        self.breakers.reset(node)
         for policy in self._policies.values():
             policy.forget(node)
         node.open_until = math.inf  # so that legs which still run neither open nor close its breaker
@@ -241,7 +243,7 @@ class Ledger:
         """
         roles = tuple(roles)
         nodes: Sequence[Node] | None = None
-        if not (self._breakers.opened and self._breakers.any_left(ask.now)) and not without:
+        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
             nodes = self._best_of_each(roles, ask)
         if nodes is None or (self._has_places and any(node.full or node.crowded for node in nodes)):
             ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
@@ -291,12 +293,12 @@ class Ledger:
 
     def _is_plain(self, now: float) -> bool:
         """Return whether all engines that are up may get any number of requests."""
-        return not (self._breakers.opened and self._breakers.any_left(now)) and not self._has_places
+        return not (self.breakers.opened and self.breakers.any_left(now)) and not self._has_places
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
         node: Node | None = None
-        if not (self._breakers.opened and self._breakers.any_left(ask.now)) and not without:
+        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
@@ -314,7 +316,7 @@ class Ledger:
     def began(self, lease: Lease, now: float) -> None:
         """Note that the engine that answers has made its first token: for trials, and for the placement."""
         if lease.trial and not lease.closed:
-            self._breakers.proved(lease, now)
+            self.breakers.proved(lease, now)
         if self.placement is not None and not lease.closed:
             self.placement.began(lease, now)
 
@@ -330,16 +332,16 @@ class Ledger:
         node.requests -= 1
         node.prompt_bytes -= lease.prompt_bytes
         if lease.trial:
-            self._breakers.over(lease)
+            self.breakers.over(lease)
         for policy in self._interested[node.uses]:
             policy.closed(lease, verdict, now)
         if self.placement is not None:
             self.placement.closed(lease, verdict, now, tokens)
         if verdict is Verdict.GOOD:
             if node.failures or node.trial_places:
-                self._breakers.good(lease, now)
+                self.breakers.good(lease, now)
         elif verdict is Verdict.FAILED:
-            return self._breakers.failed(lease, now)
+            return self.breakers.failed(lease, now)
         elif (why := _DOWN.get(verdict)) is not None and self._nodes.get(node.url) is node:
             return self.mark_down(node.url, why, now)
         return False
@@ -354,8 +356,8 @@ class Ledger:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
         lease = Lease(node, role, prompt_bytes, since=ask.now)
-        if self._breakers.opened:
-            self._breakers.leased(lease)
+        if self.breakers.opened:
+            self.breakers.leased(lease)
         for policy in self._interested[node.uses]:
             policy.opened(lease, ask)
         if self.placement is not None:

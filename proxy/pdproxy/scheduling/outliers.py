@@ -88,7 +88,7 @@ class Outliers:
     """Counts how legs end, and judges engines against their peers."""
 
     def __init__(self, limits: OutlierLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._windows: dict[tuple[str, Role], _Window] = {}
         self._times: dict[str, int] = {}
         self._until: dict[str, float] = {}
@@ -129,7 +129,7 @@ class Outliers:
         """
         found: list[Exclusion] = []
         for urls in groups:
-            places = max(1, int(self._limits.max_share * len(urls))) if len(urls) > 1 else 0
+            places = max(1, int(self.limits.max_share * len(urls))) if len(urls) > 1 else 0
             places -= sum(self._until.get(url, 0.0) > now for url in urls)
             for url, reason, why in self._outliers(now, [url for url in urls if self._until.get(url, 0.0) <= now]):
                 if places <= 0:
@@ -160,13 +160,13 @@ class Outliers:
     def _error_share(self, url: str, totals: Mapping[str, _Counts]) -> float | None:
         own = totals[url]
         ended = own.good + own.failed
-        if ended < self._limits.min_requests or own.failed < self._limits.error_share * ended:
+        if ended < self.limits.min_requests or own.failed < self.limits.error_share * ended:
             return None
         share = own.failed / ended
         others = [
             one.failed / (one.failed + one.good)
             for other, one in totals.items()
-            if other != url and one.failed + one.good >= self._limits.min_requests
+            if other != url and one.failed + one.good >= self.limits.min_requests
         ]
         # If its peers fail, too, the cause is none of it: a bad model, a bad client, our own network.
         return share if 2 * median(others or [0.0]) <= share else None
@@ -177,22 +177,22 @@ class Outliers:
         if own is None or not peers:
             return None
         usual, seconds = (median(of) for of in zip(*peers, strict=True))
-        limit = self._limits.slower_than
+        limit = self.limits.slower_than
         return own[0] / usual if usual > 0 and own[0] > limit * usual and own[1] > limit * seconds else None
 
     def _means(self, url: str, role: Role, now: float) -> tuple[float, float] | None:
         """Return an engine's seconds per unit of work, and per leg."""
         window = self._windows.get((url, role))
         counts = window.all(now) if window is not None else None
-        if counts is None or counts.timed < self._limits.min_requests:
+        if counts is None or counts.timed < self.limits.min_requests:
             return None
         return counts.pace / counts.timed, counts.seconds / counts.timed
 
     def _left_out(self, url: str, now: float) -> float:
-        if now - self._until.get(url, now) > GOOD_AFTER * self._limits.exclude_for:
+        if now - self._until.get(url, now) > GOOD_AFTER * self.limits.exclude_for:
             self._times[url] = 0
         times = self._times[url] = self._times.get(url, 0) + 1
-        seconds = min(LONGEST, times * self._limits.exclude_for)
+        seconds = min(LONGEST, times * self.limits.exclude_for)
         self._until[url] = now + seconds
         for key in [key for key in self._windows if key[0] == url]:
             del self._windows[key]

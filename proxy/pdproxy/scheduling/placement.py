@@ -16,6 +16,7 @@ import msgspec
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.slo import Slo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +76,10 @@ class Placement(ABC):
 
     def engines_changed(self, nodes: Sequence[Node]) -> None:
         """An engine came up, went down or changed. `nodes`: all of the pool."""
+        return
+
+    def configure(self, slo: Slo, *, refuses: bool) -> None:
+        """Have another objective for the pool. `refuses`: whether a request is refused that can't be served within it."""
         return
 
     def status(self) -> str | None:

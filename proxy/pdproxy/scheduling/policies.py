@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pdproxy.scheduling.least_load import LeastLoad
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.nodes import ALL_USES, Role
 from pdproxy.scheduling.policy import Cached, Policy, PolicyContext, PolicyFactory, no_chance
 from pdproxy.scheduling.power_of_two import PowerOfTwo
 from pdproxy.scheduling.prefix_policy import Prefix
@@ -40,6 +40,26 @@ ASK_THE_INDEX = frozenset({"prefix"})
 def names() -> tuple[str, ...]:
     """Return the names of all policies."""
     return tuple(POLICIES)
+
+
+class Policies:
+    """The policies in use. `by_role`: one for each role; `by_uses`: those that rank engines with these uses."""
+
+    def __init__(self, chance: Callable[[], float], cached: Cached | None) -> None:
+        self._chance = chance
+        self._cached = cached
+        self.by_role: dict[Role, Policy] = {}
+        self.by_uses: dict[frozenset[Role], tuple[Policy, ...]] = {}
+
+    def use(self, factories: Mapping[Role, PolicyFactory]) -> bool:
+        """Use other ones. Return whether any of them reads the details of an `Ask`.
+
+        They see the engines' present load, and nothing else of what was before.
+        """
+        self.by_role.update(make_policies(factories, self._chance, self._cached))
+        for uses in ALL_USES:
+            self.by_uses[uses] = tuple(policy for role, policy in self.by_role.items() if role in uses)
+        return any(one.needs_details for one in self.by_role.values())
 
 
 def make_policies(

@@ -2,52 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from pdproxy.scheduling import placements, policies
 from pdproxy.settings.errors import KeyPath, spell_key
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.schema import Pool, Settings
 from pdproxy.settings.section import Section
 
-NODES = ("pools", 0, "nodes")
-LOG_LEVEL = ("observe", "log_level")
-AT_ONCE = (NODES, LOG_LEVEL)
-"""The settings that are used at once. All others need a restart; files that settings name are read again by themselves."""
+AT_ONCE: tuple[KeyPath, ...] = (
+    ("auth",),
+    ("deadlines",),
+    ("limits",),
+    ("overload",),
+    ("health",),
+    ("outliers",),
+    ("probes",),
+    ("observe", "log_level"),
+    ("pools", 0, "nodes"),
+    ("pools", 0, "models"),
+    ("pools", 0, "aliases"),
+    ("pools", 0, "weight"),
+    ("pools", 0, "policy"),
+    ("pools", 0, "slo"),
+)
+"""The settings, and sections, that are used at once. Files that settings name are read again by themselves."""
+EXCEPT: tuple[KeyPath, ...] = (("deadlines", "detect"),)
+"""Of these, what needs a restart all the same: the wait is over once requests are served."""
+SWITCHES: tuple[KeyPath, ...] = (
+    ("health", "stalled_after"),
+    ("outliers", "interval"),
+    ("limits", "engine_requests"),
+    ("limits", "engine_tokens"),
+    ("limits", "continuations"),
+)
+"""Numbers of which 0 turns something off. That needs a restart, and so does turning it on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """`restart`: the settings that differ and need a restart, by their names. `log_level`: the new one, None if it is the same.
+    """`used`: the settings to be used from now on: what differs and needs no restart is that of the new ones.
 
-    `nodes`: the engines, None if they are the same.
+    `at_once`, `restart`: the names of settings that differ, and are used at once, or need a restart.
     """
 
-    nodes: tuple[Node, ...] | None
-    log_level: str | None
+    used: Settings
+    at_once: tuple[str, ...]
     restart: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return self.nodes is not None or self.log_level is not None or bool(self.restart)
 
 
 def changes(old: Settings, new: Settings) -> Changes:
     """Return what differs. Both have the same sources but for the content of their files."""
-    differ = list(_differ(old, new, ()))
-    return Changes(
-        new.pool.nodes if NODES in differ else None,
-        new.observe.log_level if LOG_LEVEL in differ else None,
-        tuple(spell_key(path) for path in differ if path not in AT_ONCE),
-    )
+    at_once: list[KeyPath] = []
+    restart: list[KeyPath] = []
+    for path in _differ(old, new, ()):
+        (at_once if _is_used_at_once(path, old, new) else restart).append(path)
+    used = _merged(old, new, (), frozenset(restart))
+    return Changes(used, tuple(map(spell_key, at_once)), tuple(map(spell_key, restart)))
+
+
+def _is_used_at_once(path: KeyPath, old: Settings, new: Settings) -> bool:
+    general = tuple(0 if isinstance(part, int) else part for part in path)
+    if general in EXCEPT or not any(general[: len(one)] == one for one in AT_ONCE):
+        return False
+    if general in SWITCHES:
+        return bool(_at(old, path)) == bool(_at(new, path))
+    if (
+        path[0] == "auth"
+    ):  # without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines
+        return old.auth.wants_keys == new.auth.wants_keys
+    if general[2:3] in (("policy",), ("slo",)):
+        pools: Sequence[Pool] = (_at(old, path[:2]), _at(new, path[:2]))
+        first, second = map(_parts_of_policy, pools)
+        return first == second
+    return True
+
+
+def _parts_of_policy(pool: Pool) -> tuple[str, bool]:
+    """Return which parts a pool's policy needs: the placement, and whether there is an index of prefixes."""
+    asked = {pool.policy.prefill, pool.policy.decode} & policies.ASK_THE_INDEX
+    return pool.placement, bool(asked) or pool.placement in placements.ASK_THE_INDEX
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    for part in path:
+        tree = tree[part] if isinstance(part, int) else getattr(tree, part)
+    return tree
+
+
+def _is_list_of_pools(old: Any, new: Any, path: KeyPath) -> bool:
+    """Return whether these are the same pools, in the same order. The one pool may have another name."""
+    if path != ("pools",) or len(old) != len(new):
+        return False
+    return len(old) == 1 or [pool.name for pool in old] == [pool.name for pool in new]
 
 
 def _differ(old: Any, new: Any, path: KeyPath) -> list[KeyPath]:
     if old == new:
         return []
-    if path == ("pools",) and len(old) == len(new):
+    if _is_list_of_pools(old, new, path):
         return [one for at in range(len(old)) for one in _differ(old[at], new[at], (*path, at))]
     if isinstance(old, Section) and type(old) is type(new):
         names = [field.name for field in msgspec.structs.fields(old)]
         return [one for name in names for one in _differ(getattr(old, name), getattr(new, name), (*path, name))]
     return [path]
+
+
+def _merged(old: Any, new: Any, path: KeyPath, restart: frozenset[KeyPath]) -> Any:
+    """Return the new value of a setting or section, with the old ones of those that need a restart."""
+    if old == new or path in restart:
+        return old
+    if _is_list_of_pools(old, new, path):
+        return tuple(_merged(old[at], new[at], (*path, at), restart) for at in range(len(old)))
+    if isinstance(old, Section) and type(old) is type(new):
+        names = [field.name for field in msgspec.structs.fields(old)]
+        found = {name: _merged(getattr(old, name), getattr(new, name), (*path, name), restart) for name in names}
+        return msgspec.structs.replace(old, **found)
+    return new

@@ -18,6 +18,7 @@ from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spe
 from pdproxy.settings.kv_events import check_kv_events
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.placing_checks import check_placing
+from pdproxy.settings.pool_checks import check_pools
 from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 
@@ -42,13 +43,11 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         _refuse_bodies_without_space(settings.limits, found)
     if found.within("pools"):
         return settings
-    if len(settings.pools) > 1:
-        names = ", ".join(quote(pool.name) for pool in settings.pools[:4])
-        text = f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now"
-        found.add(("pools",), text)
-        return settings
-    (pool,) = settings.pools or (Pool(),)
-    return msgspec.structs.replace(settings, pools=(_checked(pool, ("pools", 0), need_engines, found),))
+    pools = settings.pools or (Pool(),)
+    checked = [_checked(pool, ("pools", at), need_engines, found) for at, pool in enumerate(pools)]
+    settings = msgspec.structs.replace(settings, pools=tuple(checked))
+    check_pools(settings, found)
+    return settings
 
 
 def _check_auth(auth: Auth, found: Mistakes) -> None:

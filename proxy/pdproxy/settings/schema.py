@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
+from msgspec import Meta
+
 from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
@@ -19,7 +22,8 @@ from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
-from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
+from pdproxy.settings.section import Count, File, Host, Key, Port, Section, Text, names_of
+from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
 
@@ -27,10 +31,10 @@ Role = Literal["prefill", "decode", "aggregated", "any"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
-OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
+Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
 
 
 class ListenTls(Section, frozen=True):
@@ -101,6 +105,11 @@ class Auth(Section, frozen=True):
 
     engine_api_key_file: File | None = None
     """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
+
+    @property
+    def wants_keys(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
 
     def __repr__(self) -> str:
         # Settings appear in logs and tracebacks; keys must not.
@@ -230,7 +239,17 @@ class Pool(Section, frozen=True):
     """Engines that can work together, and how."""
 
     name: Text = "default"
-    """The pool's name in logs."""
+    """The pool's name in logs, metrics and `/ready`. Each pool has one of its own."""
+
+    models: tuple[Text, ...] = ()
+    """Models whose requests this pool gets although no engine of it lists them, if no other pool's does: names, or patterns with
+    `*`. The longest pattern that fits a name counts."""
+
+    aliases: dict[str, Text] = {}  # noqa: RUF012 - a struct copies its defaults
+    """Other names of models, each with the name that the engines know."""
+
+    weight: Weight = 1.0
+    """Where several pools serve a model, this pool's part of the requests. 0: only what no other pool serves."""
 
     connector: Connector = "nixl"
     """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with. `auto`: the engines
@@ -249,6 +268,12 @@ class Pool(Section, frozen=True):
 
     cpu: Cpu = Cpu()
     """For the connector cpu."""
+
+    kv_ready_port: Port | None = None
+    """Port to which this pool's engines send notices. None: `kv_ready.port`. Two pools can't share one."""
+
+    registration_port: Port | None = None
+    """Port at which this pool's engines register. None: `registration.port`. Two pools can't share one."""
 
     bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
     """Port of a prefill engine's Mooncake bootstrap server, if nothing else names it. vLLM's own default; vllm-omni's files
@@ -305,41 +330,6 @@ class Pool(Section, frozen=True):
         return AUTO if decides else SPLIT
 
 
-class KvReady(Section, frozen=True):
-    """The ZMQ socket to which engines send notices that KV is ready. It is bound if the connector has such notices."""
-
-    host: Host = "127.0.0.1"
-    """Address to bind: one that every prefill rank can reach. Anybody who can reach it can send notices."""
-
-    port: Port = 7500
-    """TCP port: LMCache's `pd_proxy_port`. Its own example proxy takes 8500."""
-
-    notifier: bool = False
-    """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). If so, the socket is bound for them."""
-
-    early: bool = False
-    """With the notifier: ask the decode engine at the prefill engine's notice, without waiting for its HTTP answer. Between
-    engines on CPUs that was not measurably faster."""
-
-    on_timeout: OnTimeout = "recompute"
-    """What happens to a prompt whose notices do not come within `deadlines.kv_ready`: an engine computes what is missing, or
-    the request fails with 504."""
-
-
-class Registration(Section, frozen=True):
-    """The ZMQ socket at which engines register. It is bound if the connector's engines do that."""
-
-    host: Host = "127.0.0.1"
-    """Address to bind: one that every engine can reach. Who else can reach it can register an engine before that engine does."""
-
-    port: Port | None = None
-    """TCP port: the `proxy_port` or `proxy_ping_port` in the engines' configuration. None: that of vLLM's examples, 30001 for
-    p2p-nccl and 36367 for moriio."""
-
-    timeout: Seconds = 5.0
-    """Without a heartbeat for so long, an engine takes part in no KV transfer. vLLM's engines send one every 3 seconds."""
-
-
 class Settings(Section, frozen=True):
     """All settings."""
 
@@ -350,7 +340,7 @@ class Settings(Section, frozen=True):
     """Keys of clients and of engines."""
 
     pools: tuple[Pool, ...] = ()
-    """The engines. Only one pool is supported for now; after `load` there is always exactly one."""
+    """The engines, in pools: those of one pool work together. After `load` there is at least one."""
 
     deadlines: Deadlines = Deadlines()
     """How long each wait may last."""
@@ -382,5 +372,16 @@ class Settings(Section, frozen=True):
 
     @property
     def pool(self) -> Pool:
-        """The one pool."""
+        """The first pool."""
         return self.pools[0]
+
+    def of_pool(self, pool: Pool) -> Settings:
+        """Return the settings for the parts of one pool, which is the only one in them."""
+        if self.pools == (pool,) and pool.kv_ready_port is None and pool.registration_port is None:
+            return self
+        replace, kv_ready, registration = msgspec.structs.replace, self.kv_ready, self.registration
+        if pool.kv_ready_port is not None:
+            kv_ready = replace(kv_ready, port=pool.kv_ready_port)
+        if pool.registration_port is not None:
+            registration = replace(registration, port=pool.registration_port)
+        return replace(self, pools=(pool,), kv_ready=kv_ready, registration=registration)

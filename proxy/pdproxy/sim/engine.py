@@ -63,8 +63,8 @@ class Engine:
         self._chance = random.Random(chance)
         self._cores: list[Core] = []
         """One for each data-parallel rank."""
-        self._in_flight = [0] * facts.data_parallel_size
-        self._first = 0
+        self._in_flight, self._first = [0] * facts.data_parallel_size, 0
+        self.adapters: dict[str, str] = {}  # LoRA adapters that were loaded, with their paths
         self._streams: dict[str, OutputStream] = {}
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("engine")
@@ -95,7 +95,7 @@ class Engine:
         self.engine_id = self.facts.engine_id or made
         self.rank_stats = [Stats() for _ in range(self.facts.data_parallel_size)]
         self.started_at = time.time()
-        self.dead = False
+        self.dead, self.adapters = False, {}
         self.stops.reset()
         if self.facts.connector == "lmcache-pd" and self.facts.role == "decode":
             await self._receiving.open(

@@ -174,6 +174,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Chats are rendered and derendered on routes of their own."""
     enable_tokenizer_info_endpoint: bool = False
     enable_server_load_tracking: bool = False
+    runtime_lora: bool = False
+    """LoRA adapters can be loaded and unloaded while it runs."""
     reasoning_parser: Literal["none", "deepseek_r1"] = "none"
     """Separates thoughts from a chat's content. With a parser, the model ends its thoughts with `</think>`."""
     api_key: str | None = None

@@ -128,7 +128,7 @@ class EngineAdmin:
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
     ) -> None:
         self._connector = connector
-        self._timeout = timeout
+        self.timeout = timeout
         self._key = key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -311,12 +311,12 @@ class EngineAdmin:
                 headers=headers,
                 ssl=True if tls is None else tls,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=timeout or self._timeout),
+                timeout=aiohttp.ClientTimeout(total=timeout or self.timeout),
             ) as answer:
                 content = await _body(answer, path, max_bytes) if max_bytes else b""
         except TimeoutError:
             raise EngineTimeoutError(
-                f"{path} did not answer in {timeout or self._timeout:g} s",
+                f"{path} did not answer in {timeout or self.timeout:g} s",
                 wait=Wait.PROBE if timeout is None else wait,
             ) from None
         except aiohttp.ClientConnectorCertificateError as error:

@@ -183,16 +183,20 @@ class EngineClient:
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._netloc = parts.netloc.encode()
-        self._connect_timeout = connect_timeout
-        self._keepalive = keepalive
+        self.configure(connect_timeout, keepalive, unacknowledged)
         self._clock = clock
         self._budget = budget
         self._key = key
         self._tls = tls
-        self._unacknowledged = unacknowledged
         self._idle: list[EngineConnection] = []
         self._all: OrderedSet[EngineConnection] = OrderedSet()
         self._addresses = Addresses(self._host, self._port, self._close_former, resolve)
+
+    def configure(self, connect_timeout: float, keepalive: float, unacknowledged: float) -> None:
+        """Use these times from now on. Connections that are open keep theirs."""
+        self._connect_timeout = connect_timeout
+        self._keepalive = keepalive
+        self._unacknowledged = unacknowledged
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"

@@ -72,7 +72,7 @@ class PassthroughLegs:
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
     ) -> None:
         self._connector = connector or partial(aiohttp.TCPConnector, limit=0, force_close=True)
-        self._connect_timeout = connect_timeout
+        self.connect_timeout = connect_timeout
         self._budget = budget
         self._key = key
         self._tls = tls
@@ -111,7 +111,7 @@ class PassthroughLegs:
         if self._session is None:  # made inside its event loop
             self._session = aiohttp.ClientSession(
                 connector=self._connector(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
                 auto_decompress=False,

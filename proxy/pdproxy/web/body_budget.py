@@ -22,14 +22,18 @@ class BodyBudget:
     """At most `max_bytes` at once, of which `held` are held now."""
 
     def __init__(self, max_bytes: int, observers: Observers) -> None:
-        self._max_bytes = max_bytes
-        self._common = max_bytes - max_bytes // RESERVED
+        self.resize(max_bytes)
         self._observers = observers
         self._holders: dict[Client, None] = {}
         self.held = 0
 
     def __repr__(self) -> str:
         return f"<BodyBudget {self.held} of {self._max_bytes} bytes>"
+
+    def resize(self, max_bytes: int) -> None:
+        """Change the limit. What is held stays."""
+        self._max_bytes = max_bytes
+        self._common = max_bytes - max_bytes // RESERVED
 
     def take(self, client: Client, size: int) -> None:
         """Take space for `size` more bytes.

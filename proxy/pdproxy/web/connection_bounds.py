@@ -25,7 +25,7 @@ MAX_PARTS, MIN_PART = 65_536, 64
 """Parts of any size in which a body may come. More parts must have `MIN_PART` bytes on average: each costs 0.3 us."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConnectionBounds:
     """Limits from the settings: seconds for a head and a body, bytes of a head. And the shared counts of connections."""
 

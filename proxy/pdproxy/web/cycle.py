@@ -60,10 +60,14 @@ class DataPath:
         self.observers = observers
         self.bounds = bounds
         self.max_body = max_body
+        self.note(hints)
+        self.body_budget = body_budget
+
+    def note(self, hints: frozenset[bytes]) -> None:
+        """Read these headers for the proxy itself from now on."""
         self.hints = hints
         self.noted = FORWARDED | hints
         """All headers of a client that somebody reads, besides those of every request."""
-        self.body_budget = body_budget
 
 
 class GenerateCycle(ResponseCycle):

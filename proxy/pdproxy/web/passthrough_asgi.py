@@ -53,7 +53,7 @@ class PassthroughConnection(Protocol):
         """Count what is left to be sent of a whole answer until its client has read it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PassthroughAsgi:
     """What these routes need. One for the whole process; `forwarded`: the headers that engines get; `max_body` in bytes."""
 

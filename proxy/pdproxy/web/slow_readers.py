@@ -24,7 +24,7 @@ _BYTES_ACKED = struct.Struct("120x Q")
 """Where Linux's `struct tcp_info` has `tcpi_bytes_acked`: the bytes that the other side's kernel has taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SlowReaderPolicy:
     """How slowly clients may read: less than `min_rate` bytes per second (0: nothing at all) for up to `seconds`.
 

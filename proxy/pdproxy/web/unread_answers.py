@@ -23,19 +23,19 @@ class UnreadAnswers:
     """At most `max_bytes` at once, of which `held` are kept now."""
 
     def __init__(self, max_bytes: int, observers: Observers) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._observers = observers
         self._by_client: dict[Client, dict[DroppableConnection, int]] = {}
         self.held = 0
 
     def __repr__(self) -> str:
-        return f"<UnreadAnswers {self.held} of {self._max_bytes} bytes>"
+        return f"<UnreadAnswers {self.held} of {self.max_bytes} bytes>"
 
     def hold(self, client: Client, connection: DroppableConnection, size: int) -> None:
         """Count the rest of an answer, until `release`. Answers without space are dropped, perhaps this one."""
         self._by_client.setdefault(client, {})[connection] = size
         self.held += size
-        while self.held > self._max_bytes:
+        while self.held > self.max_bytes:
             largest = max(self._by_client, key=self._bytes)
             oldest = next(iter(self._by_client[largest]))
             self._observers.notify(Evicted("answer"))

@@ -7,6 +7,7 @@ answers `previous_response_id` with 404 and `background` with 400. Clients get t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +25,9 @@ _LONGEST_BOOLEAN = 64
 """Bytes of JSON."""
 _LISTED = ("input", "documents", "text_1", "text_2", "items")
 """Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
+
+
+Rename = Callable[[str | None], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,12 @@ NO_BODY = PassedBody(b"", None, False)
 """Of a request without one."""
 
 
-def read_if_quick(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> PassedBody | None:
+def read_if_quick(
+    dialect: Dialect, body: Body, bounds: Bounds = DEFAULT, name: Rename | None = None
+) -> PassedBody | None:
     """Read a body and encode it again, so that an engine can find nothing in it that was not seen here.
 
-    None if reading it may take long.
+    None if reading it may take long. `name`: see `passed_body`.
 
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
@@ -68,7 +74,7 @@ def read_if_quick(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> Pas
     if fields is None:
         return None
     check_lists(dialect, fields, bounds)
-    return passed_body(dialect, fields)
+    return passed_body(dialect, fields, name)
 
 
 def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
@@ -83,13 +89,16 @@ def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
                 prompts_in(fields[name], bounds.prompts, name)
 
 
-def passed_body(dialect: Dialect, fields: Fields) -> PassedBody:
-    """Return the body that the engine gets.
+def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None) -> PassedBody:
+    """Return the body that the engine gets. `name` returns the engine's name of a model; None: it is the client's.
 
     Raises:
         BadRequestError: it asks for a stored conversation.
     """
     model, stream = model_of(fields), has_value(fields, "stream", b"true")
+    if name is not None and (known := name(model)) != model:
+        model = known
+        fields["model"] = msgspec.Raw(msgspec.json.encode(known))
     if dialect is Dialect.OPENAI:
         fields.pop(PROMPT_IDS, None)
     if dialect is not Dialect.RESPONSES:

@@ -77,10 +77,10 @@ class Auto(Placement):
         corrects: bool = True,
         refuses: bool = False,
     ) -> None:
-        self.slo = slo
+        self.slo, self._refuses = slo, refuses
         self._cached = cached
         self._times_of, self._weights = times_of, weights
-        self._assumed, self._corrects, self._refuses = assumed, corrects, refuses
+        self._assumed, self._corrects = assumed, corrects
         self._costs = {slo: Costs(slo, weights)}
         """By the bounds that requests have."""
         self._nodes: Sequence[Node] = ()
@@ -97,6 +97,13 @@ class Auto(Placement):
         self.ttft_error, self.tpot_error = Error(), Error()
         self.splits = 0
         """Requests that were split."""
+
+    def configure(self, slo: Slo, *, refuses: bool) -> None:
+        """See `Placement`. Which engines are kept for prefill is decided anew."""
+        self.slo, self._refuses = slo, refuses
+        self._groups.clear()
+        self._views.clear()
+        self._views_by_nodes.clear()
 
     def _load(self, node: Node) -> EngineLoad:
         load = self._loads.get(node.url)

@@ -8,11 +8,11 @@ an idle connection, an answer that it does not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Protocol
 
-from pdproxy.kit.errors import PdproxyError
+from pdproxy.kit.errors import OverloadedError, PdproxyError, Reason
 
 Network = IPv4Network | IPv6Network
 _SUBNET = 64
@@ -96,6 +96,14 @@ class Clients:
     def trusts(self, address: str) -> bool:
         """Return whether a peer is a trusted proxy, which names its clients."""
         return bool(self._trusted) and self._is_trusted(_parsed(address))
+
+    def evict_slow(self, client: Client, over_share: Callable[[Client], bool]) -> None:
+        """Drop one slow reader of another client that holds more than its share."""
+        for other in self.with_slow:
+            if other is not client and over_share(other):
+                error = OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
+                next(iter(other.slow)).evict(error)
+                return
 
     def name_behind(self, proxy: bytes | str, forwarded_for: Iterable[bytes]) -> bytes | str:
         """Return the name of the client behind a trusted proxy; the proxy's own name `proxy`, if it names no client.

@@ -26,8 +26,12 @@ class Tenants:
     ) -> None:
         self._clients = clients
         self._keys = keys
+        self.configure(header, weights or {})
+
+    def configure(self, header: str | None, weights: Mapping[str, float]) -> None:
+        """Use these from the next request on."""
         self._header = None if header is None else header.lower().encode("latin-1")
-        self._weights = weights or {}
+        self._weights = weights
 
     def enter(self, name: bytes | str, key: str | None, headers: Headers, *, may_name: bool) -> Client:
         """Return the client of a request, to be used until `Clients.leave`.

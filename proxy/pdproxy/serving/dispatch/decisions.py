@@ -55,17 +55,20 @@ class Decisions:
     """The last `KEPT` decisions. `placement`: the name of what makes them, None where nothing does and none is kept."""
 
     def __init__(self, placement: str | None, now: Callable[[], float]) -> None:
-        self._placement = placement
+        self.placement = placement
         self._now = now
-        self._last: deque[Decision] = deque(maxlen=KEPT)
+        self.last: deque[Decision] = deque(maxlen=KEPT)
 
     def add(self, decision: Decision) -> None:
         """Keep a decision, and drop the oldest one if there are too many."""
-        self._last.append(decision)
+        self.last.append(decision)
 
-    def page(self) -> bytes:
-        """Return them as JSON, the newest first. Numbers that are none (infinite) become null."""
-        now = self._now()
+    def page(self, *others: Decisions) -> bytes:
+        """Return them as JSON with those of other pools, the newest first. Numbers that are none (infinite) become null."""
+        now, found, placement = self._now(), [*self.last], self.placement
+        if others:
+            found = sorted((last for one in (self, *others) for last in one.last), key=lambda one: one.at)
+            placement = next((one.placement for one in (self, *others) if one.placement is not None), None)
         shown = [
             _Shown(
                 round(now - one.at, 3),
@@ -77,9 +80,9 @@ class Decisions:
                 one.tokens,
                 one.values,
             )
-            for one in reversed(self._last)
+            for one in reversed(found)
         ]
-        return msgspec.json.encode(_Page(self._placement, shown))
+        return msgspec.json.encode(_Page(placement, shown))
 
 
 def decided(times: LegTimes, assignment: Assignment) -> LegTimes:

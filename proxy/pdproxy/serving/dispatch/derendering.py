@@ -41,13 +41,13 @@ class Derendering:
         self._engines = engines
         self._observers = observers
         self._clock = clock
-        self._deadline = deadline
+        self.deadline = deadline
         self._possible: dict[str | None, bool] = {}
         self._places = asyncio.Semaphore(_MAX_CALLS)
         self.most = most
 
     def __repr__(self) -> str:
-        return f"<Derendering within {self._deadline:g} s>"
+        return f"<Derendering within {self.deadline:g} s>"
 
     def notify(self, event: Event) -> None:
         """Look again when an engine has changed."""
@@ -85,12 +85,12 @@ class Derendering:
         ]
         asked = sorted(able, key=lambda one: (one.url == without, one.requests))
         try:
-            async with self._clock.within(self._deadline), self._places:
+            async with self._clock.within(self.deadline), self._places:
                 return await first_answer(
                     asked,
                     lambda node: self._ask(node.url, path, body, authorization, max_bytes),
                     self._clock,
-                    self._deadline,
+                    self.deadline,
                     Wait.BETWEEN_TOKENS,
                     self._observers,
                 )

@@ -30,10 +30,10 @@ class Detokenizing:
         self._engines = engines
         self._observers = observers
         self._clock = clock
-        self._deadline = deadline
+        self.deadline = deadline
 
     def __repr__(self) -> str:
-        return f"<Detokenizing within {self._deadline:g} s>"
+        return f"<Detokenizing within {self.deadline:g} s>"
 
     async def text(
         self, model: str | None, ids: Sequence[int], authorization: bytes | None, *, without: str
@@ -47,7 +47,7 @@ class Detokenizing:
             sorted(able, key=lambda one: one.requests),
             lambda node: self._ask(node.url, model, ids, authorization),
             self._clock,
-            self._deadline,
+            self.deadline,
             Wait.TOKENIZE,
             self._observers,
         )

@@ -69,7 +69,7 @@ class Dispatcher:
         self, parsed: Parsed, prompt: Prompt | None, headers: LegHeaders, new_relay: Callable[[], Relay]
     ) -> Exchange:
         """Return the exchange of one prompt; with `prompt` None, of a whole request that one engine serves alone."""
-        left = self.resources.continuations
+        left = self.resources.limits.continuations
         return Exchange(self, PromptRequest(parsed, prompt, headers, new_relay, left=left))
 
 
@@ -257,8 +257,8 @@ class Exchange:
     def _recover(self, outcome: Failure) -> Action:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
-        continues = resources.records is not None
-        progress = Progress(self._number, resources.attempts, self._alone is not None, self._prefill_failed, continues)
+        most, continues = resources.limits.attempts, resources.records is not None
+        progress = Progress(self._number, most, self._alone is not None, self._prefill_failed, continues)
         action = after(outcome, progress)
         if isinstance(action, Continue):
             return action

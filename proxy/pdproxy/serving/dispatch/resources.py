@@ -29,7 +29,7 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.stream.relay import Relay
-from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
@@ -62,7 +62,7 @@ class ExchangeResources:
     engines: EngineRegistry
     custodian: Custodian
     deadlines: Deadlines
-    attempts: int
+    limits: Limits
     observers: Observers
     auditor: Auditor
     now: Callable[[], float]
@@ -76,8 +76,6 @@ class ExchangeResources:
     decisions: Decisions | None = None
     prefixes: Prefixes | None = None
     """None where nothing asks what engines have in their caches."""
-    continuations: int = 0
-    """How often other engines may go on with one stream."""
     records: Records | None = None
     """None where no engine goes on with another one's stream."""
     detokenizing: Detokenizing | None = None
@@ -90,7 +88,7 @@ class ExchangeResources:
     def with_ids_of_calls(self, parsed: Parsed) -> Parsed:
         """Return a chat with tools as one whose ids engines are asked for, where they are of use."""
         derendering = self.derendering
-        if derendering is None or not self.continuations or not derendering.possible(parsed.model):
+        if derendering is None or not self.limits.continuations or not derendering.possible(parsed.model):
             return parsed
         return msgspec.structs.replace(parsed, derenders=True)
 

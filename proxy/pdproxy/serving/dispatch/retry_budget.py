@@ -59,6 +59,11 @@ class RetryBudget:
         """How many may run now."""
         return max(self._least, int(self._share * self._inflight()))
 
+    def configure(self, share: float, least: int, most: int, seconds: float) -> None:
+        """Use these limits from now on, see the class. Those that wait may get a place by them."""
+        self._share, self._least, self._most, self._seconds = share, least, most, seconds
+        self._grant()
+
     @property
     def waiting(self) -> int:
         """Requests that wait for a place."""

@@ -82,7 +82,7 @@ class Tokenizing:
         self._clock = clock
         self._now = now
         self._threads = threads
-        self._deadline = deadline
+        self.deadline = deadline
         self._required = required
         self._waiting = 0
         self._abandoned: set[Future[_Result]] = set()
@@ -100,7 +100,7 @@ class Tokenizing:
             return self._given(parsed, prompt) if self._required else None
         source, started = "here", self._now()
         # Where ids are required, half of the time is kept for asking an engine.
-        seconds = self._deadline / 2 if self._required else self._deadline
+        seconds = self.deadline / 2 if self._required else self.deadline
         result, ids = await self._in_time(seconds, self._here(parsed, prompt))
         self._report(source, result, started, ids)
         if ids is None and self._required and result != "rejected":

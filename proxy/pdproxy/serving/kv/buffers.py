@@ -50,7 +50,7 @@ class ReceiveBuffers:
         self._unit = unit
         self._clock = clock
         self._observers = observers
-        self._timeout = timeout
+        self.timeout = timeout
         self._queue = asyncio.Lock()
         self._freed = asyncio.Event()
         self.bounded = False
@@ -112,7 +112,7 @@ class ReceiveBuffers:
             OverloadedError: there was no space in `timeout` seconds.
         """
         try:
-            async with self._clock.within(self._timeout), self._queue:
+            async with self._clock.within(self.timeout), self._queue:
                 while True:
                     self._freed.clear()
                     full = self.full(count)
@@ -122,5 +122,5 @@ class ReceiveBuffers:
                     await self._freed.wait()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            message = f"no decode engine had space for the prompt's KV in {self._timeout:g} s"
+            message = f"no decode engine had space for the prompt's KV in {self.timeout:g} s"
             raise OverloadedError(message, Reason.CAPACITY) from None

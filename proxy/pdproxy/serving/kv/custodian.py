@@ -55,8 +55,9 @@ class Custodian:
         self.stuck = StuckKv(engines, contract.holder)
         self.run_of: Callable[[str], int | None] = self.stuck.run_of
         resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
-        self._release = release_for(contract.holder, resources)
-        awaited = self._release.abandoned_timeout if self._release is not None else None
+        holds = release_for(contract.holder, resources)
+        self._release = holds
+        awaited = None if holds is None else lambda: holds.abandoned_timeout
         self.orphans = Orphans(contract, awaited, observers, self._tasks, clock, self._release_at_once)
 
     @property

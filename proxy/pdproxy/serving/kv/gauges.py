@@ -32,7 +32,7 @@ def kv_gauges(custodian: Custodian, ready: KvReady, buffers: ReceiveBuffers) -> 
         Gauge(catalog.KV_STUCK, stuck),
         Gauge(catalog.KV_STUCK_AGE, stuck_ages),
         Gauge(catalog.KV_HANDLES, handles),
-        Gauge(catalog.KV_HANDLE_AGE, ages),
+        Gauge(catalog.KV_HANDLE_AGE, ages, max),
         Gauge(catalog.KV_READY_WAITS, lambda: [((), ready.waiting)]),
         Gauge(catalog.KV_NOTICES_KEPT, lambda: [((), ready.kept)]),
         Gauge(catalog.KV_BUFFER_SLOTS, chunks),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
@@ -26,12 +28,20 @@ class NoticeRouter:
         elif not self._custodian.orphans.receive(notice):
             self._ready.receive(notice)
 
-    def telemetry(self, body: bytes) -> bool:
-        """Take a POST of LMCache's telemetry. Return whether it was one."""
+
+class Telemetry:
+    """Takes LMCache's telemetry for all pools whose engines post it."""
+
+    def __init__(self, pools: Sequence[KvReady]) -> None:
+        self._pools = pools
+
+    def __call__(self, body: bytes) -> bool:
+        """Take a POST. Return whether it was telemetry."""
         found = lmcache_telemetry.notices(body)
         if found is None:
-            self._ready.undecodable()
+            self._pools[0].undecodable()
             return False
         for notice in found:
-            self._ready.receive(notice)
+            pool = next((one for one in self._pools if one.knows(notice.request_id)), self._pools[0])
+            pool.receive(notice)
         return True

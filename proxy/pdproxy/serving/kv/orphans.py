@@ -85,14 +85,14 @@ class _Orphan:
 class Orphans:
     """All such legs of one pool.
 
-    `timeout`: seconds that an answer is awaited. None: engines hold no KV for the proxy, so legs are closed at once.
+    `timeout` returns the seconds that an answer is awaited. None: engines hold no KV for the proxy, so legs are closed at once.
     `release` takes custody of a handle and releases it at once.
     """
 
     def __init__(
         self,
         contract: Contract,
-        timeout: float | None,
+        timeout: Callable[[], float] | None,
         observers: Observers,
         tasks: TaskOwner,
         clock: Clock,
@@ -121,7 +121,7 @@ class Orphans:
 
         Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg has ended.
         """
-        timeout = self._timeout
+        timeout = None if self._timeout is None else self._timeout()
         if timeout is None:
             leg.nothing_kept("nothing is held")
             pending.close()

@@ -102,6 +102,10 @@ class KvReady:
         """Number of early notices that are kept."""
         return self._early_count
 
+    def knows(self, leg_id: str) -> bool:
+        """Return whether notices of a leg are expected here, or were."""
+        return leg_id in self._expected or leg_id in self._over
+
     def expect(self, leg_id: str, ranks: int | None) -> Expected:
         """Begin a wait. Call it before the leg is sent, and close what it returns."""
         expected = self._expected[leg_id] = Expected(self, leg_id, ranks, self._now())

@@ -46,7 +46,7 @@ class TurnReleases:
         self._rules = rules
         self._ledger = ledger
         self._engines = engines
-        self._timeout = deadlines.release
+        self._deadlines = deadlines
         self._observers = observers
         self._now = now
         self._tasks = TaskOwner("turns")
@@ -123,7 +123,7 @@ class TurnReleases:
         client = engine.client
         try:
             answer = await client.whole(
-                client.request(Route.COMPLETIONS.value, headers, body), self._timeout, Wait.RELEASE
+                client.request(Route.COMPLETIONS.value, headers, body), self._deadlines.release, Wait.RELEASE
             )
         except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:

@@ -58,8 +58,8 @@ class Admission:
         self._output_weight = output_weight
         self._by_priority = by_priority
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
-        self._wanted = self._max_inflight = max_inflight  # wanted, most: places and their tokens, but for the limit
-        self._most = self._max_tokens = max_tokens
+        self._wanted = self._max_inflight = max_inflight  # wanted: places, but for the limit
+        self._max_tokens, self._engines_tokens = max_tokens, 0
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
@@ -110,7 +110,15 @@ class Admission:
     def resize(self, places: int | None, tokens: int = 0) -> None:
         """Change the number of places, at most `max_inflight` (None: that), and their tokens, at most `max_tokens` (0: that)."""
         self._wanted = self._max_inflight if places is None else min(places, self._max_inflight)
-        self._most = min(tokens or self._max_tokens, self._max_tokens or tokens)
+        self._engines_tokens = tokens
+        self._resize()
+
+    def configure(self, places: int, queue: int, timeout: float, tokens: int, weight: float, by_priority: bool) -> None:
+        """Use these limits from now on, see the class. Requests that have a place or wait for one keep what they have."""
+        self._output_weight, self._by_priority, self._timeout = weight, by_priority, timeout
+        self._wanted = min(self._wanted, places) if self._wanted < self._max_inflight else places
+        self._max_inflight, self._max_tokens = places, tokens
+        self._queue.max_waiting = queue
         self._resize()
 
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
@@ -187,7 +195,7 @@ class Admission:
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()
-        self._evict_slow(client)  # not before: a client is over its share only while others wait
+        self._clients.evict_slow(client, self.over_share)  # a client is over its share only while others wait
         self._queue.fill()  # this request may have displaced the large one that the others waited for
         try:
             async with self._clock.within(patience):
@@ -221,12 +229,9 @@ class Admission:
             self._queue.stop_waiting(entry)
 
     def _granted(self, place: Place) -> bool:
-        wake = place.wake
-        if wake is None or wake.done():  # cancelled or refused, and its caller has not run since
-            return False
-        wake.set_result(None)
-        self._begin(place, self._queue.taken)
-        return True
+        if still_waits := place.grant():
+            self._begin(place, self._queue.taken)
+        return still_waits
 
     def _begin(self, place: Place, taken: int) -> None:
         """A request gets its place. `taken`: those that were taken until now."""
@@ -241,8 +246,9 @@ class Admission:
 
     def _resize(self) -> None:
         places = int(min(self._wanted, self._limit.places))
-        if (places, self._most) != (self._queue.places, self._queue.max_size):
-            self._queue.resize(places, self._most)
+        tokens = min(self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens)
+        if (places, tokens) != (self._queue.places, self._queue.max_size):
+            self._queue.resize(places, tokens)
 
     def _displaced(self, place: Place) -> None:
         text = "requests of other clients wait, and this client has the most of them"
@@ -286,14 +292,6 @@ class Admission:
     def _check_drained(self) -> None:
         if self._closed and not self._queue.taken:
             self._drained.set()
-
-    def _evict_slow(self, client: Client) -> None:
-        """Drop one slow reader of another client that holds more than its share."""
-        for other in self._clients.with_slow:
-            if other is not client and self.over_share(other):
-                error = OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
-                next(iter(other.slow)).evict(error)
-                break
 
 
 def _shutting_down() -> OverloadedError:

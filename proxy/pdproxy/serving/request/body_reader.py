@@ -15,7 +15,7 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
-from pdproxy.wire.passthrough_body import PassedBody, passed_body, read_if_quick
+from pdproxy.wire.passthrough_body import PassedBody, Rename, passed_body, read_if_quick
 from pdproxy.wire.reader_process import Found, Question, fields_in, request_in
 from pdproxy.wire.request import Parsed, Route, parse_if_quick
 
@@ -30,9 +30,14 @@ COPIES = 6
 """Additional address space, as a multiple of the largest body: a body with NaN or in UTF-16 becomes objects, then JSON again."""
 
 
+def memory_for(max_body: int) -> int:
+    """Return the bytes of address space of a reader process for bodies of up to `max_body` bytes."""
+    return MEMORY + COPIES * max_body
+
+
 def readers(max_readers: int, max_body: int) -> Workers:
     """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
-    return Workers(READER, max_workers=max_readers, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
+    return Workers(READER, max_workers=max_readers, waiting=WAITING, memory=memory_for(max_body), idle=IDLE)
 
 
 class BodyReader:
@@ -44,6 +49,10 @@ class BodyReader:
         self._observers = observers
         self._seconds = seconds
         self._bounds = bounds
+
+    def configure(self, seconds: float, bounds: Bounds) -> None:
+        """Use this deadline and these bounds from the next body on."""
+        self._seconds, self._bounds = seconds, bounds
 
     async def request(self, route: Route, body: Body, client: Client) -> Parsed:
         """Read a client's generating request.
@@ -58,13 +67,16 @@ class BodyReader:
         question = Question(self._bounds, route)
         return request_in(await self._in_process(question, body, client), body)
 
-    async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
-        """Read the body of a request that one engine serves whole. Raises what `request` raises."""
-        light = read_if_quick(dialect, body, self._bounds)
+    async def passed(self, dialect: Dialect, body: Body, client: Client, name: Rename | None = None) -> PassedBody:
+        """Read the body of a request that one engine serves whole. Raises what `request` and `name` raise.
+
+        `name` returns the model's name at the engine, for the one that the client uses; None: it is the same.
+        """
+        light = read_if_quick(dialect, body, self._bounds, name)
         if light is not None:
             return light
         question = Question(self._bounds, None, dialect)
-        return passed_body(dialect, fields_in(await self._in_process(question, body, client), body))
+        return passed_body(dialect, fields_in(await self._in_process(question, body, client), body), name)
 
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
         try:

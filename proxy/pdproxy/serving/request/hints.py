@@ -30,9 +30,15 @@ MAX_SESSION = 256
 """Characters of a session's name. What follows makes no other session."""
 
 
-def noted(session_header: str | None) -> frozenset[bytes]:
-    """Return the headers that are read, in lower case. `session_header`: the one that names a session, None where none does."""
-    return HINTS if session_header is None else HINTS | {session_header.lower().encode("latin-1")}
+def noted(*session_headers: str | None) -> frozenset[bytes]:
+    """Return the headers that are read, in lower case. `session_headers`: those that name a session, None where none does."""
+    return HINTS | {header.lower().encode("latin-1") for header in session_headers if header is not None}
+
+
+def session_in(lines: Sequence[tuple[bytes, bytes]], fields: Mapping[str, bytes | memoryview]) -> str | None:
+    """Return what names a conversation, for the choice of a pool: a header that is none of `HINTS`, or the body's `user`."""
+    named = next((value for name, value in lines if name not in HINTS), b"") or fields.get("user", b"")
+    return bytes(memoryview(named)[:MAX_SESSION]).decode("latin-1") or None
 
 
 def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None) -> Hints:

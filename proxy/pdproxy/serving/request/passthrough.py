@@ -27,6 +27,7 @@ from pdproxy.observe.events import DeadlinePassed, LegTimes
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
@@ -65,6 +66,8 @@ class Passthrough:
         self.keys = keys
         self.legs = legs
         self.bodies = bodies
+        self.routes: Routes[Passthrough] | None = None
+        """Those of all pools, None where there is nothing to choose: one pool without aliases."""
         self._lifecycle = Lifecycle(resources, admission, quotas)
 
     def serve(self, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> Awaitable[None]:
@@ -102,12 +105,19 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if not incoming.entry.has_body:
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
-        body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client)
-        self.model, self.stream = body.model, body.stream
+        name = None if service.routes is None else partial(self._name, service.routes)
+        body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client, name)
+        self.model, self.stream = self.model or body.model, body.stream
         demand = passed_demand(len(body.data), generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
+
+    def _name(self, routes: Routes[Passthrough], model: str | None) -> str | None:
+        """Choose the pool, and return the engines' name of a model."""
+        self.model = model
+        self._service, known = routes.of(model, self._incoming.session)
+        return known
 
     async def serve(self, body: PassedBody) -> None:
         """Ask engines one after the other, until one has sent data. Raises the last one's EngineError."""
@@ -138,7 +148,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 verdict = verdict_of(error)
                 again = (
                     not self.writer.begun
-                    and self._attempts < resources.attempts
+                    and self._attempts < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
                 )
                 wait = getattr(error, "wait", None)

@@ -43,12 +43,19 @@ class Place:
         self.wake: asyncio.Future[None] | None = None
         """Done once the place is granted or refused. None if it was free."""
 
+    def grant(self) -> bool:
+        """Grant the place to a request that waits for it. Return False if it was cancelled or refused, and has not run since."""
+        if self.wake is None or self.wake.done():
+            return False
+        self.wake.set_result(None)
+        return True
+
     def refuse(self, error: Exception) -> bool:
         """Refuse the place to a request that waits for it. Return whether it still waits."""
-        waits = self.wake is not None and not self.wake.done()
-        if self.wake is not None and waits:
-            self.wake.set_exception(error)
-        return waits
+        if self.wake is None or self.wake.done():
+            return False
+        self.wake.set_exception(error)
+        return True
 
     def leave(
         self,

@@ -15,6 +15,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import ServedAlone
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
@@ -24,7 +25,7 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
-from pdproxy.serving.request.hints import DECISION, read_hints, session_of, timeout_of
+from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
@@ -51,10 +52,7 @@ _BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
 
 
 class Service:
-    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole.
-
-    `session_header`: the header that names a conversation, None where nothing needs it.
-    """
+    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole."""
 
     def __init__(
         self,
@@ -64,9 +62,11 @@ class Service:
         bodies: BodyReader,
         passthrough: Passthrough,
         quotas: Quotas,
-        session_header: str | None = None,
     ) -> None:
-        self.session_header = session_header
+        self.session_header: str | None = None
+        """The header that names a conversation, None where nothing needs it."""
+        self.routes: Routes[Service] | None = None
+        """The services of all pools, None where there is nothing to choose: one pool without aliases."""
         self.resources = resources
         self.passthrough = passthrough
         self.keys = keys
@@ -112,6 +112,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if is_invocation:
             self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
             parsed = msgspec.structs.replace(parsed, model=self.model)
+        if service.routes is not None:
+            parsed, service = self._routed(parsed, service.routes)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         allowed = service.keys.priorities(self.key)
@@ -155,6 +157,18 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         )
         self._exchange = service.dispatcher.exchange(parsed, prompt, leg_headers, new_relay)
         return self._serve_one
+
+    def _routed(self, parsed: Parsed, routes: Routes[Service]) -> tuple[Parsed, Service]:
+        """Choose the pool, and name the model as its engines do."""
+        session = session_in(self._incoming.hints, parsed.fields)
+        service, model = routes.of(parsed.model, session)
+        self._service = service
+        if model != parsed.model and model is not None:
+            name = msgspec.json.encode(model)
+            parsed = msgspec.structs.replace(parsed, fields={**parsed.fields, "model": msgspec.Raw(name)}, model=model)
+            if self._incoming.adapter is not None:
+                self._incoming.adapter = model.encode("utf-8")
+        return parsed, service
 
     async def _serve_one(self) -> None:
         exchange, output = self._exchange, self.writer
@@ -222,7 +236,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         passed = IncomingPassthrough(entry, self.request_id, incoming.authorization, "", forward, b"", session=session)
         request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
         fields = parsed.fields
-        body = PassedBody(msgspec.json.encode(fields), self.model, has_value(fields, "stream", b"true"))
+        body = PassedBody(msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true"))
         del parsed, fields
         try:
             await request.serve(body)

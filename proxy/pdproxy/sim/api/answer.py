@@ -61,13 +61,18 @@ def check_model(body_model: str | None, engine: Engine) -> None:
 
 def check_name(body_model: str | None, engine: Engine) -> None:
     """Refuse a model that is not served."""
-    if body_model and body_model != engine.facts.model:
+    if body_model and body_model != engine.facts.model and body_model not in engine.adapters:
         raise Refused(
             f"The model `{body_model}` does not exist. Valid aliases: {engine.facts.model}.",
             "model",
             kind="NotFoundError",
             status=404,
         )
+
+
+def shown_model(body_model: str | None, engine: Engine) -> str:
+    """Return the name that an answer shows: an adapter's own, or the model's."""
+    return body_model if body_model in engine.adapters and body_model else engine.facts.model
 
 
 def usage(prompt: int, completion: int) -> dict[str, object]:

@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdproxy.sim.api import metrics
+from pdproxy.sim.api import adapters, metrics
 from pdproxy.sim.api.answer import answered, check_model
 from pdproxy.sim.api.batch import BatchBody, chat_batch
 from pdproxy.sim.api.chat import chat, chat_prompt
@@ -319,7 +319,11 @@ def _about(app: FastAPI, engine: Engine) -> None:
             "max_model_len": engine.facts.max_model_len,
             "permission": [permission],
         }
-        return response({"object": "list", "data": [card]})
+        loaded = [
+            {**card, "id": name, "root": path, "parent": engine.facts.model, "max_model_len": None}
+            for name, path in engine.adapters.items()
+        ]
+        return response({"object": "list", "data": [card, *loaded]})
 
     async def version(_: Request) -> Response:
         return response({"version": engine.facts.version})
@@ -349,5 +353,8 @@ def _about(app: FastAPI, engine: Engine) -> None:
     )
     for path, endpoint, methods in routes:
         _add(app, path, endpoint, methods)
+    if engine.facts.runtime_lora:
+        for path, endpoint in adapters.routes(engine):
+            _add(app, path, endpoint, ["POST"])
     if engine.facts.enable_tokenizer_info_endpoint:
         _add(app, "/tokenizer_info", tokenizer_info, ["GET"])

@@ -137,7 +137,8 @@ class _Job:
         )
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._engine.facts.model}
+        model = answer.shown_model(self._body.model, self._engine)
+        return {"id": self._id, "object": kind, "created": self._created, "model": model}
 
     def _parser(self) -> CallParser | None:
         return CallParser(f"chatcmpl-tool-{secrets.token_hex(8)}") if self._parsed else None

@@ -83,7 +83,7 @@ class _Job:
         return deltas(self._engine, self._id, self._prompts, params, self._body, numbered=True, rank=self._rank)
 
     def _head(self) -> dict[str, Any]:
-        model = self._engine.facts.model
+        model = answer.shown_model(self._body.model, self._engine)
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
 
     def _told(self, delta: Delta, first: bool) -> tuple[str, list[int], list[Entry]]:

@@ -1,0 +1,121 @@
+"""Has a running proxy use other settings: all parts that can, or none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.app.engines import outlier_limits, policies_of, slo_of
+from pdproxy.app.parts import Parts
+from pdproxy.app.pool import PoolParts
+from pdproxy.fleet.membership import SETTINGS
+from pdproxy.serving.request.body_reader import memory_for
+from pdproxy.settings.in_force import put
+from pdproxy.settings.schema import Pool, Settings
+from pdproxy.wire.body_bounds import Bounds
+
+
+class LiveSettings:
+    """The settings of one proxy. `fit` returns settings whose limits fit the machine, `set_log_level` sets that of the log.
+
+    Of the settings that it is given, those that `settings.changes` names are read: all others are as they were at the start.
+    """
+
+    def __init__(
+        self, proxy: Parts, set_log_level: Callable[[str], None], fit: Callable[[Settings], Settings] = lambda one: one
+    ) -> None:
+        self._proxy = proxy
+        self._set_log_level = set_log_level
+        self._fit = fit
+        self._half_applied = False
+        """Whether the last engines failed: what could not be put back is had again with the next ones, also the same."""
+
+    def use(self, old: Settings, new: Settings) -> None:
+        """Use new settings in place of old ones. If that fails, nothing has changed.
+
+        Raises:
+            SettingsError: a file of keys can't be used, or an engine can't work in its pool.
+            MembershipError: an engine can't be added.
+        """
+        proxy = self._proxy
+        use_keys = proxy.credentials.prepare(new.auth)
+        self._set_engines(old, new)
+        use_keys()  # from here nothing fails
+        put(proxy.settings, self._fit(new))
+        for parts, pool in zip(proxy.pools, new.pools, strict=True):
+            configure_pool(parts, pool, proxy.settings)
+        configure(proxy)
+        proxy.front.configure()
+        if new.observe.log_level != old.observe.log_level:
+            self._set_log_level(new.observe.log_level)
+
+    def _set_engines(self, old: Settings, new: Settings) -> None:
+        done: list[tuple[PoolParts, Pool]] = []
+        try:
+            for parts, before, pool in zip(self._proxy.pools, old.pools, new.pools, strict=True):
+                if pool.nodes != before.nodes or self._half_applied:
+                    parts.membership.apply(SETTINGS, pool.nodes)
+                    done.append((parts, before))
+        except Exception:
+            self._half_applied = True
+            for parts, before in reversed(done):
+                parts.membership.apply(SETTINGS, before.nodes)
+            raise
+        self._half_applied = False
+
+
+def configure(proxy: Parts) -> None:
+    """Have the parts of the process use its settings as they are now."""
+    limits, deadlines, overload = proxy.settings.limits, proxy.settings.deadlines, proxy.settings.overload
+    proxy.admission.configure(
+        limits.max_inflight,
+        limits.max_queue,
+        deadlines.queue,
+        limits.max_inflight_tokens,
+        overload.output_weight,
+        overload.priority == "within",
+    )
+    proxy.retries.configure(limits.retry_share, limits.min_retries, limits.max_inflight, deadlines.retry)
+    proxy.bodies.configure(deadlines.read_body, Bounds(limits.max_prompts, limits.max_body_items))
+    proxy.bodies.workers.resize(limits.body_readers, memory_for(limits.max_body_bytes))
+    proxy.answer_budget.max_answer = limits.max_answer_bytes
+    proxy.answer_budget.max_total = limits.max_buffered_answer_bytes
+    proxy.unread_answers.max_bytes = limits.max_buffered_answer_bytes
+    proxy.body_budget.resize(limits.max_buffered_bytes)
+    proxy.connections.max_open = limits.max_connections
+    proxy.route()
+
+
+def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
+    """Have the parts of a pool use its settings, and the process's as they are now."""
+    limits, deadlines, health = settings.limits, settings.deadlines, settings.health
+    for engine in parts.engines.values():
+        engine.client.configure(deadlines.connect, limits.engine_keepalive, deadlines.unacknowledged)
+    parts.legs.connect_timeout = deadlines.connect
+    parts.admin.timeout = deadlines.probe
+    if parts.capacity is not None:
+        parts.capacity.configure(limits)
+    parts.prober.configure(settings.probes)
+    parts.bootstraps.interval = settings.probes.scrape_interval
+    parts.stalls.configure(health, deadlines.prefill)
+    parts.canary.timeout = health.canary_timeout
+    parts.outliers.limits = outlier_limits(settings.outliers)
+    parts.exclusions.interval = settings.outliers.interval
+    parts.membership.seconds = deadlines.engine_drain
+    parts.transfer.buffers.timeout = deadlines.queue
+    if parts.kv_events is not None:
+        parts.kv_events.sources.parts.deadline = deadlines.kv_replay
+    parts.models.models, parts.models.aliases, parts.models.weight = pool.models, pool.aliases, pool.weight
+    resources, ledger = parts.resources, parts.ledger
+    if resources.tokenizing is not None:
+        resources.tokenizing.deadline = deadlines.tokenize
+    if resources.detokenizing is not None:
+        resources.detokenizing.deadline = deadlines.tokenize
+    if resources.derendering is not None:
+        resources.derendering.deadline = deadlines.between_tokens
+    ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
+    if pool.policy != parts.policy or pool.slo != parts.slo:
+        ledger.use_policies(policies_of(pool))
+        if ledger.placement is not None:
+            ledger.placement.configure(slo_of(pool), refuses=pool.policy.refuse_late)
+        parts.policy, parts.slo = pool.policy, pool.slo
+        parts.service.session_header = parts.session_header()

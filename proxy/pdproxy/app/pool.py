@@ -1,0 +1,294 @@
+"""The parts of one pool: its engines, how they are chosen and watched, and what serves requests by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdproxy.app.capacity import PoolCapacity, Scraped
+from pdproxy.app.continuations import build_continuing
+from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, build_outliers, no_key
+from pdproxy.app.gauges import placement_gauges
+from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
+from pdproxy.app.membership import build_membership
+from pdproxy.app.notices import Noticing, build_notices
+from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixes
+from pdproxy.app.process import Process
+from pdproxy.app.readiness import ledger_source
+from pdproxy.app.registrations import Registering, build_registrations
+from pdproxy.app.tokens import Tokens, build_tokens
+from pdproxy.app.transfer import build_transfer, build_turns
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.bootstrap import Bootstraps
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.exclusions import Exclusions
+from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
+from pdproxy.fleet.health_canary import HealthCanary
+from pdproxy.fleet.kv_events import Index
+from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.prober import Prober
+from pdproxy.fleet.stalls import Stalls
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.prefix.knowledge import FedIndex
+from pdproxy.serving.access.models import PoolModels
+from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
+from pdproxy.serving.kv.lost_pushes import LostPushes
+from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.request.passthrough import Passthrough
+from pdproxy.serving.request.service import Service
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.schema import Settings
+from pdproxy.transfer.peers import PeerSource
+from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.upstream.passthrough import PassthroughLegs
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolParts:
+    """The parts of one pool. `policy`, `slo`: its settings in force.
+
+    `shortcomings`: each returns sentences on what is wrong with it.
+    """
+
+    process: Process
+    name: str
+    models: PoolModels
+    policy: PoolPolicy
+    slo: PoolSlo
+    ledger: Ledger
+    engines: EngineRegistry
+    setup: EngineSetup
+    membership: Membership
+    admin: EngineAdmin
+    capacity: PoolCapacity | None
+    prober: Prober
+    canary: HealthCanary
+    stalls: Stalls
+    outliers: Outliers
+    exclusions: Exclusions
+    bootstraps: Bootstraps
+    transfer: KvTransfer
+    custodian: Custodian
+    turns: Turns | None
+    notices: Noticing
+    registrations: Registering | None
+    kv_events: ReadingKvEvents | None
+    prefixes: KnowingPrefixes | None
+    tokens: Tokens | None
+    decisions: Decisions
+    resources: ExchangeResources
+    legs: PassthroughLegs
+    passthrough: Passthrough
+    service: Service
+    shortcomings: Sequence[Callable[[], Sequence[str]]]
+
+    @classmethod
+    def of(cls, settings: Settings, process: Process, index: Index | None = None) -> PoolParts:
+        """Make the parts of the pool of these settings. Arguments and errors are those of `Proxy.build`."""
+        pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
+        credentials, watch, metrics, observers = process.credentials, process.watch, process.metrics, process.observers
+        tasks, clock, now = process.tasks, process.clock, process.now
+        own_keys = credentials.keys.wanted
+
+        profiles = Profiles(pool.profile)
+        knowledge = build_knowledge(pool)
+        ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None, watch.chance)
+        engines = EngineRegistry(ledger)
+        process.registries.append(engines)
+        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
+        process.models.pools.append(models)
+        engines.watch(MetricsOfEngines(metrics))
+
+        setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
+        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
+        auditor = Auditor(engines, ledger, observers)
+        scraped = Scraped(auditor)
+        derenders = bool(limits.continuations) and settings.continuations.parsed == "auto"
+        prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now, derenders=derenders)
+
+        transfer = build_transfer(settings, engines, clock, observers)
+        canary = HealthCanary(
+            admin, observers, transfer.contract.capabilities.canary_on, settings.health.canary_timeout
+        )
+        stalls = Stalls(
+            engines, ledger, canary, admin.scrape, observers, tasks, clock, settings.health, deadlines.prefill
+        )
+        outliers = build_outliers(settings.outliers)
+        exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
+        bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
+        custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
+        engines.keep_known(custodian.named)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
+        notices = build_notices(settings.kv_ready, transfer, custodian, turns, tasks)
+        registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)
+        kv_index = FedIndex(knowledge) if knowledge is not None else index
+        kv_events = build_kv_events(
+            settings, kv_index, setup.kv_events, engines, admin, observers, metrics, clock, tasks
+        )
+        prefixes = build_prefixes(knowledge, engines, ledger, observers, metrics, now, kv_events)
+        needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
+        tokens = build_tokens(
+            settings,
+            engines,
+            admin,
+            observers,
+            clock,
+            needed=needed,
+            wanted=wanted,
+            own_keys=own_keys,
+            library=process.library,
+        )
+        if transfer.contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
+            observers.add(bootstraps)  # not for others: each event costs
+        observers.add(prober, *([tokens.canaries] if tokens is not None else []))
+
+        decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
+        shared = process.places
+        if limits.engine_requests or limits.engine_tokens:
+            scraped.capacity = PoolCapacity(
+                limits, engines, process.admission if shared is None else shared.of(engines)
+            )
+            engines.watch(scraped.capacity)
+            observers.add(scraped.capacity)
+            metrics.add_gauges(scraped.capacity.gauges())
+        continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
+        resources = ExchangeResources(
+            transfer=transfer,
+            ledger=ledger,
+            engines=engines,
+            custodian=custodian,
+            deadlines=deadlines,
+            limits=limits,
+            observers=observers,
+            auditor=auditor,
+            now=now,
+            clock=clock,
+            answer_budget=process.answer_budget,
+            retries=process.retries,
+            outliers=outliers,
+            tokenizing=tokens.tokenizing if tokens is not None else None,
+            turns=turns,
+            decisions=decisions,
+            prefixes=prefixes.of_requests if prefixes is not None else None,
+            records=continuing.records if continuing is not None else None,
+            detokenizing=continuing.detokenizing if continuing is not None else None,
+            is_alive=continuing.is_alive if continuing is not None else None,
+            derendering=continuing.derendering if continuing is not None else None,
+        )
+        legs = PassthroughLegs(
+            connect_timeout=deadlines.connect,
+            budget=process.answer_budget,
+            key=engines.key if own_keys else no_key,
+            tls=engines.tls,
+            connector=watch.connector,
+        )
+        wrong = [ledger_source(ledger, now), auditor.shortcomings]
+        wrong.append(lambda: custodian.stuck.shortcomings(now()))
+        metrics.add_gauges(engine_gauges(engines, auditor, stalls, exclusions, now, pool.name))
+        metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
+        if ledger.placement is not None:
+            metrics.add_gauges(placement_gauges(ledger.placement))
+        if turns is not None:
+            engines.keep_known(turns.named)
+            wrong.append(turns.shortcomings)
+            metrics.add_gauges(turn_gauges(turns))
+        wrong.append(bootstraps.shortcomings)
+        if tokens is not None:
+            wrong.append(tokens.canaries.shortcomings)
+            metrics.add_gauges(tokens.gauges())
+        if kv_events is not None:
+            wrong.append(kv_events.sources.shortcomings)
+        if registrations is not None:
+            observers.add(registrations.known)
+            wrong.append(registrations.known.shortcomings)
+
+        admission, keys, bodies, quotas = process.admission, credentials.keys, process.bodies, process.quotas
+        passthrough = Passthrough(resources, admission, keys, legs, bodies, quotas)
+        service = Service(resources, admission, keys, bodies, passthrough, quotas)
+        membership = build_membership(
+            setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines.engine_drain
+        )
+        wrong.append(membership.shortcomings)
+        parts = cls(
+            process=process,
+            name=pool.name,
+            models=models,
+            policy=pool.policy,
+            slo=pool.slo,
+            ledger=ledger,
+            engines=engines,
+            setup=setup,
+            membership=membership,
+            admin=admin,
+            capacity=scraped.capacity,
+            prober=prober,
+            canary=canary,
+            stalls=stalls,
+            outliers=outliers,
+            exclusions=exclusions,
+            bootstraps=bootstraps,
+            transfer=transfer,
+            custodian=custodian,
+            turns=turns,
+            notices=notices,
+            registrations=registrations,
+            kv_events=kv_events,
+            prefixes=prefixes,
+            tokens=tokens,
+            decisions=decisions,
+            resources=resources,
+            legs=legs,
+            passthrough=passthrough,
+            service=service,
+            shortcomings=wrong,
+        )
+        service.session_header = parts.session_header()
+        return parts
+
+    def session_header(self) -> str | None:
+        """Return the header that names a conversation, None where nothing needs it."""
+        return self.policy.session_header if self.ledger.needs_details else None
+
+    def bind(self) -> None:
+        """Bind the sockets for engines' messages.
+
+        Raises:
+            SettingsError: one of them can't be bound.
+        """
+        self.notices.start()
+        if self.registrations is not None:
+            self.registrations.start()
+        if self.kv_events is not None:
+            self.kv_events.start()
+
+    def start(self) -> None:
+        """Start all background tasks."""
+        tasks = self.process.tasks
+        if self.prefixes is not None:
+            self.prefixes.start(tasks)
+        if self.tokens is not None:
+            tasks.keep(self.tokens.canaries.run, "canaries")
+        self.prober.start()
+        self.stalls.start()
+        self.exclusions.start()
+
+    async def stop(self) -> None:
+        """Drop all connections, after the end of the tasks."""
+        self.notices.socket.close()
+        if self.registrations is not None:
+            self.registrations.socket.close()
+        if self.kv_events is not None:
+            self.kv_events.stop()
+        if self.prefixes is not None:
+            self.prefixes.of_requests.stop()
+        if self.tokens is not None:
+            self.tokens.stop()
+        for engine in self.engines.known.values():
+            engine.client.close()
+        await self.admin.close()
+        await self.legs.close()

@@ -1,0 +1,134 @@
+"""The parts of the process, which all its pools share: clients, admission, budgets, keys, metrics, tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from pdproxy.app.capacity import SharedPlaces
+from pdproxy.app.credentials import Credentials
+from pdproxy.app.gauges import process_gauges, request_gauges
+from pdproxy.app.heartbeat import Heartbeat
+from pdproxy.app.tokens import Library
+from pdproxy.app.watch import Watch
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import Observers
+from pdproxy.observe.logs import Log, LogObserver
+from pdproxy.observe.metrics import Metrics
+from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.models import Models
+from pdproxy.serving.access.quotas import Quotas
+from pdproxy.serving.dispatch.retry_budget import RetryBudget
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.body_reader import BodyReader, readers
+from pdproxy.settings.crosscheck import parsed_networks
+from pdproxy.settings.in_force import own
+from pdproxy.settings.schema import Settings
+from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.web.body_budget import BodyBudget
+from pdproxy.web.connections import Connections
+from pdproxy.web.unread_answers import UnreadAnswers
+from pdproxy.wire.body_bounds import Bounds as BodyBounds
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """What all pools share. `watch`, `library`: see `Proxy.build`; `registries`: those of the pools, each adds its own."""
+
+    settings: Settings
+    watch: Watch
+    library: Library
+    credentials: Credentials
+    registries: list[EngineRegistry]
+    metrics: Metrics
+    observers: Observers
+    tasks: TaskOwner
+    clock: Clock
+    answer_budget: AnswerBudget
+    known_clients: Clients
+    admission: Admission
+    retries: RetryBudget
+    bodies: BodyReader
+    body_budget: BodyBudget
+    unread_answers: UnreadAnswers
+    connections: Connections
+    quotas: Quotas
+    models: Models
+    places: SharedPlaces | None
+    """None where one pool has all places."""
+    heartbeat: Heartbeat
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock's seconds."""
+        return self.clock.now
+
+    @classmethod
+    def of(cls, settings: Settings, library: Library, watch: Watch, log: Log | None, clock: Clock | None) -> Self:
+        """Make them. Arguments and errors are those of `Proxy.build`."""
+        settings = own(settings)
+        limits, deadlines = settings.limits, settings.deadlines
+        credentials = Credentials(settings)
+        registries: list[EngineRegistry] = []
+        models = Models([], watch.chance)
+        metrics = Metrics(lambda model: any(one.lists(model) for one in registries) or models.knows(model))
+        lines = LogObserver(log)
+        observers = Observers([metrics, lines])
+        tasks = TaskOwner("fleet", now=watch.now)
+        deadline_failures = tasks.watch("deadlines")
+        clock = clock or Clock(deadline_failures.failed, watch.now)
+        known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
+        admission = Admission(
+            limits.max_inflight,
+            limits.max_queue,
+            deadlines.queue,
+            observers,
+            clock,
+            known_clients,
+            limits.max_inflight_tokens,
+            settings.overload.output_weight,
+            by_priority=settings.overload.priority == "within",
+        )
+        retries = RetryBudget(
+            limits.retry_share,
+            limits.min_retries,
+            limits.max_inflight,
+            lambda: admission.inflight,
+            clock,
+            deadlines.retry,
+        )
+        bodies = BodyReader(
+            readers(limits.body_readers, limits.max_body_bytes),
+            clock,
+            observers,
+            seconds=deadlines.read_body,
+            bounds=BodyBounds(limits.max_prompts, limits.max_body_items),
+        )
+        metrics.add_gauges(request_gauges(admission, bodies, retries))
+        metrics.add_gauges(process_gauges(tasks, log, lines))
+        return cls(
+            settings=settings,
+            watch=watch,
+            library=library,
+            credentials=credentials,
+            registries=registries,
+            metrics=metrics,
+            observers=observers,
+            tasks=tasks,
+            clock=clock,
+            answer_budget=AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes),
+            known_clients=known_clients,
+            admission=admission,
+            retries=retries,
+            bodies=bodies,
+            body_budget=BodyBudget(limits.max_buffered_bytes, observers),
+            unread_answers=UnreadAnswers(limits.max_buffered_answer_bytes, observers),
+            connections=Connections(limits.max_connections, observers),
+            quotas=Quotas(credentials.keys.limits, clock.now),
+            models=models,
+            places=SharedPlaces(admission) if len(settings.pools) > 1 else None,
+            heartbeat=Heartbeat(observers),
+        )

@@ -1,0 +1,178 @@
+"""Which pool serves a model: by the names at its engines, the operator's aliases, and patterns. For proxies with several pools.
+
+Owns that rule. Pools whose engines list a name, or that have an alias of it, share its requests by their weights; else the pool
+with the longest pattern that fits gets them. A conversation stays in its pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Generic, NamedTuple, TypeVar
+
+from pdproxy.kit.errors import ModelNotFoundError
+from pdproxy.observe.events import Event, MemberChanged, NodeChanged
+from pdproxy.scheduling.nodes import Node, Role
+
+MAX_KEPT = 4096
+"""Names whose pools are remembered."""
+MAX_SHOWN = 100
+"""Names in the error for an unknown one."""
+_PREFILL = frozenset({Role.PREFILL})
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PoolModels:
+    """What decides which requests a pool gets. `nodes` returns its engines; the rest is as in its settings."""
+
+    nodes: Callable[[], Sequence[Node]]
+    models: Sequence[str] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+
+    def lists(self, model: str) -> bool:
+        """Return whether an engine of the pool lists a name, also one that is down now."""
+        return any(node.serves(model) for node in self.nodes())
+
+    def is_seen(self) -> bool:
+        """Return whether any engine of the pool has ever answered."""
+        return any(node.evidence is not None for node in self.nodes())
+
+    def serves_now(self, model: str) -> bool:
+        """Return whether an engine that lists a name may get requests now, and none of these needs another one for that.
+
+        Without such an engine, those of a model that none lists count.
+        """
+        answering = [node for node in self.nodes() if node.available and node.uses != _PREFILL]
+        return any(node.serves(model) for node in answering) or (bool(answering) and not self.lists(model))
+
+    def fit(self, model: str) -> int:
+        """Return the length of the longest of `models` that fits a name, one more for the name itself; -1 if none does."""
+        return max((_fit(pattern, model) for pattern in self.models), default=-1)
+
+
+def _fit(pattern: str, model: str) -> int:
+    if pattern == model:
+        return len(pattern) + 1
+    begin, star, end = pattern.partition("*")
+    fits = star and len(model) >= len(begin) + len(end) and model.startswith(begin) and model.endswith(end)
+    return len(begin) + len(end) if fits else -1
+
+
+class Choice(NamedTuple):
+    """A pool by its number, and the name by which its engines know the model; None: the request names none."""
+
+    pool: int
+    model: str | None
+
+
+class Models:
+    """The pools by the names of models. An observer: what the engines list may change with them. `chance`: from 0 to 1."""
+
+    def __init__(self, pools: list[PoolModels], chance: Callable[[], float]) -> None:
+        self.pools = pools
+        self._chance = chance
+        self._known: dict[str, list[Choice]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Models of {len(self.pools)} pools>"
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether there is anything to choose, or a name to replace."""
+        return len(self.pools) > 1 or any(pool.aliases for pool in self.pools)
+
+    def notify(self, event: Event) -> None:
+        """Look again for names when an engine has changed."""
+        if isinstance(event, NodeChanged | MemberChanged):
+            self.changed()
+
+    def changed(self) -> None:
+        """Look again for all names."""
+        self._known.clear()
+
+    def knows(self, name: str) -> bool:
+        """Return whether a name is an alias."""
+        return any(name in pool.aliases for pool in self.pools)
+
+    def aliases(self) -> Iterator[tuple[int, str, str]]:
+        """Return the number of a pool, another name of a model there, and the model's own."""
+        for at, pool in enumerate(self.pools):
+            for name, real in pool.aliases.items():
+                yield at, name, real
+
+    def choose(self, model: str | None, session: str | None) -> Choice:
+        """Return the pool that gets a request. `session`: what the requests of one conversation have in common, None: nothing.
+
+        Raises:
+            ModelNotFoundError: there are several pools, and none has the model.
+        """
+        if not model:  # vLLM takes an empty name for its model, too
+            return Choice(0, model)
+        found = self._known.get(model)
+        if found is None:
+            found = self._find(model)
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[model] = found
+        return found[0] if len(found) == 1 else self._among(found, session)
+
+    def _find(self, model: str) -> list[Choice]:
+        found = []
+        for at, pool in enumerate(self.pools):
+            if pool.lists(model):
+                found.append(Choice(at, model))
+            elif (real := pool.aliases.get(model)) is not None:
+                found.append(Choice(at, real))
+        if not found:
+            fits = [pool.fit(model) for pool in self.pools]
+            found = [Choice(at, model) for at, fit in enumerate(fits) if fit >= 0 and fit == max(fits)]
+        if not found and len(self.pools) == 1:
+            return [Choice(0, model)]  # its engines answer for themselves
+        if not found:  # perhaps a pool that was never up has it: it answers that it is not
+            found = [Choice(at, model) for at, pool in enumerate(self.pools) if not pool.is_seen()][:1]
+        if not found:
+            raise ModelNotFoundError(model, self._names())
+        return found
+
+    def _among(self, found: list[Choice], session: str | None) -> Choice:
+        serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "")] or found
+        weights = [self.pools[one.pool].weight for one in serving]
+        if not (total := sum(weights)):
+            return serving[0]
+        left = total * (self._chance() if session is None else _part(session))
+        for one, weight in zip(serving, weights, strict=True):
+            left -= weight
+            if left < 0:
+                return one
+        return next(one for one, weight in zip(reversed(serving), reversed(weights), strict=True) if weight)
+
+    def _names(self) -> list[str]:
+        """Return the names of models, without adapters, and the aliases."""
+        evidences = [node.evidence for pool in self.pools for node in pool.nodes() if node.evidence is not None]
+        names = {name: None for one in evidences for name in sorted(one.models - one.adapters)}
+        names |= dict.fromkeys(name for _, name, _ in self.aliases())
+        return [*names][:MAX_SHOWN]
+
+
+def _part(session: str) -> float:
+    """Return a number from 0 to 1, without 1, that is the same for a session in all processes."""
+    digest = blake2b(session.encode(errors="surrogatepass"), digest_size=6, person=b"pools").digest()
+    return int.from_bytes(digest, "big") / 2**48
+
+
+class Routes(Generic[T]):
+    """What serves the requests of each pool, in their order."""
+
+    __slots__ = ("_models", "_targets")
+
+    def __init__(self, models: Models, targets: Sequence[T]) -> None:
+        self._models = models
+        self._targets = targets
+
+    def of(self, model: str | None, session: str | None) -> tuple[T, str | None]:
+        """Return what serves a request, and the name by which engines know its model. Raises as `Models.choose`."""
+        choice = self._models.choose(model, session)
+        return self._targets[choice.pool], choice.model
