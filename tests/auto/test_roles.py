@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from msgspec import structs
 
 from pdproxy.scheduling.auto.demand import Demand, Meter
 from pdproxy.scheduling.auto.loads import EngineLoad
-from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
+from pdproxy.scheduling.auto.roles import REVIEW_S, Kept, typical
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.weights import WEIGHTS
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.slo import Slo
-from tests.auto.fleets import H200, B, node
+from tests.auto.fleets import H200, B, ask, auto, ledger, node
 
 A = Slo(ttft=0.5, tpot=0.015)
 G = Slo(ttft=2.0, gap=0.05)
@@ -33,7 +37,7 @@ def settled(slo: Slo, engines: int, asked: Demand, times: Times, *, seconds: flo
     kept = Kept(slo, WEIGHTS)
     loads = [EngineLoad(node(f"http://{number}:1"), times) for number in range(engines)]
     for review in range(int(seconds / REVIEW_S)):
-        kept.review(review * REVIEW_S, loads, asked)
+        kept.review(review * REVIEW_S, loads, asked, times)
     assert kept.count == sum(load.kept for load in loads)
     return kept
 
@@ -81,3 +85,46 @@ def test_one_engine_is_always_left_to_decode() -> None:
     times = Times(H200, 4096)
     kept = settled(Slo(ttft=0.5, tpot=0.005), 4, demand(40.0, 15_000, 2, times), times)
     assert kept.count <= 3
+
+
+@pytest.mark.parametrize(
+    ("kept", "prefill", "step"),
+    [
+        ((True, False, False, False), 1.1, 0.8),  # the middle one of those that do the work
+        ((True, True, False, False), 1.2, 0.8),
+        ((False, False, False, False), 1.1, 0.9),  # all do both
+        ((True, True, True, True), 1.1, 0.9),
+    ],
+)
+def test_corrections_are_those_of_engines_that_measure(kept: tuple[bool, ...], prefill: float, step: float) -> None:
+    loads = [EngineLoad(node(f"http://{number}:1"), Times(H200, 4096)) for number in range(4)]
+    for load, is_kept, of_prefill, of_steps in zip(
+        loads, kept, (1.1, 1.2, 0.8, 0.9), (1.3, 0.9, 0.7, 0.8), strict=True
+    ):
+        load.kept = is_kept
+        load.times.prefill_factor, load.times.step_factor = of_prefill, of_steps
+    found = typical(loads)
+    assert (found.prefill_factor, found.step_factor) == (prefill, step)
+
+
+def first_kept(old: int) -> float:
+    """Return when the first of four engines is kept, in seconds. One of them has an old correction."""
+    placement = auto(chunk=4096, corrects=False)
+    fleet = ledger(placement, [Role.ANY] * 4)
+    placement._load(fleet.nodes[old]).times.step_factor = 0.6
+    now, running = 0.0, deque[Lease]()
+    while not any(load.kept for load in placement._loads.values()):
+        now += 1 / 16.8
+        assert now < 60.0
+        placed = fleet.place(ask(now), split=True)
+        assert placed is not None
+        fleet.began(placed.leases[-1], now)
+        running.append(placed.leases[-1])
+        if len(running) > 16:
+            fleet.close(running.popleft(), Verdict.GOOD, now, 128)
+    return now
+
+
+def test_an_old_correction_counts_the_same_at_each_engine() -> None:
+    times = [first_kept(old) for old in range(4)]
+    assert len(set(times)) == 1

@@ -15,7 +15,7 @@ from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Meter
 from pdproxy.scheduling.auto.loads import EngineLoad, Leg
-from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
+from pdproxy.scheduling.auto.roles import REVIEW_S, Kept, typical
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.view import View, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
@@ -251,9 +251,9 @@ class Auto(Placement):
         if len(view.free) < group.most_free:
             return
         group.most_free, group.reviewed = len(view.free), now
-        times = view.free[0].times
+        times = typical(view.free)
         demand = group.meter.demand(now, times)
-        group.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
+        group.kept.review(now, view.free, demand, times, len(view.fixed_prefill), len(view.all) - len(view.free))
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""

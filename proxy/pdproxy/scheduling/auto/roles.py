@@ -134,6 +134,18 @@ def _waiting(
     return cost + late + _SMALL * weights.ttft * (fixed_s + mean) / slo.ttft
 
 
+def typical(loads: Sequence[EngineLoad]) -> Times:
+    """Return the times of the first engine, with the middle corrections of those that measure: steps are corrected where answers
+    are decoded, prefill where prompts are computed. An engine has old corrections of what it has not done for long.
+    """
+    kept = [load.times for load in loads if load.kept]
+    others = [load.times for load in loads if not load.kept]
+    found = Times(loads[0].times.hardware, loads[0].times.chunk)
+    found.prefill_factor = sorted([times.prefill_factor for times in kept or others])[len(kept or others) // 2]
+    found.step_factor = sorted([times.step_factor for times in others or kept])[len(others or kept) // 2]
+    return found
+
+
 class Kept:
     """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed some."""
 
@@ -149,9 +161,15 @@ class Kept:
         """The part of the time in which each of them is expected to work."""
 
     def review(
-        self, now: float, loads: Sequence[EngineLoad], demand: Demand | None, prefill: int = 0, fixed: int = 0
+        self,
+        now: float,
+        loads: Sequence[EngineLoad],
+        demand: Demand | None,
+        times: Times,
+        prefill: int = 0,
+        fixed: int = 0,
     ) -> None:
-        """Keep some engines more or less. `loads`: the engines that may be kept, two or more.
+        """Keep some engines more or less. `loads`: the engines that may be kept, two or more; `times`: `typical` ones.
 
         `fixed`: how many other engines there are; `prefill`: how many of them are for prefill alone.
         """
@@ -167,7 +185,7 @@ class Kept:
         if changed > _CHANGED or now - self._compared > _COMPARE_S:
             self._work, self._tokens, self._compared = work, tokens, now
             numbers.update(range(0, engines + 1, -(-(engines + 1) // _NUMBERS)))
-        times, slo, weights = loads[0].times, self._slo, self._weights
+        slo, weights = self._slo, self._weights
         everything = len(loads) + fixed
         costs = {number: expected_cost(number + prefill, everything, demand, times, slo, weights) for number in numbers}
         best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
