@@ -16,10 +16,11 @@ from pdproxy.lab.conformance.pair_under_test import PairUnderTest
 from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.connector_options import LMCache
+from pdproxy.settings.engine_sockets import KvReady, Registration
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import KvReady, Listen, Node, Pool, Receiver, Registration, Settings
+from pdproxy.settings.schema import Listen, Node, Pool, Receiver, Settings
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer

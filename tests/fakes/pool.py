@@ -16,11 +16,12 @@ from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.connector_options import LMCache
+from pdproxy.settings.engine_sockets import KvReady
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import KvReady, Node, Pool, Receiver, Settings
+from pdproxy.settings.schema import Node, Pool, Receiver, Settings
 from pdproxy.settings.turns import Turns
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache

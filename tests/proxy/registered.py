@@ -15,10 +15,11 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet.registration import Registrations
 from pdproxy.kit.clock import Clock
+from pdproxy.settings.engine_sockets import Registration
 from pdproxy.settings.health import Health
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Registration, Settings
+from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer, Client, request

@@ -137,7 +137,8 @@ class Proxy(Parts):
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
-        decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
+        shown = settings.listen.admin is not None
+        decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(
             limits.max_inflight,
@@ -250,7 +251,6 @@ class Proxy(Parts):
             models=partial(models, engines, admin, now, own_keys=own_keys),
             metrics=metrics,
             telemetry=notices.telemetry,
-            decisions=decisions,
         )
         membership = build_membership(
             setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines.engine_drain

@@ -21,7 +21,7 @@ from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
 from pdproxy.settings.key_lines import KeyLimits, read_key_lines
-from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
+from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
 from pdproxy.settings.yaml_file import spell_file
 
@@ -57,10 +57,13 @@ class Credentials:
         self._key_file = auth.api_keys_file
         self._valid_keys: Callable[[], _ValidKeys] | None = None
         with found.collecting():
-            self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
+            self._valid_keys = self._client_keys("auth.api_keys_file", auth.api_keys, auth.api_keys_file)
         self.keys = Keys()
         if (valid := self._valid_keys) is not None:
             self.keys = Keys(lambda: valid().names, lambda: valid().limits)
+        self.admin_keys = Keys()
+        with found.collecting():
+            self.admin_keys = self._read_admin_keys(auth)
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
             self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
@@ -168,13 +171,21 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys] | None:
+    def _read_admin_keys(self, auth: Auth) -> Keys:
+        path = auth.admin_keys_file
+        valid = self._client_keys("auth.admin_keys_file", auth.admin_keys, path)
+        if path is not None and valid is not None and any(one != KeyLimits() for one in valid().limits.values()):
+            raise SettingsError(
+                f"auth.admin_keys_file: {spell_file(Path(path))}: a key for the admin API has no limits"
+            )
+        return Keys() if valid is None else Keys(lambda: valid().names)
+
+    def _client_keys(self, setting: str, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys] | None:
         """Return what returns the valid keys. One without a name is named by its place, which log lines may show."""
         fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
         if path is None:
             only = _ValidKeys(fixed, {})
             return (lambda: only) if fixed else None
-        setting = "auth.api_keys_file"
         if not read_key_lines(setting, path):  # at the start, a file without a key is a mistake
             raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
 

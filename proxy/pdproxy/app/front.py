@@ -12,7 +12,6 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
-from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
@@ -51,7 +50,6 @@ class Front:
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
-    decisions: Decisions
 
     def _identifier(self) -> ClientIdentifier:
         overload = self.settings.overload
@@ -111,6 +109,5 @@ class Front:
             passthrough,
             self.settings.listen.cors,
             self.telemetry,
-            decisions=self.decisions.page,
             refused=partial(report_refusal, self.observers),
         )

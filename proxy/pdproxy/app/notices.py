@@ -12,7 +12,7 @@ from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.schema import KvReady
+from pdproxy.settings.engine_sockets import KvReady
 from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.notices import NoticeSocket
 

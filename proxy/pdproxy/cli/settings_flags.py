@@ -92,6 +92,12 @@ GROUPS: tuple[FlagGroup, ...] = (
             _flag("--host", "HOST", "listen.host", "address to listen on; 0.0.0.0: all of IPv4 (default: 127.0.0.1)"),
             _flag("--port", "PORT", "listen.port", "TCP port to listen on (default: 8000)"),
             _flag(
+                "--admin",
+                "ADDRESS",
+                "listen.admin",
+                "where the admin API listens: unix:PATH, or HOST:PORT (default: there is none)",
+            ),
+            _flag(
                 "--ssl-certfile",
                 "FILE",
                 "listen.tls.certificate",
@@ -120,6 +126,12 @@ GROUPS: tuple[FlagGroup, ...] = (
                 "FILE",
                 "auth.api_keys_file",
                 "the keys that clients may send, one per line (default: no key is checked here)",
+            ),
+            _flag(
+                "--admin-keys-file",
+                "FILE",
+                "auth.admin_keys_file",
+                "the keys for the admin API, one per line (default: a Unix socket and the loopback need none)",
             ),
             _flag(
                 "--engine-api-key-file",

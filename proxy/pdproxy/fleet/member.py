@@ -20,7 +20,18 @@ from pdproxy.settings.schema import Node as NodeSettings
 
 
 class MembershipError(Exception):
-    """What was asked for is not possible for this engine now. Nothing has changed. The message is for an operator."""
+    """What was asked for is not possible for this engine now. Nothing has changed. The message is for an operator.
+
+    `owner`: the source that has added the engine, if that is why.
+    """
+
+    def __init__(self, message: str, owner: str | None = None) -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
+class UnknownMemberError(MembershipError):
+    """There is no such engine."""
 
 
 class MemberState(Enum):
@@ -93,7 +104,8 @@ class Member:
         if self.drain is None:
             self.drain = drain
             return True
-        self.drain.removes = self.drain.removes or drain.removes
+        if drain.removes and not self.drain.removes:
+            self.drain.removes, self.drain.by = True, drain.by
         self.drain.deadline = min(self.drain.deadline, drain.deadline)
         return False
 
@@ -126,7 +138,7 @@ class Member:
             self.heirs.discard(source)
             return False
         if source != self.source:
-            raise MembershipError(f"{self.url} was added by {self.source}: {source} can't remove it")
+            raise MembershipError(f"{self.url} was added by {self.source}: {source} can't remove it", self.source)
         if not self.heirs:
             return True
         self.source = next(iter(self.heirs))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState
+from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState, UnknownMemberError
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
@@ -29,6 +29,8 @@ LAST = 5.0
 MAX_MEMBERS = 4096
 SETTINGS = "settings"
 """The source of the engines that files, flags and variables name."""
+ADMIN = "admin"
+"""The source of the engines that an operator adds by the admin API."""
 
 
 class Setup(Protocol):
@@ -136,7 +138,7 @@ class Membership:
 
     def _add_again(self, known: Member, node: NodeSettings, source: str) -> None:
         if known.settings != node and not known.leaves:
-            raise MembershipError(f"{node.url} was added by {known.source}, with other settings")
+            raise MembershipError(f"{node.url} was added by {known.source}, with other settings", known.source)
         if known.settings != node:
             self._replace(known, node)
         elif known.leaves:
@@ -179,10 +181,10 @@ class Membership:
         self._ledger.mark_draining(url, None)
         self._report(member, "undrained", by)
 
-    def remove(self, url: str, source: str, *, at_once: bool = False) -> bool:
+    def remove(self, url: str, source: str, *, at_once: bool = False, seconds: float | None = None) -> bool:
         """Have an engine drained and removed, which a source does not want any more. Return whether nobody does.
 
-        `at_once`: it is removed now; legs to it go on.
+        `at_once`: it is removed now; legs to it go on. `seconds`: see `drain`.
 
         Raises:
             MembershipError: there is no such member, or the source has not added it.
@@ -193,7 +195,7 @@ class Membership:
         if at_once:
             self._remove(member, source)
         else:
-            self.drain(url, source, removes=True)
+            self.drain(url, source, seconds=seconds, removes=True)
         return True
 
     def apply(self, source: str, wanted: Sequence[NodeSettings]) -> None:
@@ -209,7 +211,7 @@ class Membership:
         changed = [member for url, member in self._members.items() if url in by_url and member.settings != by_url[url]]
         for member in changed:
             if member.source != source and not member.leaves:
-                raise MembershipError(f"{member.url} was added by {member.source}, with other settings")
+                raise MembershipError(f"{member.url} was added by {member.source}, with other settings", member.source)
         # Prefill engines first: decode engines may name them as sources.
         new = sorted(
             (node for url, node in by_url.items() if url not in self._members), key=lambda one: not one.prefills
@@ -350,7 +352,7 @@ class Membership:
     def _member(self, url: str) -> Member:
         member = self._members.get(url)
         if member is None:
-            raise MembershipError(f"{url} is no engine of this pool")
+            raise UnknownMemberError(f"{url} is no engine of this pool")
         return member
 
     def _report(self, member: Member, change: str, by: str) -> None:

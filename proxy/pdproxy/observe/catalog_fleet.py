@@ -31,3 +31,15 @@ RELOADED = Description(
     "reads",
     (Label("result", RELOADS),),
 )
+ADMIN_ENDS = (
+    ("done", "answered"),
+    ("refused", "it was wrong, had no valid key, or is not possible for the engine (4xx)"),
+    ("failed", "it failed in pdproxy itself"),
+)
+ADMIN_REQUESTS = Description(
+    "pdproxy_admin_requests_total",
+    Kind.COUNTER,
+    "Requests to the admin API (listen.admin)",
+    "requests",
+    (Label("result", ADMIN_ENDS),),
+)

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.settings.admin import check_admin
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
@@ -38,6 +39,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         _refuse_stray_files(tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"), found)
         with found.collecting("listen"):
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
+        if not found.within("auth"):
+            check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
     if not found.within("limits"):
         _refuse_bodies_without_space(settings.limits, found)
     if found.within("pools"):
@@ -52,8 +55,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
 
 
 def _check_auth(auth: Auth, found: Mistakes) -> None:
-    if MASK in (*auth.api_keys, auth.engine_api_key):
-        name = "api_keys" if MASK in auth.api_keys else "engine_api_key"
+    if MASK in (*auth.api_keys, *auth.admin_keys, auth.engine_api_key):
+        name = "api_keys" if MASK in auth.api_keys else "admin_keys" if MASK in auth.admin_keys else "engine_api_key"
         where = found.source(("auth", name))
         text = f"auth.{name}: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
         found.add(("auth",), text)

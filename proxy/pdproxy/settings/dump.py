@@ -17,6 +17,7 @@ def dump(settings: Settings) -> str:
     masked = replace(
         auth,
         api_keys=(MASK,) * len(auth.api_keys),
+        admin_keys=(MASK,) * len(auth.admin_keys),
         engine_api_key=MASK if auth.engine_api_key else None,
     )
     pools = tuple(

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pdproxy.scheduling.placements import AUTO, SPLIT
+from pdproxy.settings.admin import AdminAddress
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
+from pdproxy.settings.engine_sockets import KvReady, Registration
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
@@ -19,7 +21,7 @@ from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
-from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
+from pdproxy.settings.section import Count, File, Host, Key, Port, Section, Text, names_of
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
 
@@ -27,7 +29,6 @@ Role = Literal["prefill", "decode", "aggregated", "any"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
-OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
@@ -78,6 +79,9 @@ class Listen(Section, frozen=True):
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
     `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address."""
 
+    admin: AdminAddress | None = None
+    """Where the admin API listens: `unix:PATH`, or `HOST:PORT`, of the loopback unless it has keys. None: there is none."""
+
     tls: ListenTls = ListenTls()
     """TLS for clients."""
     cors: Cors = Cors()
@@ -101,6 +105,12 @@ class Auth(Section, frozen=True):
 
     engine_api_key_file: File | None = None
     """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
+
+    admin_keys: tuple[Key, ...] = ()
+    """Keys for the admin API. Keys of clients are none of them."""
+
+    admin_keys_file: File | None = None
+    """More of them, one per line, alone or as `name:key`. Read again when it changes."""
 
     def __repr__(self) -> str:
         # Settings appear in logs and tracebacks; keys must not.
@@ -303,41 +313,6 @@ class Pool(Section, frozen=True):
             return SPLIT
         decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.nodes)
         return AUTO if decides else SPLIT
-
-
-class KvReady(Section, frozen=True):
-    """The ZMQ socket to which engines send notices that KV is ready. It is bound if the connector has such notices."""
-
-    host: Host = "127.0.0.1"
-    """Address to bind: one that every prefill rank can reach. Anybody who can reach it can send notices."""
-
-    port: Port = 7500
-    """TCP port: LMCache's `pd_proxy_port`. Its own example proxy takes 8500."""
-
-    notifier: bool = False
-    """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). If so, the socket is bound for them."""
-
-    early: bool = False
-    """With the notifier: ask the decode engine at the prefill engine's notice, without waiting for its HTTP answer. Between
-    engines on CPUs that was not measurably faster."""
-
-    on_timeout: OnTimeout = "recompute"
-    """What happens to a prompt whose notices do not come within `deadlines.kv_ready`: an engine computes what is missing, or
-    the request fails with 504."""
-
-
-class Registration(Section, frozen=True):
-    """The ZMQ socket at which engines register. It is bound if the connector's engines do that."""
-
-    host: Host = "127.0.0.1"
-    """Address to bind: one that every engine can reach. Who else can reach it can register an engine before that engine does."""
-
-    port: Port | None = None
-    """TCP port: the `proxy_port` or `proxy_ping_port` in the engines' configuration. None: that of vLLM's examples, 30001 for
-    p2p-nccl and 36367 for moriio."""
-
-    timeout: Seconds = 5.0
-    """Without a heartbeat for so long, an engine takes part in no KV transfer. vLLM's engines send one every 3 seconds."""
 
 
 class Settings(Section, frozen=True):
