@@ -95,7 +95,7 @@ GROUPS: tuple[FlagGroup, ...] = (
                 "--admin",
                 "ADDRESS",
                 "listen.admin",
-                "where the admin API listens: unix:PATH, or HOST:PORT (default: there is none)",
+                "where the admin API listens, for `pdproxy engines`: unix:PATH, or HOST:PORT (default: there is none)",
             ),
             _flag(
                 "--ssl-certfile",
