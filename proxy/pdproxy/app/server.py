@@ -28,6 +28,7 @@ from pdproxy.app import uncaught
 from pdproxy.app.admin import MAX_CONNECTIONS, AdminSocket, admin_socket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import settled
+from pdproxy.app.dns import follow_names
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
@@ -35,6 +36,7 @@ from pdproxy.observe.logs import Log, configure, set_level
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import AUTO
+from pdproxy.upstream.resolver import MAX_PLACES
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -132,7 +134,8 @@ def files_needed(settings: Settings) -> int:
 
 def _other_files(settings: Settings) -> int:
     admin = 2 * MAX_CONNECTIONS if settings.listen.admin is not None else 0  # as many again are refused at a time
-    return OTHER_FILES + admin + 2 * len(settings.pool.nodes)  # probes of each engine, and one more connection
+    engines = len(settings.pool.nodes) + MAX_PLACES * len(settings.pool.dns_nodes)
+    return OTHER_FILES + admin + 2 * engines  # probes of each engine, and one more connection
 
 
 def fit_files(settings: Settings) -> Settings:
@@ -203,6 +206,7 @@ async def _serve_until_signalled(
 
     def started(proxy: Proxy) -> None:
         serve_admin(proxy, admin, log)
+        follow_names(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log)
             hangups.then = reloading.soon

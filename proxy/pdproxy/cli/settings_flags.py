@@ -41,7 +41,8 @@ class FlagGroup(NamedTuple):
 
 
 ENGINES: dict[Role, str] = {
-    "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http)",
+    "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http); "
+    "dns://NAME:PORT, srv://NAME: all that DNS names",
     "decode": "engines that generate answers from the KV of prefill engines: as for --prefill",
     "aggregated": "engines that compute prompts and generate answers: as for --prefill",
     "any": "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill",

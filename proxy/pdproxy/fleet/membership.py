@@ -198,8 +198,8 @@ class Membership:
             self.drain(url, source, seconds=seconds, removes=True)
         return True
 
-    def apply(self, source: str, wanted: Sequence[NodeSettings]) -> None:
-        """Have exactly these engines of a source. What fails changes nothing.
+    def apply(self, source: str, wanted: Sequence[NodeSettings], *, are_new: bool = True) -> None:
+        """Have exactly these engines of a source. What fails changes nothing. `are_new`: those that are added begin slowly.
 
         An engine whose settings have changed is replaced at once: it is the same process, and legs to it go on.
 
@@ -220,7 +220,9 @@ class Membership:
         replaced: list[tuple[Member, NodeSettings, Drain | None]] = []
         try:
             for node in new:
-                added.append(self.add(node, source).url)  # noqa: PERF401 - those before one that fails count
+                member = self.add(node, source)
+                member.is_new = are_new
+                added.append(member.url)
             for member in changed:
                 before = (member, member.settings, member.drain)
                 self._replace(member, by_url[member.url])

@@ -21,7 +21,11 @@ def dump(settings: Settings) -> str:
         engine_api_key=MASK if auth.engine_api_key else None,
     )
     pools = tuple(
-        replace(pool, nodes=tuple(replace(node, api_key=MASK if node.api_key else None) for node in pool.nodes))
+        replace(
+            pool,
+            nodes=tuple(replace(node, api_key=MASK if node.api_key else None) for node in pool.all_nodes),
+            dns_nodes=(),  # they were among the others
+        )
         for pool in settings.pools
     )
     tree = msgspec.to_builtins(replace(settings, auth=masked, pools=pools), builtin_types=())

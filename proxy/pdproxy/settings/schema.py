@@ -12,6 +12,7 @@ from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.admin import AdminAddress
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
+from pdproxy.settings.dns import Dns
 from pdproxy.settings.engine_sockets import KvReady, Registration
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
@@ -298,7 +299,15 @@ class Pool(Section, frozen=True):
     """TLS towards the engines."""
 
     nodes: tuple[Node, ...] = ()
-    """The engines. Those named by flags are added after these."""
+    """The engines. Those named by flags are added after these. One with a URL of DNS stands for all that the name has."""
+
+    dns_nodes: tuple[Node, ...] = ()
+    """Nodes whose URLs are `dns://NAME:PORT` or `srv://NAME`. Those of `nodes` are moved here when the settings are read."""
+
+    @property
+    def all_nodes(self) -> tuple[Node, ...]:
+        """The nodes of both kinds."""
+        return (*self.nodes, *self.dns_nodes)
 
     @property
     def placement(self) -> str:
@@ -311,7 +320,7 @@ class Pool(Section, frozen=True):
             return policy.placement
         if (policy.prefill, policy.decode) != (usual.prefill, usual.decode):
             return SPLIT
-        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.nodes)
+        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.all_nodes)
         return AUTO if decides else SPLIT
 
 
@@ -351,6 +360,8 @@ class Settings(Section, frozen=True):
 
     probes: Probes = Probes()
     """How often engines are probed."""
+    dns: Dns = Dns()
+    """How engines are found that DNS names."""
 
     observe: Observe = Observe()
     """Logs."""
