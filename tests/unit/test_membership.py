@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import pytest
@@ -39,7 +39,10 @@ class Setup:
     def checked(self, node: Node) -> Node:
         return node
 
-    def add(self, node: Node) -> Engine:
+    def checked_all(self, nodes: Sequence[Node]) -> list[Node]:
+        return list(nodes)
+
+    def add(self, node: Node, *, is_checked: bool = False) -> Engine:
         if node.url in self.broken:
             raise SettingsError("its key can't be read")
         return self.engines.add(
@@ -316,7 +319,7 @@ async def test_a_set_that_fails_changes_nothing(w: World, broken: Node) -> None:
     w.setup.broken.add(broken.url)
     setup_add = w.setup.add
 
-    def add(node: Node) -> Engine:  # only the new settings are broken
+    def add(node: Node, *, is_checked: bool = False) -> Engine:  # only the new settings are broken
         if node is B:
             return w.engines.add(NodeSpec(node.url, Role(node.role)), unused_client(node.url))
         return setup_add(node)

@@ -39,8 +39,11 @@ class Setup(Protocol):
     def checked(self, node: NodeSettings) -> NodeSettings:
         """Return the settings of an engine that is to be added, in their normal spelling. Raises SettingsError."""
 
-    def add(self, node: NodeSettings) -> Engine:
-        """Add an engine. What fails changes nothing. Raises SettingsError, ValueError."""
+    def checked_all(self, nodes: Sequence[NodeSettings]) -> list[NodeSettings]:
+        """Do so for engines that are to be added together. Raises SettingsError."""
+
+    def add(self, node: NodeSettings, *, is_checked: bool = False) -> Engine:
+        """Add an engine; `is_checked`: it was just checked. What fails changes nothing. Raises SettingsError, ValueError."""
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it go on."""
@@ -129,9 +132,12 @@ class Membership:
         if known is not None:
             self._add_again(known, node, source)
             return known
+        return self._add_new(node, source)
+
+    def _add_new(self, node: NodeSettings, source: str) -> Member:
         if len(self._members) >= MAX_MEMBERS:
             raise MembershipError(f"there are {MAX_MEMBERS} engines already")
-        self._setup.add(node)
+        self._setup.add(node, is_checked=True)
         member = self._members[node.url] = Member(node, source, self._now())
         self._report(member, "added", source)
         return member
@@ -216,11 +222,12 @@ class Membership:
         new = sorted(
             (node for url, node in by_url.items() if url not in self._members), key=lambda one: not one.prefills
         )
+        new = self._setup.checked_all(new)
         added: list[str] = []
         replaced: list[tuple[Member, NodeSettings, Drain | None]] = []
         try:
             for node in new:
-                member = self.add(node, source)
+                member = self._add_new(node, source)
                 member.is_new = are_new
                 added.append(member.url)
             for member in changed:
