@@ -39,7 +39,7 @@ class MemberState(Enum):
 
     JOINING = "joining"  # it was added, and no probe has ended
     PROBING = "probing"  # no probe was good yet
-    WARMING = "warming"  # it was added while others served, and gets more and more requests
+    WARMING = "warming"  # it was added or restarted while others served, and gets more and more requests
     SERVING = "serving"
     DRAINING = "draining"  # it gets no requests, and has some left, or KV that is still to be read
     DRAINED = "drained"  # it has nothing left, and waits to be undrained
@@ -66,8 +66,8 @@ class Member:
     """An engine of the pool. Written by `Membership` alone.
 
     `settings`: what it was added with, `source`: by whom; `heirs`: others that want it as well, the first one gets it if its
-    source gives it up. `since`: when it was added, in monotonic seconds. `is_new`: whether it was added while the proxy runs, and
-    has not come up yet; `warming`: whether it then came up while others served.
+    source gives it up. `since`: when it was added, in monotonic seconds. `is_new`: whether it was added or
+    restarted while the proxy runs, and has had no request since; `warming`: whether it then came up while others served.
     """
 
     settings: NodeSettings

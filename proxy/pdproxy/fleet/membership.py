@@ -7,6 +7,7 @@ operator. A source removes only what it has added itself.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -18,6 +19,7 @@ from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Node
 from pdproxy.settings.schema import Node as NodeSettings
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -185,6 +187,8 @@ class Membership:
         if (task := self._ending.pop(member, None)) is not None:
             task.cancel()
         self._ledger.mark_draining(url, None)
+        if member.is_new and self._engines[url].node.up:  # it was restarted meanwhile
+            self._begin_slowly(member)
         self._report(member, "undrained", by)
 
     def remove(self, url: str, source: str, *, at_once: bool = False, seconds: float | None = None) -> bool:
@@ -257,15 +261,18 @@ class Membership:
         It is the same process, of which a probe has shown what it is: it serves on at once.
         """
         self._setup.checked(node)
+        self._engines.replaced, before = member.url, copy.copy(self._engines[member.url].node)
         drain, old = member.drain, self._setup.remove(member.url)
         try:
-            self._made_again(self._setup.add(node), old)
+            self._made_again(self._setup.add(node), old, before)
         except Exception:
-            self._made_again(self._setup.add(member.settings), old)
+            self._made_again(self._setup.add(member.settings), old, before)
             self._members[member.url] = member
             if drain is not None:
                 self._drain_again(member, drain)
             raise
+        finally:
+            self._engines.replaced = None
         self._members[member.url] = member
         if drain is not None and not drain.removes:  # an operator works on it
             self._drain_again(member, drain)
@@ -284,7 +291,7 @@ class Membership:
         left = max(0.0, drain.deadline - self._now())
         self.drain(member.url, drain.by, seconds=left if drain.removes else None, removes=drain.removes)
 
-    def _made_again(self, engine: Engine, old: Engine) -> None:
+    def _made_again(self, engine: Engine, old: Engine, before: Node) -> None:
         if old.buffer is not None and engine.buffer is not None:  # what is in it is still there
             old.buffer.capacity = engine.buffer.capacity
             engine.buffer, old.buffer = old.buffer, None  # or it would be needed for as long as the new one is used
@@ -292,6 +299,9 @@ class Membership:
             self._ledger.mark_up(engine.url, old.node.evidence)
             reason = "its settings have changed"
             self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
+        if engine.node.role is before.role:
+            engine.node.window = before.window
+            self._ledger.breakers.take_over(engine.node, before)
 
     def _remove(self, member: Member, by: str) -> None:
         self._report(member, "removed", by)
@@ -314,16 +324,21 @@ class Membership:
         if self._forgetting is None or self._forgetting.done():
             self._forgetting = self._tasks.spawn(self._forget(), "forget engines")
 
-    def _came_up(self, url: str) -> None:
-        """Have an engine that comes while others serve begin slowly."""
-        if (member := self._members.get(url)) is None or not member.is_new:
+    def _came_up(self, url: str, restarted: bool) -> None:
+        """Have an engine that comes, or comes back, while others serve begin slowly: once it may get requests."""
+        if (member := self._members.get(url)) is None:
             return
+        member.is_new = member.is_new or restarted
+        if member.is_new and member.drain is None:
+            self._begin_slowly(member)
+
+    def _begin_slowly(self, member: Member) -> None:
         member.is_new = False
-        engine = self._engines[url]
+        engine = self._engines[member.url]
         others = (other.node for other in self._engines.values() if other is not engine)
         if any(node.available and node.role is engine.node.role for node in others):
             member.warming = True
-            self._ledger.warm_up(url, self._now())
+            self._ledger.breakers.warm_up(engine.node, self._now())
 
     # -- on the way out
 
