@@ -19,7 +19,8 @@ from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.lab.chaos.virtual.ports import VirtualPorts
 from pdproxy.lab.chaos.world import begin_proxy
 from pdproxy.settings.limits import AUTO, Limits
-from pdproxy.settings.schema import Auth, Listen, Node, Pool, Settings
+from pdproxy.settings.listen import Listen
+from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 

@@ -12,8 +12,8 @@ from msgspec import structs
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
+from pdproxy.settings.listen import Cors
 from pdproxy.settings.load import EngineFlag, load
-from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, State, create_app
 from pdproxy.web.body_budget import BodyBudget

@@ -17,9 +17,10 @@ from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.connector_options import LMCache
 from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.listen import Listen
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Listen, Node, Pool, Receiver, Settings
+from pdproxy.settings.schema import Node, Pool, Receiver, Settings
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache

@@ -97,7 +97,8 @@ def placed(settings: Settings, pool: Mapping[str, Any] = MappingProxyType({}), *
     """Settings whose pool has it."""
     replace = msgspec.structs.replace
     chosen = replace(settings.pool, policy=PoolPolicy(placement=NAME, **policy), **pool)
-    return replace(settings, pools=(chosen,))
+    # Decisions are kept only for the admin API.
+    return replace(settings, pools=(chosen,), listen=replace(settings.listen, admin="unix:/nowhere"))
 
 
 def placed_world(

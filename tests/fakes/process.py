@@ -26,7 +26,8 @@ SERVE = textwrap.dedent(
     from functools import partial
     from pdproxy.app.server import run
     from pdproxy.observe import logs
-    from pdproxy.settings.schema import Auth, Deadlines, Listen, Node, Observe, Pool, Settings
+    from pdproxy.settings.listen import Listen
+    from pdproxy.settings.schema import Auth, Deadlines, Node, Observe, Pool, Settings
     port, prefill, decode, log_format, max_bytes = sys.argv[1:]
     logs.LineWriter = partial(logs.LineWriter, max_bytes=int(max_bytes))
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))

@@ -8,6 +8,7 @@ import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from pdproxy.observe.recent import Recent
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.settings.schema import Settings
 
@@ -21,8 +22,8 @@ _ATOMS = (
     types.CodeType,
     asyncio.AbstractEventLoop,
 )
-_HISTORY = (Settings, Decisions)
-"""What may name engines that are gone: the settings of the start, and the list of the last decisions."""
+_HISTORY = (Settings, Decisions, Recent)
+"""What may name engines that are gone: the settings of the start, the last decisions, and the last requests."""
 
 
 def remains(root: object, names: Collection[str], skip: Collection[object] = ()) -> list[str]:

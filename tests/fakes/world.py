@@ -22,8 +22,9 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.listen import Cors, Listen
 from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Auth, Cors, Listen, Node, Pool, Settings
+from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from pdproxy.sim.api.template import render
 from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.web.app import create_app

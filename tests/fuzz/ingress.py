@@ -21,7 +21,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
-from pdproxy.settings.schema import Cors
+from pdproxy.settings.listen import Cors
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.connection_bounds import ConnectionBounds

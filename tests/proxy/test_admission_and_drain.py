@@ -131,7 +131,8 @@ SERVE = textwrap.dedent(
     """
     import sys
     from pdproxy.app.server import run
-    from pdproxy.settings.schema import Deadlines, Listen, Node, Pool, Settings
+    from pdproxy.settings.listen import Listen
+    from pdproxy.settings.schema import Deadlines, Node, Pool, Settings
     port, prefill, decode = sys.argv[1:]
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
     sys.exit(run(Settings(listen=Listen(port=int(port)), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))

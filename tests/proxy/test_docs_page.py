@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from pdproxy.settings.schema import Cors
+from pdproxy.settings.listen import Cors
 from tests.fakes.client import request
 from tests.fakes.tls import Side, connections, front
 from tests.fakes.world import until, world

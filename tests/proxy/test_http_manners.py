@@ -10,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 
 from pdproxy.serving.access.routes import TABLE, RouteKind
-from pdproxy.settings.schema import Cors
+from pdproxy.settings.listen import Cors
 from pdproxy.web.cors import CorsHeaders, middleware_options
 from tests.fakes import scripts
 from tests.fakes.client import Answer

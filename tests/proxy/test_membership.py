@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -15,6 +15,7 @@ from pdproxy.fleet import membership, prober
 from pdproxy.fleet.member import MemberState
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.observe.events import LegFailed, RequestEnded
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.health import Health
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node, Settings
@@ -239,3 +240,28 @@ async def test_a_fleet_that_changes_under_streaming_clients() -> None:
         names = [engine.url.removeprefix("http://") for engine in spare]
         assert remains(w.proxy, names, (w._recorder,)) == []
         assert SETTINGS in {member.source for member in members.members.values()} or went
+
+
+async def test_many_engines_are_checked_together() -> None:
+    """Adding hundreds takes a time that grows with their number. One that is wrong is named, and none of them comes."""
+    async with world() as w:
+        others = [Node(url=f"http://127.0.0.1:{port}", role="decode") for port in range(1, 41)]
+        checked: list[int] = []
+        check = w.proxy.setup.checked_all
+
+        def checked_all(nodes: Sequence[Node]) -> list[Node]:
+            checked.append(len(nodes))
+            return check(nodes)
+
+        w.proxy.setup.checked_all = checked_all  # type: ignore[method-assign]
+        wrong = msgspec.structs.replace(others[7], serves_whole=True)
+        with pytest.raises(SettingsError, match=r"127\.0\.0\.1:8.*can't be added.*serves_whole"):
+            w.proxy.membership.apply("test", [*others[:7], wrong, *others[8:]])
+        assert len(w.proxy.membership.members) == 2
+        twice = [*others[:3], msgspec.structs.replace(others[0], url="https://127.0.0.1:1")]
+        with pytest.raises(SettingsError, match="is given twice"):
+            w.proxy.membership.apply("test", twice)
+        w.proxy.membership.apply("test", others)
+        assert len(w.proxy.membership.members) == 42
+        assert checked == [40, 4, 40]
+        w.proxy.membership.apply("test", [])

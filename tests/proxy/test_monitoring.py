@@ -9,7 +9,7 @@ import pytest
 from pdproxy.observe import catalog
 from pdproxy.observe.events import RequestEnded
 from pdproxy.observe.logs import MAX_REFUSALS, access_fields
-from pdproxy.settings.schema import Cors
+from pdproxy.settings.listen import Cors
 from tests.fakes import scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill

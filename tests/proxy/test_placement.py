@@ -15,6 +15,7 @@ from pdproxy.scheduling.slo import Slo
 from pdproxy.serving.dispatch.decisions import KEPT
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from tests.fakes import scripts
+from tests.fakes.admin import admin
 from tests.fakes.placement import NAME, install, late, placed_world, scripted, split, whole
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until
@@ -30,9 +31,9 @@ def _placement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def decisions(w: World) -> list[dict[str, Any]]:
     """The record of decisions, the newest first."""
-    answer = await w.get("/decisions")
-    assert answer.status == 200
-    found: list[dict[str, Any]] = json.loads(answer.body)["decisions"]
+    kept = w.proxy.service.resources.decisions
+    assert kept is not None
+    found: list[dict[str, Any]] = json.loads(kept.page())["decisions"]
     return found
 
 
@@ -350,10 +351,14 @@ async def test_the_last_decisions_are_kept() -> None:
         assert len(await decisions(w)) == KEPT
 
 
-async def test_decisions_need_a_key_where_keys_are_set() -> None:
-    async with placed_world(1, 1, auth={"api_keys": ("secret",)}) as w:
-        assert (await w.get("/decisions")).status == 401
-        assert (await w.get("/decisions", [("Authorization", "Bearer secret")])).status == 200
+async def test_decisions_are_shown_by_the_admin_api() -> None:
+    """Not by the port of clients: they name requests of others."""
+    async with placed_world(1, 1) as w, admin(w) as api:
+        scripted(w).usual = whole(0, "ttft", ttft=0.1)
+        await w.ask(COMPLETIONS, completion(prompt=IDS), [("X-Request-Id", "first")])
+        (one,) = (await api.get("/decisions"))["decisions"]
+        assert (one["request_id"], one["reason"]) == ("first", "ttft")
+        assert (await w.get("/decisions")).status == 404
 
 
 async def test_reasons_without_end_make_no_series_without_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from pdproxy.fleet import kv_source
@@ -312,3 +313,22 @@ async def test_more_long_prompts_than_can_wait_are_served_without_knowledge(monk
         assert known.world.metric("pdproxy_prefix_skipped_total", reason="busy") == 1
         await known.ask(prompt(1))
         assert known.all() == (1, 0, 0)
+
+
+async def test_an_engine_whose_settings_change_keeps_its_cache() -> None:
+    """It is the same process: what was routed there is still known, and the next prompt goes there."""
+    async with knowing(2, None) as known:
+        prompt = [7] * 96
+        at = await known.ask(prompt)
+        url, members = known.sims[at].url, known.world.proxy.membership
+        changed = [
+            msgspec.structs.replace(one.settings, labels={"rack": "7"}) if one.url == url else one.settings
+            for one in members.members.values()
+        ]
+        old = known.world.proxy.engines[url]
+        members.apply("settings", changed)
+        assert known.world.proxy.engines[url] is not old
+        assert [await known.ask([*prompt, n]) for n in range(4)] == [at] * 4
+        members.remove(url, "settings", at_once=True)
+        await until(lambda: url not in known.world.proxy.engines.known)
+        assert [await known.ask([*prompt, n]) for n in range(2)] == [1 - at] * 2

@@ -16,8 +16,9 @@ from pdproxy.observe.formats import JsonFormatter, TextFormatter
 from pdproxy.serving.request.service import GeneratingRequest
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.load import load
-from pdproxy.settings.schema import EngineTls, ListenTls, Settings
+from pdproxy.settings.schema import EngineTls, Settings
 from pdproxy.settings.tls import listen_context
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply

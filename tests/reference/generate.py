@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tests.reference import command_line, metrics, routes, settings
+from tests.reference import admin, command_line, metrics, routes, settings
 from tests.reference.markdown import ROOT, wrapped
 
 FOLDER = ROOT / "docs" / "reference"
@@ -14,13 +14,14 @@ PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings.page,
     "metrics.md": metrics.page,
     "routes.md": routes.page,
+    "admin-api.json": admin.page,
 }
 
 
 def made(name: str) -> str:
     """Return a page as it should be."""
     os.environ["COLUMNS"] = "100"  # argparse breaks its usage there
-    return wrapped(PAGES[name]())
+    return wrapped(PAGES[name]()) if name.endswith(".md") else PAGES[name]()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[msgspec.str
 
 def _item(field: msgspec.structs.FieldInfo) -> tuple[Any, str]:
     """Return what a field holds, and `[]` if it is a list of sections."""
+    if field.name == "dns_nodes":
+        return field.type, ""  # each is as one of `nodes`
     if get_origin(field.type) is tuple and _is_section(get_args(field.type)[0]):
         return get_args(field.type)[0], "[]"
     return field.type, ""

@@ -210,11 +210,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--version and --help print to stdout and succeed."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pdproxy {__version__}\n"
-    for line in ("", *COMMANDS, "config init", "config print", "config validate"):
+    for line in ("", *COMMANDS, "config init", "config print", "config validate", "engines list", "engines drain"):
         assert main([*line.split(), "--help"]) == 0
         out = capsys.readouterr().out
         assert out.startswith("usage: pdproxy")
-        assert "\nexamples:\n  pdproxy " in out or line == "config"
+        assert "\nexamples:\n  pdproxy " in out or line in ("config", "engines")
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -295,6 +295,8 @@ def test_config_init_prints_and_writes_the_reference(capsys: pytest.CaptureFixtu
         (["ser"], "serve"),
         (["serve", "--pref"], "--prefill"),
         (["config", "i"], "init"),
+        (["engines", "dr"], "drain"),
+        (["engines", "list", "--wat"], "--watch"),
         (["completion", "z"], "zsh"),
         (["serve", "--config", "pyproj"], "pyproject.toml"),
     ],

@@ -94,7 +94,7 @@ def test_a_command_is_taken(
     else:
         code = 0
     assert code == 0, (page, capsys.readouterr().err)
-    if arguments is None or "config" not in arguments:
+    if arguments is None or "stage_config" not in arguments:
         return
     files = (arguments.config, arguments.stage_config)
     if all(file is None or file.exists() for file in files):

@@ -45,6 +45,13 @@ def _check_key(proxy: Proxy) -> object:
     return True
 
 
+def _check_admin_key(proxy: Proxy) -> object:
+    proxy.credentials.admin_keys.check(b"Bearer new")
+    with pytest.raises(UnauthorizedError):
+        proxy.credentials.admin_keys.check(b"Bearer old")
+    return True
+
+
 def _engine_key(proxy: Proxy) -> object:
     return proxy.engines["http://p:8000"].credentials.key()
 
@@ -57,6 +64,8 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     # a setting: another value, where it is seen in force, and what is seen
     "auth.api_keys": (("new",), _check_key, True),
     "auth.api_keys_file": ("file of keys", _check_key, True),
+    "auth.admin_keys": (("new",), _check_admin_key, True),
+    "auth.admin_keys_file": ("file of keys", _check_admin_key, True),
     "auth.engine_api_key": ("theirs", _engine_key, "theirs"),
     "auth.engine_api_key_file": ("file of a key", _engine_key, "fresh"),
     "deadlines.connect": (9.5, _client("_connect_timeout"), 9.5),
@@ -158,10 +167,10 @@ RESTART = {
     "observe": ("log_format",),
 }
 """What needs a restart in the sections of which something is used at once."""
-ALL_RESTART = ("listen", "continuations", "kv_ready", "registration")
+ALL_RESTART = ("listen", "continuations", "kv_ready", "registration", "dns")
 POOL_RESTART = {
     *("name", "connector", "dispatch", "remote_host", "lmcache", "cpu", "bootstrap_port", "tokenize", "tokenizer"),
-    *("kv_ready_port", "registration_port"),
+    *("kv_ready_port", "registration_port", "dns_nodes"),
     *("turns", "kv_events", "prefixes", "profile", "pair_within", "tls", "policy.placement"),
 }
 
@@ -174,6 +183,7 @@ def paths() -> Iterator[KeyPath]:
     for path, _ in leaves(Pool):
         yield ("pools", 0, *path)
     yield ("pools", 0, "nodes")
+    yield ("pools", 0, "dns_nodes")
 
 
 def _with(tree: Any, path: KeyPath, value: object) -> Any:
@@ -189,7 +199,7 @@ def settings(**pool: Any) -> Settings:
     """Return settings with all parts that may be there."""
     own = {"tokenize": "always", "kv_events": KvEvents(enabled=True), "policy": PoolPolicy(placement="auto"), **pool}
     return Settings(
-        auth=Auth(api_keys=("old",)),
+        auth=Auth(api_keys=("old",), admin_keys=("old",)),
         limits=Limits(engine_requests="auto", engine_tokens=9000),
         pools=(Pool(nodes=NODES, **own),),
     )
@@ -231,8 +241,8 @@ async def test_a_setting_is_used_at_once(name: str, tmp_path: Path) -> None:
     if name == "pools[0].policy.prefill":
         old = settings(policy=msgspec.structs.replace(split, decode="prefix"))
     new = _with(old, path, value)
-    if name == "auth.api_keys_file":
-        new = _with(new, ("auth", "api_keys"), ())
+    if name in ("auth.api_keys_file", "auth.admin_keys_file"):
+        new = _with(new, ("auth", name.removeprefix("auth.").removesuffix("_file")), ())
     found = changes(old, new)
     assert (found.restart, name in found.at_once) == ((), True)
     levels: list[str] = []

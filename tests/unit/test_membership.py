@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import pytest
@@ -39,7 +39,10 @@ class Setup:
     def checked(self, node: Node) -> Node:
         return node
 
-    def add(self, node: Node) -> Engine:
+    def checked_all(self, nodes: Sequence[Node]) -> list[Node]:
+        return list(nodes)
+
+    def add(self, node: Node, *, is_checked: bool = False) -> Engine:
         if node.url in self.broken:
             raise SettingsError("its key can't be read")
         return self.engines.add(
@@ -220,6 +223,7 @@ async def test_a_drained_engine_is_removed_later(w: World) -> None:
     w.members.drain(A.url, "settings", removes=True)
     await w.gone(A)
     assert w.left == [A.url]
+    assert w.changes()[-1] == ("a", "removed", "settings"), "not by whom it was drained before"
 
 
 async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -> None:
@@ -246,6 +250,60 @@ async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -
     w.members.add(A, "admin")
     w.up(A)
     assert not w.ledger.breakers.opened
+
+
+async def test_an_engine_that_restarts_while_others_serve_begins_slowly(w: World) -> None:
+    """Its caches are empty, and what it had was given to others: not all of it comes back at once."""
+    again = Evidence(frozenset("m"), "1", 16, (), 0, 2.0)
+    w.ledger.mark_down(A.url, "restarts", w.time)
+    w.ledger.mark_up(A.url, EVIDENCE)
+    assert not w.ledger.breakers.opened, "it is the same run"
+    w.ledger.mark_up(A.url, again)
+    assert w.members.state(A.url) is MemberState.WARMING
+    taken = [lease.node.url for lease in (w.lease() for _ in range(12)) if lease is not None]
+    assert taken.count(A.url) == 2
+    w.time += 11
+    w.ledger.breakers.any_left(w.time)
+    w.members.remove(B.url, "settings", at_once=True)
+    w.ledger.mark_up(A.url, Evidence(frozenset("m"), "1", 16, (), 0, 3.0))
+    assert not w.ledger.breakers.opened, "there is no other"
+
+
+async def test_an_engine_that_was_restarted_while_drained_begins_slowly(w: World) -> None:
+    """From when it is undrained: that may be long after it came up."""
+    w.members.drain(A.url, "admin")
+    await w.until(lambda: w.members.state(A.url) is MemberState.DRAINED)
+    w.ledger.mark_up(A.url, Evidence(frozenset("m"), "1", 16, (), 0, 2.0))
+    assert not w.ledger.breakers.opened
+    w.time += 60
+    w.members.undrain(A.url, "admin")
+    assert w.members.state(A.url) is MemberState.WARMING
+    assert w.engines[A.url].node.slow_until == w.time + 10
+
+
+async def test_a_replaced_engine_keeps_its_breaker(w: World) -> None:
+    """It is the same process: other settings make it no better. What is known of its load stays, too."""
+    for _ in range(3):
+        lease = w.lease(B.url)
+        assert lease is not None
+        w.ledger.close(lease, Verdict.FAILED, w.time)
+    node = w.engines[A.url].node
+    assert node.open_until == w.time + 5
+    node.window = 7.0
+    seen: list[str | None] = []
+    w.engines.when_forgotten(lambda url: seen.append(url))
+    w.members.apply("settings", [msgspec.structs.replace(A, facts=Facts(block_size=32)), B])
+    new = w.engines[A.url].node
+    assert new is not node
+    assert (new.open_until, new.failures, new.window) == (w.time + 5, 3, 7.0)
+    assert not new.usable(w.time)
+    assert w.engines.replaced is None
+    w.time += 5
+    leases = [lease.node.url for lease in (w.lease() for _ in range(4)) if lease is not None]
+    assert leases.count(A.url) == 1, "half-open, as it would have been"
+    w.members.apply("settings", [msgspec.structs.replace(A, role="aggregated"), B])
+    assert w.engines[A.url].node.open_until == 0, "in another role it is another engine"
+    assert seen == []
 
 
 async def test_a_source_removes_only_its_own(w: World) -> None:
@@ -316,7 +374,7 @@ async def test_a_set_that_fails_changes_nothing(w: World, broken: Node) -> None:
     w.setup.broken.add(broken.url)
     setup_add = w.setup.add
 
-    def add(node: Node) -> Engine:  # only the new settings are broken
+    def add(node: Node, *, is_checked: bool = False) -> Engine:  # only the new settings are broken
         if node is B:
             return w.engines.add(NodeSpec(node.url, Role(node.role)), unused_client(node.url))
         return setup_add(node)

@@ -8,8 +8,9 @@ from pdproxy.settings.crosscheck import crosscheck, engine_url, parsed_networks
 from pdproxy.settings.dump import MASK, dump
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.limits import Limits
+from pdproxy.settings.listen import Listen
 from pdproxy.settings.load import EngineFlag, load
-from pdproxy.settings.schema import Auth, Facts, Listen, Node, Pool, Role, Settings
+from pdproxy.settings.schema import Auth, Facts, Node, Pool, Role, Settings
 
 
 def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
@@ -248,3 +249,43 @@ def test_the_largest_answer_has_space() -> None:
     settings = Settings(limits=Limits(max_answer_bytes=1000, max_buffered_answer_bytes=999))
     with pytest.raises(SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no space"):
         checked(settings, need_engines=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "auth", "why"),
+    [
+        ("unix:/run/pdproxy.sock", Auth(), None),
+        ("127.0.0.1:9000", Auth(), None),
+        ("[::1]:9000", Auth(), None),
+        ("localhost:9000", Auth(), None),
+        ("0.0.0.0:9000", Auth(), "listen.admin: 0.0.0.0:9000: others than this machine can reach it: give it keys"),
+        ("[::]:9000", Auth(), r"listen.admin: \[::\]:9000: others"),
+        ("proxy.example:9000", Auth(), "others than this machine"),
+        ("0.0.0.0:9000", Auth(admin_keys=("k",)), None),
+        ("0.0.0.0:9000", Auth(admin_keys_file="keys"), None),
+        ("127.0.0.1:65536", Auth(), "no port is 65536"),
+        ("127.0.0.1:0", Auth(), "no port is 0"),
+        ("unix:/x", Auth(api_keys=("a", "b"), admin_keys=("b",)), "one of them is also a key of clients"),
+        (None, Auth(admin_keys=(MASK,)), "is what `pdproxy config print` shows"),
+    ],
+)
+def test_the_admin_api_is_open_to_this_machine_alone(address: str | None, auth: Auth, why: str | None) -> None:
+    """Unless it has keys."""
+    settings = Settings(listen=Listen(admin=address), auth=auth)
+    if why is None:
+        assert checked(settings, need_engines=False).listen.admin == address
+        return
+    with pytest.raises(SettingsError, match=why):
+        checked(settings, need_engines=False)
+
+
+@pytest.mark.parametrize("text", ["9000", "unix:", "host", "[::1]", "a b:1", "http://h:1", "::1:9000"])
+def test_wrong_forms_of_its_address(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"listen\.admin: expected unix:PATH or HOST:PORT"):
+        load(None, {"PDPROXY_LISTEN__ADMIN": text}, need_engines=False)
+
+
+def test_its_keys_are_not_printed() -> None:
+    text = dump(Settings(auth=Auth(admin_keys=("secret-1", "secret-2"))))
+    assert "secret" not in text
+    assert "secret" not in repr(Auth(admin_keys=("secret-1",)))

@@ -23,6 +23,8 @@ def fields_of(kind: Any, path: str = "") -> set[str]:
     for field in msgspec.structs.fields(kind):
         here, type_ = f"{path}.{field.name}".lstrip("."), field.type
         found.add(here)
+        if field.name == "dns_nodes":
+            continue  # each is as one of `nodes`
         if get_origin(type_) is tuple:
             here, type_ = f"{here}[]", get_args(type_)[0]
         if isinstance(type_, type) and issubclass(type_, msgspec.Struct):

@@ -7,8 +7,9 @@ import pytest
 from pdproxy.settings.crosscheck import engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_key, read_keys, read_password
+from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.schema import EngineTls, ListenTls, Node
+from pdproxy.settings.schema import EngineTls, Node
 
 DECODE = (EngineFlag("decode", "a:1"),)
 

@@ -122,7 +122,8 @@ class PoolCapacity:
 
     def removed(self, engine: Engine) -> None:
         """Take what a removed engine could do from the places."""
-        self._windows.forget(engine.url)
+        if engine.url != self._engines.replaced:
+            self._windows.forget(engine.url)
         self._resize()
 
     def gauges(self) -> list[Gauge]:

@@ -80,7 +80,6 @@ class Proxy(Parts):
             models=proxy.list_models,
             metrics=metrics,
             telemetry=Telemetry(posted) if posted else None,
-            decisions=partial(pools[0].decisions.page, *(pool.decisions for pool in pools[1:])),
         )
         return proxy
 

@@ -21,7 +21,8 @@ from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
 from pdproxy.settings.key_lines import KeyLimits, read_key_lines
-from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Settings
+from pdproxy.settings.listen import ListenTls
+from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
 from pdproxy.settings.yaml_file import spell_file
 
@@ -40,6 +41,10 @@ class _ValidKeys(NamedTuple):
     limits: Mapping[str, KeyLimits]
 
 
+def _no_keys() -> _ValidKeys:
+    return _ValidKeys({}, {})
+
+
 class Credentials:
     """Keys and TLS contexts of the settings, ready for use. Reads all files at once."""
 
@@ -55,15 +60,18 @@ class Credentials:
         self._following = False
         auth, listen = settings.auth, settings.listen.tls
         self._auth = auth
-        self._valid_keys: Callable[[], _ValidKeys] = lambda: _ValidKeys({}, {})
+        self._valid_keys = self._valid_admin_keys = _no_keys
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
-            self._valid_keys = self._client_keys(auth)
+            self._valid_keys = self._clients_keys(auth)
+        with found.collecting():
+            self._valid_admin_keys = self._operators_keys(auth)
         with found.collecting():
             self._common_key = self._engines_key(auth)
         self.keys = Keys()
         if auth.wants_keys:
             self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)
+        self.admin_keys = Keys(lambda: self._valid_admin_keys().names) if auth.wants_admin_keys else Keys()
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
@@ -113,7 +121,7 @@ class Credentials:
     def prepare(self, auth: Auth) -> Callable[[], None]:
         """Read the keys of other settings, and return what puts them in force. Until then nothing has changed.
 
-        Whether clients need a key stays as it was at the start.
+        Whether clients and operators need a key stays as it was at the start.
 
         Raises:
             SettingsError: files can't be read, or don't hold what they should; a line for each.
@@ -125,7 +133,9 @@ class Credentials:
         self._followed = new
         try:
             with found.collecting():
-                valid = self._client_keys(auth)
+                valid = self._clients_keys(auth)
+            with found.collecting():
+                admin = self._operators_keys(auth)
             with found.collecting():
                 common = self._engines_key(auth)
             found.raise_any()
@@ -133,9 +143,9 @@ class Credentials:
             self._followed = known
 
         def use() -> None:
-            former = (self._valid_keys, self._common_key)
+            former = (self._valid_keys, self._valid_admin_keys, self._common_key)
             self._followed = [*(one for one in self._followed if one not in former), *new]
-            self._auth, self._valid_keys, self._common_key = auth, valid, common
+            self._auth, self._valid_keys, self._valid_admin_keys, self._common_key = auth, valid, admin, common
             self._follow_files()
 
         return use
@@ -202,13 +212,24 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _client_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
+    def _clients_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
+        return self._keys_of("auth.api_keys_file", auth.api_keys, auth.api_keys_file)
+
+    def _operators_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
+        path = auth.admin_keys_file
+        valid = self._keys_of("auth.admin_keys_file", auth.admin_keys, path)
+        if path is not None and any(one != KeyLimits() for one in valid().limits.values()):
+            raise SettingsError(
+                f"auth.admin_keys_file: {spell_file(Path(path))}: a key for the admin API has no limits"
+            )
+        return valid
+
+    def _keys_of(self, setting: str, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys]:
         """Return what returns the valid keys. One without a name is named by its place, which log lines may show."""
-        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(auth.api_keys, 1)}
-        if (path := auth.api_keys_file) is None:
+        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
+        if path is None:
             only = _ValidKeys(fixed, {})
             return lambda: only
-        setting = "auth.api_keys_file"
         if not read_key_lines(setting, path):  # at the start, a file without a key is a mistake
             raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
 

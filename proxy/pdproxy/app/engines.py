@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
@@ -21,7 +21,7 @@ from pdproxy.scheduling.outliers import OutlierLimits, Outliers
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.slo import Slo
-from pdproxy.settings.crosscheck import checked_node, engine_url
+from pdproxy.settings.crosscheck import checked_node, checked_nodes, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
 from pdproxy.settings.outliers import OutlierSettings
@@ -173,8 +173,10 @@ class EngineSetup:
             self._add(node)
         return self._settings.pool.nodes
 
-    def add(self, node: Node) -> Engine:
+    def add(self, node: Node, *, is_checked: bool = False) -> Engine:
         """Add an engine. It gets requests once it has answered a probe. What fails changes nothing.
+
+        `is_checked`: it is as `checked` or `checked_all` has just returned it.
 
         Raises:
             SettingsError: it can't work in this pool, or a file of its key or certificates can't be used.
@@ -182,7 +184,9 @@ class EngineSetup:
         """
         if node.url in self._engines:
             raise ValueError(f"{node.url} is there already")
-        return self._add(checked_node(node, self._settings.pool, tuple(self._nodes.values())))
+        if not is_checked:
+            node = checked_node(node, self._settings.pool, tuple(self._nodes.values()))
+        return self._add(node)
 
     def checked(self, node: Node) -> Node:
         """Return the settings of an engine that is to be added, or is to take the place of the one with its URL.
@@ -193,12 +197,30 @@ class EngineSetup:
         url = node.url
         with contextlib.suppress(SettingsError):  # which the check below reports
             url = engine_url(url, ("url",))
+        self._check_other_pools(url)
+        node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
+        self._check_files(node)
+        return node
+
+    def checked_all(self, nodes: Sequence[Node]) -> list[Node]:
+        """Do as `checked` for several engines that are to be added together, none of which is there.
+
+        Raises:
+            SettingsError: as there.
+        """
+        found = checked_nodes(nodes, self._settings.pool, tuple(self._nodes.values()))
+        for node in found:
+            self._check_other_pools(node.url)
+            self._check_files(node)
+        return found
+
+    def _check_other_pools(self, url: str) -> None:
         if url not in self._nodes and self._credentials.knows(url):
             raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
-        node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
+
+    def _check_files(self, node: Node) -> None:
         self._credentials.check(node, self._settings.pool.tls)
         _read(node.facts.profile)
-        return node
 
     def _add(self, node: Node) -> Engine:
         credentials = self._credentials.of_engine(node, self._settings.pool.tls)

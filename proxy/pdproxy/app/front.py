@@ -33,7 +33,7 @@ from pdproxy.web.unread_answers import UnreadAnswers
 
 @dataclass(slots=True, kw_only=True)
 class Front:
-    """The parts that serve clients. `readiness`, `models`, `telemetry` and `decisions`: see `web.app.Answers`.
+    """The parts that serve clients. `readiness`, `models` and `telemetry`: see `web.app.Answers`.
 
     `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
     """
@@ -54,7 +54,6 @@ class Front:
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
-    decisions: Callable[[], bytes]
     tenants: Tenants = field(init=False)
     bounds: ConnectionBounds = field(init=False)
     path: DataPath = field(init=False)
@@ -132,6 +131,5 @@ class Front:
             self.asgi,
             self.settings.listen.cors,
             self.telemetry,
-            decisions=self.decisions,
             refused=partial(report_refusal, self.observers),
         )

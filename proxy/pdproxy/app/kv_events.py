@@ -62,7 +62,7 @@ def build_kv_events(
     own = settings.pool.kv_events
     if index is None or not own.enabled:
         return None
-    most = max((node.facts.data_parallel_size for node in settings.pool.nodes), default=1)
+    most = max((node.facts.data_parallel_size for node in settings.pool.all_nodes), default=1)
     sources = KvEventSources(
         engines,
         index,

@@ -79,7 +79,7 @@ class PoolParts:
     kv_events: ReadingKvEvents | None
     prefixes: KnowingPrefixes | None
     tokens: Tokens | None
-    decisions: Decisions
+    decisions: Decisions | None
     resources: ExchangeResources
     legs: PassthroughLegs
     passthrough: Passthrough
@@ -147,7 +147,8 @@ class PoolParts:
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(prober, *([tokens.canaries] if tokens is not None else []))
 
-        decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
+        shown = settings.listen.admin is not None
+        decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
         shared = process.places
         if limits.engine_requests or limits.engine_tokens:
             scraped.capacity = PoolCapacity(

@@ -51,6 +51,8 @@ class KnowingPrefixes:
 
     def removed(self, engine: Engine) -> None:
         """Forget an engine."""
+        if engine.url == self._engines.replaced:
+            return  # its cache is the same
         self.knowledge.remove(engine.url)
         self._runs.pop(engine.url, None)
 
@@ -61,7 +63,8 @@ class KnowingPrefixes:
         node = engine.node
         if not node.up or node.evidence is None:
             return
-        if self._runs.get(engine.url, node.run_number) != node.run_number:
+        same = self._runs.get(engine.url, node.run_number) == node.run_number or engine.url == self._engines.replaced
+        if not same:
             self.knowledge.restarted(engine.url)
         self._runs[engine.url] = node.run_number
         blocks = node.evidence.kv_blocks

@@ -25,8 +25,10 @@ from starlette.types import ASGIApp
 
 from pdproxy import __version__
 from pdproxy.app import uncaught
+from pdproxy.app.admin import MAX_CONNECTIONS, AdminSocket, admin_socket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, settled
+from pdproxy.app.dns import follow_names
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Ending, Hangups
@@ -34,6 +36,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure, set_level
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
+from pdproxy.upstream.resolver import MAX_PLACES
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -83,6 +86,12 @@ def run(settings: Settings, source: SettingsSource | None = None) -> int:
 
 def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
     settings = fit_files(settings)
+    admin = admin_socket(settings)
+    with contextlib.closing(admin) if admin is not None else contextlib.nullcontext():
+        return _listen_and_serve(settings, log, source, admin)
+
+
+def _listen_and_serve(settings: Settings, log: Log, source: SettingsSource | None, admin: AdminSocket | None) -> int:
     try:
         listener = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
@@ -95,7 +104,7 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
         return 2
     gc.set_threshold(*GC_THRESHOLDS)
     with listener:
-        return uvloop.run(_serve_until_signalled(settings, listener, log, source))
+        return uvloop.run(_serve_until_signalled(settings, listener, log, source, admin))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -124,9 +133,9 @@ def files_needed(settings: Settings) -> int:
 
 
 def _other_files(settings: Settings) -> int:
-    return OTHER_FILES + 2 * sum(
-        len(pool.nodes) for pool in settings.pools
-    )  # probes of each engine, and one more connection
+    admin = 2 * MAX_CONNECTIONS if settings.listen.admin is not None else 0  # as many again are refused at a time
+    engines = sum(len(pool.nodes) + MAX_PLACES * len(pool.dns_nodes) for pool in settings.pools)
+    return OTHER_FILES + admin + 2 * engines  # probes of each engine, and one more connection
 
 
 def fit_files(settings: Settings) -> Settings:
@@ -180,7 +189,11 @@ def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
 
 
 async def _serve_until_signalled(
-    settings: Settings, listener: socket.socket, log: Log, source: SettingsSource | None
+    settings: Settings,
+    listener: socket.socket,
+    log: Log,
+    source: SettingsSource | None,
+    admin: AdminSocket | None,
 ) -> int:
     asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
     ending = Ending()
@@ -192,6 +205,8 @@ async def _serve_until_signalled(
         hangups.then = asked_early.set
 
     def started(proxy: Proxy) -> None:
+        serve_admin(proxy, admin, log)
+        follow_names(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log)
             hangups.then = reloading.soon

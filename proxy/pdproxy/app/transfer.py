@@ -29,7 +29,7 @@ def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, ob
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
-    if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.nodes):
+    if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.all_nodes):
         # Two engines that are full of blocks which wait for the other one's KV would have none to make that KV in.
         order = "sequential"
     return KvTransfer(

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.options import add_settings_options, fixed_settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import can_print, seconds
 from pdproxy.settings.errors import SettingsError
@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the engines of the settings and print what was found."""
-    settings = settings_from(arguments)
+    settings = fixed_settings_from(arguments)
     if settings.pool.connector not in (NIXL.name, AUTO):
         # Its requests to prefill engines crash some engines of other connectors, such as LMCache's sender.
         raise SettingsError(

@@ -21,6 +21,7 @@ COMMANDS = (
     "plan",
     "chaos",
     "health",
+    "engines",
     "notifier",
     "config",
     "completion",

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.options import add_settings_options, fixed_settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import can_print, seconds
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Test the settings' connector and print the report."""
     if arguments.plain is not None:  # an engine of the settings, so that it has its key and TLS; it is in no pair
         arguments.aggregated = [*arguments.aggregated, arguments.plain]
-    settings = settings_from(arguments)
+    settings = fixed_settings_from(arguments)
     # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.lab.check.report import Style
     from pdproxy.lab.conformance import report

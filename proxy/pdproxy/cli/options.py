@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pdproxy.cli.settings_flags import ENGINES, GROUPS, RECEIVER
 from pdproxy.settings.environment import CONFIG
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.receivers import ReceiverFlag
 from pdproxy.settings.schema import Settings
@@ -45,6 +46,19 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         for names, metavar, key, help_text in flags:
             action = "append" if receivers else "store"
             group.add_argument(*names, metavar=metavar, dest=key, action=action, help=_text(help_text))
+
+
+def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
+    """Do as `settings_from`, for a command that asks the engines of the settings itself: each must have a URL of its own.
+
+    Raises:
+        SettingsError: as there, or DNS names some of them.
+    """
+    settings = settings_from(arguments)
+    if settings.pool.dns_nodes:
+        named = settings.pool.dns_nodes[0].url
+        raise SettingsError(f"{named}: this command takes no engines that DNS names: give their URLs")
+    return settings
 
 
 def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -> Settings:

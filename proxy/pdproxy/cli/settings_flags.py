@@ -41,7 +41,8 @@ class FlagGroup(NamedTuple):
 
 
 ENGINES: dict[Role, str] = {
-    "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http)",
+    "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http); "
+    "dns://NAME:PORT, srv://NAME: all that DNS names",
     "decode": "engines that generate answers from the KV of prefill engines: as for --prefill",
     "aggregated": "engines that compute prompts and generate answers: as for --prefill",
     "any": "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill",
@@ -92,6 +93,12 @@ GROUPS: tuple[FlagGroup, ...] = (
             _flag("--host", "HOST", "listen.host", "address to listen on; 0.0.0.0: all of IPv4 (default: 127.0.0.1)"),
             _flag("--port", "PORT", "listen.port", "TCP port to listen on (default: 8000)"),
             _flag(
+                "--admin",
+                "ADDRESS",
+                "listen.admin",
+                "where the admin API listens, for `pdproxy engines`: unix:PATH, or HOST:PORT (default: there is none)",
+            ),
+            _flag(
                 "--ssl-certfile",
                 "FILE",
                 "listen.tls.certificate",
@@ -120,6 +127,12 @@ GROUPS: tuple[FlagGroup, ...] = (
                 "FILE",
                 "auth.api_keys_file",
                 "the keys that clients may send, one per line (default: no key is checked here)",
+            ),
+            _flag(
+                "--admin-keys-file",
+                "FILE",
+                "auth.admin_keys_file",
+                "the keys for the admin API, one per line (default: a Unix socket and the loopback need none)",
             ),
             _flag(
                 "--engine-api-key-file",

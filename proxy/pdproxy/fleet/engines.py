@@ -38,6 +38,9 @@ class EngineRegistry(Mapping[str, Engine]):
         self._ledger = ledger
         self._engines: dict[str, Engine] = {}
         self.known: dict[str, Engine] = {}
+        self.replaced: str | None = None
+        """The URL of the engine that is removed now, and added at once with other settings. It is the same process: watchers keep
+        what they know of that. Written by `Membership`."""
         self._leaving: list[Engine] = []
         self._watchers: list[EngineWatcher] = []
         self._named: list[Callable[[], Collection[str]]] = []
@@ -164,7 +167,8 @@ class EngineRegistry(Mapping[str, Engine]):
         if not self._leaving:
             return False
         named = self._urls_named()
-        idle = [engine for engine in self._leaving if not self._is_needed(engine, named)]
+        going = [engine for engine in self._leaving if engine.url != self.replaced]
+        idle = [engine for engine in going if not self._is_needed(engine, named)]
         self._leaving = [engine for engine in self._leaving if engine not in idle]
         needed = self._engines.keys() | {engine.url for engine in self._leaving}
         for url in {engine.url for engine in idle} - needed:

@@ -20,7 +20,18 @@ from pdproxy.settings.schema import Node as NodeSettings
 
 
 class MembershipError(Exception):
-    """What was asked for is not possible for this engine now. Nothing has changed. The message is for an operator."""
+    """What was asked for is not possible for this engine now. Nothing has changed. The message is for an operator.
+
+    `owner`: the source that has added the engine, if that is why.
+    """
+
+    def __init__(self, message: str, owner: str | None = None) -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
+class UnknownMemberError(MembershipError):
+    """There is no such engine."""
 
 
 class MemberState(Enum):
@@ -28,7 +39,7 @@ class MemberState(Enum):
 
     JOINING = "joining"  # it was added, and no probe has ended
     PROBING = "probing"  # no probe was good yet
-    WARMING = "warming"  # it was added while others served, and gets more and more requests
+    WARMING = "warming"  # it was added or restarted while others served, and gets more and more requests
     SERVING = "serving"
     DRAINING = "draining"  # it gets no requests, and has some left, or KV that is still to be read
     DRAINED = "drained"  # it has nothing left, and waits to be undrained
@@ -55,8 +66,8 @@ class Member:
     """An engine of the pool. Written by `Membership` alone.
 
     `settings`: what it was added with, `source`: by whom; `heirs`: others that want it as well, the first one gets it if its
-    source gives it up. `since`: when it was added, in monotonic seconds. `is_new`: whether it was added while the proxy runs, and
-    has not come up yet; `warming`: whether it then came up while others served.
+    source gives it up. `since`: when it was added, in monotonic seconds. `is_new`: whether it was added or
+    restarted while the proxy runs, and has had no request since; `warming`: whether it then came up while others served.
     """
 
     settings: NodeSettings
@@ -93,7 +104,8 @@ class Member:
         if self.drain is None:
             self.drain = drain
             return True
-        self.drain.removes = self.drain.removes or drain.removes
+        if drain.removes and not self.drain.removes:
+            self.drain.removes, self.drain.by = True, drain.by
         self.drain.deadline = min(self.drain.deadline, drain.deadline)
         return False
 
@@ -126,7 +138,7 @@ class Member:
             self.heirs.discard(source)
             return False
         if source != self.source:
-            raise MembershipError(f"{self.url} was added by {self.source}: {source} can't remove it")
+            raise MembershipError(f"{self.url} was added by {self.source}: {source} can't remove it", self.source)
         if not self.heirs:
             return True
         self.source = next(iter(self.heirs))

@@ -7,17 +7,19 @@ operator. A source removes only what it has added itself.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState
+from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState, UnknownMemberError
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Node
 from pdproxy.settings.schema import Node as NodeSettings
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -29,6 +31,8 @@ LAST = 5.0
 MAX_MEMBERS = 4096
 SETTINGS = "settings"
 """The source of the engines that files, flags and variables name."""
+ADMIN = "admin"
+"""The source of the engines that an operator adds by the admin API."""
 
 
 class Setup(Protocol):
@@ -37,8 +41,11 @@ class Setup(Protocol):
     def checked(self, node: NodeSettings) -> NodeSettings:
         """Return the settings of an engine that is to be added, in their normal spelling. Raises SettingsError."""
 
-    def add(self, node: NodeSettings) -> Engine:
-        """Add an engine. What fails changes nothing. Raises SettingsError, ValueError."""
+    def checked_all(self, nodes: Sequence[NodeSettings]) -> list[NodeSettings]:
+        """Do so for engines that are to be added together. Raises SettingsError."""
+
+    def add(self, node: NodeSettings, *, is_checked: bool = False) -> Engine:
+        """Add an engine; `is_checked`: it was just checked. What fails changes nothing. Raises SettingsError, ValueError."""
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it go on."""
@@ -127,16 +134,19 @@ class Membership:
         if known is not None:
             self._add_again(known, node, source)
             return known
+        return self._add_new(node, source)
+
+    def _add_new(self, node: NodeSettings, source: str) -> Member:
         if len(self._members) >= MAX_MEMBERS:
             raise MembershipError(f"there are {MAX_MEMBERS} engines already")
-        self._setup.add(node)
+        self._setup.add(node, is_checked=True)
         member = self._members[node.url] = Member(node, source, self._now())
         self._report(member, "added", source)
         return member
 
     def _add_again(self, known: Member, node: NodeSettings, source: str) -> None:
         if known.settings != node and not known.leaves:
-            raise MembershipError(f"{node.url} was added by {known.source}, with other settings")
+            raise MembershipError(f"{node.url} was added by {known.source}, with other settings", known.source)
         if known.settings != node:
             self._replace(known, node)
         elif known.leaves:
@@ -177,12 +187,14 @@ class Membership:
         if (task := self._ending.pop(member, None)) is not None:
             task.cancel()
         self._ledger.mark_draining(url, None)
+        if member.is_new and self._engines[url].node.up:  # it was restarted meanwhile
+            self._begin_slowly(member)
         self._report(member, "undrained", by)
 
-    def remove(self, url: str, source: str, *, at_once: bool = False) -> bool:
+    def remove(self, url: str, source: str, *, at_once: bool = False, seconds: float | None = None) -> bool:
         """Have an engine drained and removed, which a source does not want any more. Return whether nobody does.
 
-        `at_once`: it is removed now; legs to it go on.
+        `at_once`: it is removed now; legs to it go on. `seconds`: see `drain`.
 
         Raises:
             MembershipError: there is no such member, or the source has not added it.
@@ -193,11 +205,11 @@ class Membership:
         if at_once:
             self._remove(member, source)
         else:
-            self.drain(url, source, removes=True)
+            self.drain(url, source, seconds=seconds, removes=True)
         return True
 
-    def apply(self, source: str, wanted: Sequence[NodeSettings]) -> None:
-        """Have exactly these engines of a source. What fails changes nothing.
+    def apply(self, source: str, wanted: Sequence[NodeSettings], *, are_new: bool = True) -> None:
+        """Have exactly these engines of a source. What fails changes nothing. `are_new`: those that are added begin slowly.
 
         An engine whose settings have changed is replaced at once: it is the same process, and legs to it go on.
 
@@ -209,16 +221,19 @@ class Membership:
         changed = [member for url, member in self._members.items() if url in by_url and member.settings != by_url[url]]
         for member in changed:
             if member.source != source and not member.leaves:
-                raise MembershipError(f"{member.url} was added by {member.source}, with other settings")
+                raise MembershipError(f"{member.url} was added by {member.source}, with other settings", member.source)
         # Prefill engines first: decode engines may name them as sources.
         new = sorted(
             (node for url, node in by_url.items() if url not in self._members), key=lambda one: not one.prefills
         )
+        new = self._setup.checked_all(new)
         added: list[str] = []
         replaced: list[tuple[Member, NodeSettings, Drain | None]] = []
         try:
             for node in new:
-                added.append(self.add(node, source).url)  # noqa: PERF401 - those before one that fails count
+                member = self._add_new(node, source)
+                member.is_new = are_new
+                added.append(member.url)
             for member in changed:
                 before = (member, member.settings, member.drain)
                 self._replace(member, by_url[member.url])
@@ -246,15 +261,18 @@ class Membership:
         It is the same process, of which a probe has shown what it is: it serves on at once.
         """
         self._setup.checked(node)
+        self._engines.replaced, before = member.url, copy.copy(self._engines[member.url].node)
         drain, old = member.drain, self._setup.remove(member.url)
         try:
-            self._made_again(self._setup.add(node), old)
+            self._made_again(self._setup.add(node), old, before)
         except Exception:
-            self._made_again(self._setup.add(member.settings), old)
+            self._made_again(self._setup.add(member.settings), old, before)
             self._members[member.url] = member
             if drain is not None:
                 self._drain_again(member, drain)
             raise
+        finally:
+            self._engines.replaced = None
         self._members[member.url] = member
         if drain is not None and not drain.removes:  # an operator works on it
             self._drain_again(member, drain)
@@ -273,7 +291,7 @@ class Membership:
         left = max(0.0, drain.deadline - self._now())
         self.drain(member.url, drain.by, seconds=left if drain.removes else None, removes=drain.removes)
 
-    def _made_again(self, engine: Engine, old: Engine) -> None:
+    def _made_again(self, engine: Engine, old: Engine, before: Node) -> None:
         if old.buffer is not None and engine.buffer is not None:  # what is in it is still there
             old.buffer.capacity = engine.buffer.capacity
             engine.buffer, old.buffer = old.buffer, None  # or it would be needed for as long as the new one is used
@@ -281,6 +299,9 @@ class Membership:
             self._ledger.mark_up(engine.url, old.node.evidence)
             reason = "its settings have changed"
             self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
+        if engine.node.role is before.role:
+            engine.node.window = before.window
+            self._ledger.breakers.take_over(engine.node, before)
 
     def _remove(self, member: Member, by: str) -> None:
         self._report(member, "removed", by)
@@ -303,16 +324,21 @@ class Membership:
         if self._forgetting is None or self._forgetting.done():
             self._forgetting = self._tasks.spawn(self._forget(), "forget engines")
 
-    def _came_up(self, url: str) -> None:
-        """Have an engine that comes while others serve begin slowly."""
-        if (member := self._members.get(url)) is None or not member.is_new:
+    def _came_up(self, url: str, restarted: bool) -> None:
+        """Have an engine that comes, or comes back, while others serve begin slowly: once it may get requests."""
+        if (member := self._members.get(url)) is None:
             return
+        member.is_new = member.is_new or restarted
+        if member.is_new and member.drain is None:
+            self._begin_slowly(member)
+
+    def _begin_slowly(self, member: Member) -> None:
         member.is_new = False
-        engine = self._engines[url]
+        engine = self._engines[member.url]
         others = (other.node for other in self._engines.values() if other is not engine)
         if any(node.available and node.role is engine.node.role for node in others):
             member.warming = True
-            self._ledger.warm_up(url, self._now())
+            self._ledger.breakers.warm_up(engine.node, self._now())
 
     # -- on the way out
 
@@ -350,7 +376,7 @@ class Membership:
     def _member(self, url: str) -> Member:
         member = self._members.get(url)
         if member is None:
-            raise MembershipError(f"{url} is no engine of this pool")
+            raise UnknownMemberError(f"{url} is no engine of this pool")
         return member
 
     def _report(self, member: Member, change: str, by: str) -> None:

@@ -51,6 +51,7 @@ class Wait(Enum):
     PROBE = "probe"
     STALLED = "stalled"  # health.stalled_after
     CANARY = "canary"  # health.canary_timeout
+    DNS = "dns"  # dns.timeout
 
 
 class Reason(Enum):

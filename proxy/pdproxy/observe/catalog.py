@@ -72,7 +72,11 @@ ALONE = (
     ("first_token", "the prefill engine's first token cannot begin the answer"),
     ("decided", "the placement chose one engine: the prompt could have been split"),
 )
-_OTHER_WAITS = {Wait.STALLED: "health.stalled_after", Wait.CANARY: "health.canary_timeout"}
+_OTHER_WAITS = {
+    Wait.STALLED: "health.stalled_after",
+    Wait.CANARY: "health.canary_timeout",
+    Wait.DNS: "dns.timeout",
+}
 WAITS = tuple((wait.value, _OTHER_WAITS.get(wait, f"deadlines.{wait.value}")) for wait in Wait)
 EVICTED = (
     ("queue", "a request that waited for a place"),

@@ -38,3 +38,33 @@ RELOADED = Description(
     "reads",
     (Label("result", RELOADS),),
 )
+ADMIN_ENDS = (
+    ("done", "answered"),
+    ("refused", "it was wrong, had no valid key, or is not possible for the engine (4xx)"),
+    ("failed", "it failed in pdproxy itself"),
+)
+ADMIN_REQUESTS = Description(
+    "pdproxy_admin_requests_total",
+    Kind.COUNTER,
+    "Requests to the admin API (listen.admin)",
+    "requests",
+    (Label("result", ADMIN_ENDS),),
+)
+DNS_RESULTS = (
+    ("changed", "it names other engines than before"),
+    ("same", "it names the same engines"),
+    ("empty", "it names no engine"),
+    ("failed", "there was no answer that can be used: the last one stays in use"),
+)
+_DNS_NAME = Label("source", text="the URL that names engines, as in the settings")
+DNS_ANSWERS = Description(
+    "pdproxy_dns_answers_total",
+    Kind.COUNTER,
+    "Answers of DNS about the names of engines (dns:// and srv://)",
+    "answers",
+    (_DNS_NAME, Label("result", DNS_RESULTS)),
+)
+DNS_ENGINES = Description("pdproxy_dns_engines", Kind.GAUGE, "Engines that a name stands for", "engines", (_DNS_NAME,))
+DNS_AGE = Description(
+    "pdproxy_dns_age_seconds", Kind.GAUGE, "Time since the last good answer about a name", "seconds", (_DNS_NAME,)
+)

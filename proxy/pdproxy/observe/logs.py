@@ -55,6 +55,9 @@ class Log:
     def __init__(self, writer: LineWriter, formatter: Formatter, *, shows_requests: bool) -> None:
         """Make one. `shows_requests`: whether the level is low enough for access lines."""
         self.shows_requests = shows_requests
+        self.level = "info"
+        self.level_set_by = "settings"
+        """By whom the level was set last."""
         self._writer = writer
         self._formatter = formatter
 
@@ -301,8 +304,9 @@ def configure(level: str, log_format: str) -> Log:
     return log
 
 
-def set_level(log: Log, level: str) -> None:
-    """Set the least severe record that is written, also of access lines."""
+def set_level(log: Log, level: str, by: str = "settings") -> None:
+    """Set the least severe record that is written, also of access lines. `by`: who wants it."""
+    log.level, log.level_set_by = level, by
     own = logging.getLevelName(level.upper())
     logging.getLogger("pdproxy").setLevel(own)
     logging.getLogger("uvicorn").setLevel(max(logging.INFO, own))

@@ -89,10 +89,18 @@ class Breakers:
         node.open_until = now
 
     def warm_up(self, node: Node, now: float) -> None:
-        """Begin the slow start of an engine that has no failures: it is new. Without slow starts nothing changes."""
+        """Begin the slow start of an engine that has no failures: its run is new. Without slow starts nothing changes."""
         if self._slow_start:
             self._half_open(node)
             node.trial_places, node.open_until, node.slow_until = 2, 0.0, now + self._slow_start
+
+    def take_over(self, node: Node, before: Node) -> None:
+        """Have an engine whose settings have changed be as far out of use as before. `before`: a copy of its node from then."""
+        node.failures = before.failures
+        if before.open_until or before.trial_places:
+            self._half_open(node)
+            node.open_until, node.excluded_because = before.open_until, before.excluded_because
+            node.trial_places, node.slow_until = before.trial_places, before.slow_until
 
     def any_left(self, now: float) -> bool:
         """End the slow starts whose time is over. Return whether any engine is still in `opened`."""

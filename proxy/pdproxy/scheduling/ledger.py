@@ -80,7 +80,7 @@ class Ledger:
         self._windows = self._has_places = windows
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
-        self._when_up: Callable[[str], None] = lambda _: None
+        self._when_up: Callable[[str, bool], None] = lambda _, __: None
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -102,8 +102,8 @@ class Ledger:
         """Call `then(url)` when the present run of an engine is over, or seems to be: it went down, or was started again."""
         self._when_lost = then
 
-    def when_up(self, then: Callable[[str], None]) -> None:
-        """Call `then(url)` when an engine is up for the first time since it was added."""
+    def when_up(self, then: Callable[[str, bool], None]) -> None:
+        """Call `then(url, restarted)` when an engine's run is up: the first one since it was added, or another one."""
         self._when_up = then
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
@@ -113,7 +113,6 @@ class Ledger:
         new = node.evidence != evidence or was_down
         if node.evidence is not None and node.evidence != evidence:
             self._pardon(node)
-        first = node.evidence is None
         another_run = node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down)
         started_again = another_run and node.evidence is not None
         if another_run:
@@ -127,8 +126,8 @@ class Ledger:
             self._changed()
         if started_again:
             self._when_lost(url)
-        if first:
-            self._when_up(url)
+        if another_run:
+            self._when_up(url, started_again)
         return new
 
     def mark_down(self, url: str, reason: str, now: float) -> bool:
@@ -176,11 +175,6 @@ class Ledger:
         if (node := self._nodes.get(url)) is not None:
             node.draining = why
             self._changed()
-
-    def warm_up(self, url: str, now: float) -> None:
-        """Have an engine that was added while others serve begin slowly. Without a slow start (`Breakers`) nothing changes."""
-        if (node := self._nodes.get(url)) is not None:
-            self.breakers.warm_up(node, now)
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
         """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.

@@ -73,7 +73,7 @@ def _is_used_at_once(path: KeyPath, old: Settings, new: Settings) -> bool:
     if (
         path[0] == "auth"
     ):  # without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines
-        return old.auth.wants_keys == new.auth.wants_keys
+        return (old.auth.wants_keys, old.auth.wants_admin_keys) == (new.auth.wants_keys, new.auth.wants_admin_keys)
     if general[2:3] in (("policy",), ("slo",)):
         pools: Sequence[Pool] = (_at(old, path[:2]), _at(new, path[:2]))
         first, second = map(_parts_of_policy, pools)

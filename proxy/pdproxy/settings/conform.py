@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -96,9 +97,15 @@ def json_list(text: str) -> list[Any] | None:
         return None
 
 
+@cache
+def fields_of(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    """Return the fields of a section. msgspec evaluates all annotations anew at each call, which costs a millisecond."""
+    return msgspec.structs.fields(kind)
+
+
 def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield path and type of every setting that a text can set: all but lists of sections and what is in them."""
-    for field in msgspec.structs.fields(kind):
+    for field in fields_of(kind):
         here = (*path, field.name)
         if _is_section(field.type):
             yield from leaves(field.type, here)
@@ -114,7 +121,7 @@ def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistake
     if not isinstance(value, dict):
         _unexpected(value, kind, where, path, found)
         return {}
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = {field.name: field for field in fields_of(kind)}
     tree: dict[str, object] = {}
     for name, item in value.items():
         if not _is_name(name, where, path, found):

@@ -12,15 +12,19 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.settings.admin import check_admin
 from pdproxy.settings.conform import conform
+from pdproxy.settings.dns import check_servers, dns_name, is_dns, stand_in_url
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv_events import check_kv_events
 from pdproxy.settings.limits import Limits
+from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.pool_checks import check_pools
-from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
+from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
+from pdproxy.transfer.registry import AUTO
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
 _PORTS = {"http": 80, "https": 443}
@@ -39,6 +43,10 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         _refuse_stray_files(tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"), found)
         with found.collecting("listen"):
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
+        if not found.within("auth"):
+            check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
+    if not found.within("dns"):
+        check_servers(settings.dns, found)
     if not found.within("limits"):
         _refuse_bodies_without_space(settings.limits, found)
     if found.within("pools"):
@@ -51,8 +59,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
 
 
 def _check_auth(auth: Auth, found: Mistakes) -> None:
-    if MASK in (*auth.api_keys, auth.engine_api_key):
-        name = "api_keys" if MASK in auth.api_keys else "engine_api_key"
+    if MASK in (*auth.api_keys, *auth.admin_keys, auth.engine_api_key):
+        name = "api_keys" if MASK in auth.api_keys else "admin_keys" if MASK in auth.admin_keys else "engine_api_key"
         where = found.source(("auth", name))
         text = f"auth.{name}: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
         found.add(("auth",), text)
@@ -69,28 +77,53 @@ def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
         path = ("pools", 0, "nodes", index, "url")
         if isinstance(url := node.get("url"), str):
             with found.collecting(*path):
-                engine_url(url, path, found.source(path))
+                (dns_name if is_dns(url) else engine_url)(url, path, found.source(path))
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
     _refuse_stray_files(pool.tls, (*path, "tls"), ("key",), found)
-    nodes = []
+    nodes, named = [], [(node, (*path, "dns_nodes", at)) for at, node in enumerate(pool.dns_nodes)]
     for index, node in enumerate(pool.nodes):
         here = (*path, "nodes", index)
+        if is_dns(node.url):
+            named.append((node, here))
+            continue
         with found.collecting(*here):
             url = engine_url(node.url, (*here, "url"), found.source((*here, "url")))
             nodes.append(msgspec.structs.replace(node, url=url))
         _refuse_contradictions(node, here, found)
-    if len(nodes) == len(pool.nodes):
-        check_transfer(pool, nodes, path, found)
+    dns_nodes = _checked_names(pool, named, nodes, path, found)
+    if len(nodes) + len(dns_nodes) == len(pool.all_nodes):
+        others = [msgspec.structs.replace(node, url=stand_in_url(node.url)) for node in dns_nodes]
+        check_transfer(pool, [*nodes, *others], path, found)
         _check_kv_events(pool, nodes, path, found)
         _refuse_duplicates(nodes, path, found)
         nodes = [_with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
         check_pairs(pool, nodes, path, found)
-        check_placing(pool, nodes, path, found)
-    if pool.nodes or need_engines:
-        _refuse_useless({node.role for node in pool.nodes}, (*path, "nodes"), found)
-    return msgspec.structs.replace(pool, nodes=tuple(nodes))
+        check_placing(pool, [*nodes, *others], path, found)
+    if pool.all_nodes or need_engines:
+        _refuse_useless({node.role for node in pool.all_nodes}, (*path, "nodes"), found)
+    return msgspec.structs.replace(pool, nodes=tuple(nodes), dns_nodes=tuple(dns_nodes))
+
+
+def _checked_names(
+    pool: Pool, named: Sequence[tuple[Node, KeyPath]], nodes: Sequence[Node], path: KeyPath, found: Mistakes
+) -> list[Node]:
+    """Return the nodes that DNS names with their URLs and sources in their normal spelling."""
+    checked: dict[str, Node] = {}
+    for node, here in named:
+        with found.collecting(*here):
+            url = dns_name(node.url, (*here, "url"), found.source((*here, "url"))).url
+            _refuse_contradictions(node, here, found)
+            if url in checked:
+                found.add(here, f"{spell_key(here)}: {url} is given twice{found.source(here)}")
+            node = _with_sources(node, nodes, (*here, "sources"), found)
+            checked[url] = msgspec.structs.replace(node, url=url)
+    if checked and pool.connector == AUTO and not any(node.prefills for node in nodes):
+        key = (*path, "connector")
+        text = "auto: engines that DNS names can't be asked for it: name the connector"
+        found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+    return list(checked.values())
 
 
 def _check_kv_events(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
@@ -109,27 +142,48 @@ def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
     Raises:
         SettingsError: naming the engine.
     """
-    path = ("pools", 0, "nodes", len(others))
     try:
-        return _checked_node(node, pool, others, path)
+        return _checked_nodes([node], pool, others, ("pools", 0))[0]
     except SettingsError as error:
         raise SettingsError(f"{quote(_USER.sub('//***@', str(node.url)))} can't be added: {error}") from None
 
 
-def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath) -> Node:
-    conform(msgspec.to_builtins(node), Node, "", path)
-    node = msgspec.structs.replace(node, url=engine_url(node.url, (*path, "url")))
+def checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node]) -> list[Node]:
+    """Do as `checked_node` for several engines that are added together: that takes a time that grows with their number only.
+
+    Raises:
+        SettingsError: naming the engine, if one alone is wrong.
+    """
+    if len(new) > 1:
+        try:
+            return _checked_nodes(new, pool, others, ("pools", 0))
+        except SettingsError:
+            for node in new:
+                checked_node(node, pool, others)
+            raise
+    return [checked_node(node, pool, others) for node in new]
+
+
+def _checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node], path: KeyPath) -> list[Node]:
     found = Mistakes()
-    _refuse_contradictions(node, path, found)
-    nodes = (*others, node)
-    check_transfer(pool, nodes, path[:2], found)
-    _check_kv_events(pool, nodes, path[:2], found)
-    _refuse_duplicates(nodes, path[:2], found)
-    node = _with_sources(node, nodes, (*path, "sources"), found)
-    check_pairs(pool, (*others, node), path[:2], found)
-    check_placing(pool, (*others, node), path[:2], found)
+    spelled: list[Node] = []
+    for at, node in enumerate(new, len(others)):
+        here = (*path, "nodes", at)
+        conform(msgspec.to_builtins(node), Node, "", here)
+        spelled.append(msgspec.structs.replace(node, url=engine_url(node.url, (*here, "url"))))
+        _refuse_contradictions(spelled[-1], here, found)
+    nodes = (*others, *spelled)
+    check_transfer(pool, nodes, path, found)
+    _check_kv_events(pool, nodes, path, found)
+    _refuse_duplicates(nodes, path, found)
+    spelled = [
+        _with_sources(node, nodes, (*path, "nodes", at, "sources"), found)
+        for at, node in enumerate(spelled, len(others))
+    ]
+    check_pairs(pool, (*others, *spelled), path, found)
+    check_placing(pool, (*others, *spelled), path, found)
     found.raise_any()
-    return node
+    return spelled
 
 
 def _refuse_bodies_without_space(limits: Limits, found: Mistakes) -> None:
@@ -231,7 +285,7 @@ def _refuse_contradictions(node: Node, path: KeyPath, found: Mistakes) -> None:
     if node.serves_whole and node.role != "prefill":
         text = "only a prefill engine has this setting, other roles say whether an engine serves requests whole"
         found.add((*path, "serves_whole"), f"{key}.serves_whole: {text}{found.source((*path, 'serves_whole'))}")
-    if node.tls != EngineTls() and node.url.startswith("http:"):
+    if node.tls != EngineTls() and node.url.startswith(("http:", "dns:", "srv:")):
         url = quote(_USER.sub("//***@", node.url))
         found.add(path, f"{key}.tls: {url} is without TLS: expected an https:// URL{where}")
     _refuse_stray_files(node.tls, (*path, "tls"), ("key",), found)

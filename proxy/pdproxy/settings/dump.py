@@ -17,10 +17,15 @@ def dump(settings: Settings) -> str:
     masked = replace(
         auth,
         api_keys=(MASK,) * len(auth.api_keys),
+        admin_keys=(MASK,) * len(auth.admin_keys),
         engine_api_key=MASK if auth.engine_api_key else None,
     )
     pools = tuple(
-        replace(pool, nodes=tuple(replace(node, api_key=MASK if node.api_key else None) for node in pool.nodes))
+        replace(
+            pool,
+            nodes=tuple(replace(node, api_key=MASK if node.api_key else None) for node in pool.all_nodes),
+            dns_nodes=(),  # they were among the others
+        )
         for pool in settings.pools
     )
     tree = msgspec.to_builtins(replace(settings, auth=masked, pools=pools), builtin_types=())

@@ -14,9 +14,11 @@ from msgspec import Meta
 from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
+from pdproxy.settings.dns import Dns
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.listen import Listen
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
@@ -37,57 +39,6 @@ Tokenize = Literal["off", "auto", "always"]
 Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
 
 
-class ListenTls(Section, frozen=True):
-    """TLS for clients. Files are PEM, and are read again when they change."""
-
-    certificate: File | None = None
-    """The server's certificate with its chain. None: plain HTTP."""
-
-    key: File | None = None
-    """Its private key. None: it is in the certificate's file, too."""
-
-    key_password_file: File | None = None
-    """The key's password, on the first line of a file. None: the key is not encrypted."""
-
-    client_ca: File | None = None
-    """Authorities of client certificates. If set, a client without such a certificate gets no connection."""
-
-
-class Cors(Section, frozen=True):
-    """What browsers on pages of other sites may do. Names and defaults of vLLM's flags."""
-
-    allowed_origins: tuple[Text, ...] = ()
-    """Origins whose pages may read answers; `*` means all. None by default."""
-
-    allow_credentials: bool = False
-    """Whether such pages may send cookies and the like."""
-
-    allowed_methods: tuple[Text, ...] = ("*",)
-    """Methods that they may use; `*` means all."""
-
-    allowed_headers: tuple[Text, ...] = ("*",)
-    """Headers that they may send; `*` means all."""
-
-
-class Listen(Section, frozen=True):
-    """Where clients reach the proxy."""
-
-    host: Host = "127.0.0.1"
-    """Address to bind. The loopback by default, so that a proxy is open to a network only if the operator wants it."""
-
-    port: Port = 8000
-    """TCP port. The default of `vllm serve`, so that clients need no change."""
-
-    trusted_proxies: tuple[Text, ...] = ()
-    """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
-    `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address."""
-
-    tls: ListenTls = ListenTls()
-    """TLS for clients."""
-    cors: Cors = Cors()
-    """What browsers on pages of other sites may do."""
-
-
 class Auth(Section, frozen=True):
     """Keys of clients, and the proxy's keys for the engines."""
 
@@ -106,10 +57,21 @@ class Auth(Section, frozen=True):
     engine_api_key_file: File | None = None
     """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
 
+    admin_keys: tuple[Key, ...] = ()
+    """Keys for the admin API. Keys of clients are none of them."""
+
+    admin_keys_file: File | None = None
+    """More of them, one per line, alone or as `name:key`. Read again when it changes."""
+
     @property
     def wants_keys(self) -> bool:
         """Whether clients need a key."""
         return bool(self.api_keys) or self.api_keys_file is not None
+
+    @property
+    def wants_admin_keys(self) -> bool:
+        """Whether operators need a key."""
+        return bool(self.admin_keys) or self.admin_keys_file is not None
 
     def __repr__(self) -> str:
         # Settings appear in logs and tracebacks; keys must not.
@@ -313,7 +275,15 @@ class Pool(Section, frozen=True):
     """TLS towards the engines."""
 
     nodes: tuple[Node, ...] = ()
-    """The engines. Those named by flags are added after these."""
+    """The engines. Those named by flags are added after these. One with a URL of DNS stands for all that the name has."""
+
+    dns_nodes: tuple[Node, ...] = ()
+    """Nodes whose URLs are `dns://NAME:PORT` or `srv://NAME`. Those of `nodes` are moved here when the settings are read."""
+
+    @property
+    def all_nodes(self) -> tuple[Node, ...]:
+        """The nodes of both kinds."""
+        return (*self.nodes, *self.dns_nodes)
 
     @property
     def placement(self) -> str:
@@ -326,7 +296,7 @@ class Pool(Section, frozen=True):
             return policy.placement
         if (policy.prefill, policy.decode) != (usual.prefill, usual.decode):
             return SPLIT
-        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.nodes)
+        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.all_nodes)
         return AUTO if decides else SPLIT
 
 
@@ -366,6 +336,8 @@ class Settings(Section, frozen=True):
 
     probes: Probes = Probes()
     """How often engines are probed."""
+    dns: Dns = Dns()
+    """How engines are found that DNS names."""
 
     observe: Observe = Observe()
     """Logs."""

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_file, read_password
-from pdproxy.settings.schema import EngineTls, ListenTls
+from pdproxy.settings.listen import ListenTls
+from pdproxy.settings.schema import EngineTls
 from pdproxy.settings.yaml_file import spell_file
 
 

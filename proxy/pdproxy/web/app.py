@@ -18,7 +18,7 @@ from pdproxy import __version__
 from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
 from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.routes import TABLE, RouteEntry, RouteKind
-from pdproxy.settings.schema import Cors
+from pdproxy.settings.listen import Cors
 from pdproxy.web.cors import middleware_options
 from pdproxy.web.docs_page import add_docs
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
@@ -59,8 +59,6 @@ class Answers:
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
     """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
-    decisions: Callable[[], bytes] = lambda: b"{}"
-    """Returns the last decisions of the pool's placement, as JSON."""
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
     """Reports a request without a valid key: the error, and the client's address."""
 
@@ -122,11 +120,6 @@ def create_app(answers: Answers) -> FastAPI:
     async def models(request: Request) -> Response:
         given = _authorize(request, answers)
         return Response(await answers.models(given), media_type="application/json")
-
-    @app.get("/decisions", summary="The last decisions on which engines serve a request", tags=["operation"])
-    async def decisions(request: Request) -> Response:
-        _authorize(request, answers)
-        return Response(answers.decisions(), media_type="application/json")
 
     if answers.telemetry is not None:
         _add_telemetry(app, answers.telemetry)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from pdproxy.settings.schema import Cors
+from pdproxy.settings.listen import Cors
 
 Line = tuple[bytes, bytes]
 

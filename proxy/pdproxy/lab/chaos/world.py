@@ -31,10 +31,11 @@ from pdproxy.lab.chaos.virtual.ports import VirtualPorts
 from pdproxy.observe.events import Observer
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.listen import Listen
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.overload import Overload
 from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Auth, Listen, Settings
+from pdproxy.settings.schema import Auth, Settings
 from pdproxy.sim.facts import ConnectorName
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage, Storage

@@ -18,8 +18,9 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.server import listen, uvicorn_config
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.listen import Cors, Listen, ListenTls
 from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Cors, Listen, ListenTls, Node, Settings
+from pdproxy.settings.schema import Node, Settings
 from pdproxy.transfer.contract import Channel
 from pdproxy.transfer.registry import entry_of
 

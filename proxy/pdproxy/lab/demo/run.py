@@ -31,8 +31,9 @@ from pdproxy.lab.demo.tally import Tally
 from pdproxy.lab.demo.traffic import Traffic
 from pdproxy.lab.demo.vllm.fleet import VllmEngines
 from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.listen import Listen
 from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Listen, Node, Pool, Settings
+from pdproxy.settings.schema import Node, Pool, Settings
 
 EVERY = 1.0
 """Seconds between two readings of the metrics."""

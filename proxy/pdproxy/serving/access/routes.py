@@ -85,7 +85,6 @@ TABLE: tuple[RouteEntry, ...] = (
     RouteEntry("/ping", ("GET", "POST"), RouteKind.OWN, "as /health, under SageMaker's name"),
     RouteEntry("/ready", ("GET",), RouteKind.OWN, "whether a request could be served"),
     RouteEntry("/load", ("GET",), RouteKind.OWN, "the number of requests in flight"),
-    RouteEntry("/decisions", ("GET",), RouteKind.OWN, "the last decisions on which engines serve a request, and why"),
     RouteEntry("/version", ("GET",), RouteKind.OWN, "pdproxy's version"),
     RouteEntry("/metrics", ("GET",), RouteKind.OWN, "Prometheus metrics"),
 )

@@ -1,0 +1,224 @@
+"""The admin API's server: a second listener in the proxy's own event loop. Owns its socket, and its connections.
+
+It serves for as long as the proxy runs, also while that drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from pdproxy.app.compose import Proxy
+from pdproxy.fleet.entries import Entries
+from pdproxy.fleet.membership import ADMIN
+from pdproxy.observe import catalog_fleet
+from pdproxy.observe.logs import Log, set_level
+from pdproxy.observe.metrics import Gauge
+from pdproxy.observe.recent import Recent
+from pdproxy.serving.access.clients import Clients
+from pdproxy.settings.admin import AdminPlace, place_of
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings
+from pdproxy.web.admin.app import create_admin_app
+from pdproxy.web.admin.gate import Gate
+from pdproxy.web.admin.protocol import admin_protocol
+from pdproxy.web.admin.service import AdminService
+from pdproxy.web.connection_bounds import ConnectionBounds
+from pdproxy.web.connections import Connections
+from pdproxy.web.slow_readers import SlowReaderPolicy
+from pdproxy.web.unread_answers import UnreadAnswers
+
+logger = logging.getLogger("pdproxy.admin")
+
+MAX_CONNECTIONS = 64
+"""Of operators, at once."""
+MAX_HEAD, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 16_384, 10.0, 10.0, 30.0
+"""Bytes and seconds of a request's head, seconds of its body, seconds for which an answer may stay unread."""
+BACKLOG = 64
+MAX_UNREAD = 64 << 20
+"""Bytes of answers that are not read yet."""
+
+
+class AdminSocket:
+    """The listening socket. Bind it before the proxy is made, so that a mistake ends the start."""
+
+    def __init__(self, place: AdminPlace) -> None:
+        """Bind it.
+
+        Raises:
+            SettingsError: it can't be bound.
+        """
+        self.place = place
+        try:
+            self.socket = _bound_to_path(place.path) if place.path is not None else _bound_to_port(place)
+        except OSError as error:
+            raise SettingsError(f"listen.admin: can't listen on {place}: {error.strerror or error}") from None
+        self._file = _identity(place.path)
+
+    def close(self) -> None:
+        """Close it, and remove its file, unless another process has replaced that."""
+        self.socket.close()
+        path = self.place.path
+        if path is not None and self._file is not None and _identity(path) == self._file:
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+
+
+def admin_socket(settings: Settings) -> AdminSocket | None:
+    """Return the socket that the settings name, None if they name none.
+
+    Raises:
+        SettingsError: it can't be bound.
+    """
+    address = settings.listen.admin
+    return None if address is None else AdminSocket(place_of(address))
+
+
+def _bound_to_path(path: str) -> socket.socket:
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_served(path):
+            Path(path).unlink()  # a process that was killed has left it
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)  # nobody else may open it, not even for a moment
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _is_served(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+        trial.settimeout(1.0)
+        try:
+            trial.connect(path)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def _bound_to_port(place: AdminPlace) -> socket.socket:
+    found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = found[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _identity(path: str | None) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path) if path is not None else None
+    except OSError:
+        return None
+    return None if found is None else (found.st_dev, found.st_ino)
+
+
+class AdminServer:
+    """Serves the admin API of a proxy on a socket."""
+
+    def __init__(self, proxy: Proxy, at: AdminSocket, log: Log) -> None:
+        """Make one that does not serve yet. Requests that end from now on are shown."""
+        clock = proxy.front.clock
+        now = clock.now
+        recent = Recent(now)
+        proxy.observers.add(recent)
+        kept = proxy.service.resources.decisions
+        service = AdminService(
+            proxy.membership,
+            Entries(proxy.membership, proxy.engines, now),
+            recent,
+            kept.page if kept is not None else lambda: b"{}",
+            log,
+            partial(set_level, log, by=ADMIN),
+        )
+        self.serving = False
+        self._at = at
+        keys = proxy.credentials.admin_keys
+        gate = Gate(create_admin_app(service), keys, proxy.observers, is_tcp=at.place.path is None)
+        proxy.metrics.add_gauges(
+            [
+                Gauge(
+                    catalog_fleet.ADMIN_REQUESTS,
+                    lambda: [((how,), gate.counts[how]) for how, _ in catalog_fleet.ADMIN_ENDS],
+                )
+            ]
+        )
+        clients = Clients()
+        slow = SlowReaderPolicy(0, WRITE_SECONDS, clock, clients, proxy.observers, lambda _: False)
+        bounds = ConnectionBounds(
+            HEAD_SECONDS,
+            BODY_SECONDS,
+            MAX_HEAD,
+            slow,
+            clients,
+            Connections(MAX_CONNECTIONS, proxy.observers),
+            UnreadAnswers(MAX_UNREAD, proxy.observers),
+        )
+        tls = proxy.credentials.listen if at.place.path is None else None
+        self._config = uvicorn.Config(
+            gate,
+            http=admin_protocol(bounds, proxy.observers),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            ws="none",
+            ssl_context_factory=None if tls is None else lambda config, make: tls,
+        )
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        config, state = self._config, ServerState()
+        if not config.loaded:
+            config.load()
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            made = config.http_protocol_class(config=config, server_state=state, app_state={}, _loop=loop)  # type: ignore[call-arg]
+            assert isinstance(made, asyncio.Protocol)
+            return made
+
+        listener = self._at.socket.dup()  # this server closes its own
+        if self._at.place.path is not None:
+            server = await loop.create_unix_server(protocol, sock=listener)
+        else:
+            server = await loop.create_server(protocol, sock=listener, ssl=config.ssl)
+        logger.info("the admin API listens on %s", self._at.place)
+        self.serving = True
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.serving = False
+            server.close()
+            for connection in list(state.connections):
+                connection.transport.abort()
+
+
+def serve_admin(proxy: Proxy, at: AdminSocket | None, log: Log) -> AdminServer | None:
+    """Serve the admin API of a proxy that was started for as long as that runs. Without a socket there is none."""
+    if at is None:
+        return None
+    server = AdminServer(proxy, at, log)
+    proxy.tasks.keep(server.run, "admin API")
+    return server

@@ -1,0 +1,106 @@
+"""The table of `pdproxy engines list`: once, or live. Owns what of an engine has a column."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pdproxy.cli.admin_client import AdminFailed, printable
+
+_COLOURS = {
+    "serving": "green",
+    "warming": "cyan",
+    "joining": "cyan",
+    "probing": "yellow",
+    "draining": "yellow",
+    "drained": "magenta",
+}
+WIDTH = 160
+"""Columns where standard output is no terminal."""
+COLUMNS = ("id", "role", "engine", "state", "health", "requests", "pairs", "source", "what is wrong")
+
+
+def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each engine, prefill engines first."""
+    order = ("prefill", "decode", "any", "aggregated")
+    found = sorted(entries, key=lambda one: order.index(one["role"]) if one["role"] in order else len(order))
+    return [_row(entry) for entry in found]
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    pairs, drain, wrong = entry["pairs"], entry["drain"], []
+    if drain is not None and entry["state"] == "draining":
+        wrong.append(f"drained by {drain['by']}, waits for {drain['waits_for']}, {drain['left_s']:.0f} s left")
+    elif drain is not None:
+        wrong.append(f"drained by {drain['by']}")
+    elif entry["health"]["reason"]:
+        wrong.append(entry["health"]["reason"])
+    if entry["breaker"]["open_for_s"]:
+        wrong.append(f"excluded for {entry['breaker']['open_for_s']:.0f} s")
+    shown = "-"
+    if pairs is not None and entry["role"] != "aggregated":
+        shown = f"{pairs['paired']} of {pairs['paired'] + pairs['not_paired_count']}"
+        wrong += [f"not paired with {one['url']}: {one['why']}" for one in pairs["not_paired"][:1]]
+    cells = (
+        entry["id"],
+        entry["role"],
+        entry["url"],
+        entry["state"],
+        entry["health"]["state"],
+        str(entry["load"]["requests"]),
+        shown,
+        entry["source"],
+        "; ".join(wrong),
+    )
+    return tuple(printable(cell) for cell in cells)
+
+
+def table(entries: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+    """Return the table of some engines."""
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for name in COLUMNS:
+        made.add_column(
+            name,
+            justify="right" if name in ("requests", "pairs") else "left",
+            no_wrap=name not in ("what is wrong", "source"),
+            overflow="fold",
+        )
+    for row in rows(entries):
+        made.add_row(
+            *(
+                Text(cell, _COLOURS.get(cell, "") if name == "state" else "")
+                for name, cell in zip(COLUMNS, row, strict=True)
+            )
+        )
+    return made
+
+
+def show(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table once."""
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table(entries))
+
+
+def watch(ask: Callable[[], Sequence[Mapping[str, Any]]], interval: float, rounds: int | None = None) -> None:
+    """Show the table live until Ctrl-C. While the proxy does not answer, the title says so. `rounds`: so often, None for ever."""
+    entries: Sequence[Mapping[str, Any]] = ()
+    console = Console()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while rounds is None or rounds > 0:
+            title = time.strftime("%H:%M:%S")
+            try:
+                entries = ask()
+                title += f": {len(entries)} engines"
+            except AdminFailed as error:
+                title += f": {error}"
+            live.update(table(entries, title), refresh=True)
+            rounds = None if rounds is None else rounds - 1
+            if rounds != 0:
+                time.sleep(interval)

@@ -1,0 +1,243 @@
+"""What an operator is shown of the engines: one entry for each, as the admin API sends it.
+
+Owns the names and meanings of these fields, and an engine's short name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.member import Member, MemberState, UnknownMemberError
+from pdproxy.fleet.membership import Membership
+from pdproxy.kit.text import truncate
+from pdproxy.scheduling.compatibility import prefill_and_decode
+from pdproxy.scheduling.nodes import Node, Role
+
+ID_LENGTH = 12
+MAX_MODELS = 64
+"""Models of an engine that are shown."""
+MAX_NOT_PAIRED = 16
+"""Engines with which one is not paired that are shown in a list."""
+MAX_WITH_PAIRS = 512
+"""Engines of a list that is shown with pairs: each is compared with each."""
+AT_ONCE = 512
+"""Pairs that are compared in one turn of the event loop: a millisecond."""
+
+
+def engine_id(url: str) -> str:
+    """Return an engine's short name: the first digits of the SHA-256 of its URL, which stay the same for ever."""
+    return hashlib.sha256(url.encode()).hexdigest()[:ID_LENGTH]
+
+
+class EngineHealth(msgspec.Struct, frozen=True):
+    """Whether it serves: what probes and its legs have shown."""
+
+    state: Annotated[str, Meta(description="up, down, draining, stalled, excluded, half_open or slow_start")]
+    reason: Annotated[str | None, Meta(description="why it is not up, null if it is")]
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """What it has to do."""
+
+    requests: Annotated[int, Meta(description="requests that it has now")]
+    prompt_bytes: Annotated[int, Meta(description="bytes of their prompts that it works on")]
+    window: Annotated[float | None, Meta(description="how many requests it should have at once, null for any number")]
+
+
+class EngineBreaker(msgspec.Struct, frozen=True):
+    """Its breaker, which is opened by failures in a row, or where it is worse than its peers."""
+
+    failures: Annotated[int, Meta(description="failed legs since the last good one")]
+    open_for_s: Annotated[float, Meta(description="seconds for which it is excluded, 0 if it is not")]
+    reason: Annotated[str | None, Meta(description="why it is excluded, null for failures in a row")]
+    places: Annotated[int | None, Meta(description="requests that it may have in a slow start, null for any number")]
+
+
+class NotPaired(msgspec.Struct, frozen=True):
+    """An engine with which it shares no prompt."""
+
+    url: str
+    why: str
+
+
+class EnginePairs(msgspec.Struct, frozen=True):
+    """The engines with which it can share a prompt's work."""
+
+    paired: Annotated[int, Meta(description="with how many engines it can share prompts")]
+    not_paired: Annotated[list[NotPaired], Meta(description="with which ones it can not; in a list, the first ones")]
+    not_paired_count: int
+
+
+class EngineDrain(msgspec.Struct, frozen=True):
+    """Why it gets no more requests."""
+
+    by: Annotated[str, Meta(description="the source that wants it")]
+    since_s: float
+    left_s: Annotated[float, Meta(description="seconds until its requests are ended")]
+    removes: Annotated[bool, Meta(description="whether it is removed then")]
+    waits_for: Annotated[str | None, Meta(description="requests, kv, or null: nothing is left")]
+
+
+class EngineEntry(msgspec.Struct, frozen=True):
+    """One engine of the pool."""
+
+    id: Annotated[str, Meta(description="its short name: the first 12 digits of the SHA-256 of its URL")]
+    url: str
+    role: Annotated[str, Meta(description="prefill, decode, aggregated or any")]
+    source: Annotated[
+        str, Meta(description="who has added it: settings, admin, or a DNS name; only that one removes it")
+    ]
+    also_wanted_by: Annotated[list[str], Meta(description="the first of these owns it if its source gives it up")]
+    state: Annotated[str, Meta(description="joining, probing, warming, serving, draining or drained")]
+    since_s: Annotated[float, Meta(description="seconds since it was added")]
+    health: EngineHealth
+    models: Annotated[list[str], Meta(description="the models that it serves, the first 64")]
+    version: Annotated[str | None, Meta(description="vLLM's version, null while it is not known")]
+    block_size: Annotated[int | None, Meta(description="tokens in a KV block, null while it is not known")]
+    load: EngineLoad
+    breaker: EngineBreaker
+    pairs: Annotated[
+        EnginePairs | None, Meta(description="null in a list of more than 512 engines, and where not asked for")
+    ]
+    drain: EngineDrain | None
+    labels: dict[str, str]
+
+
+class Entries:
+    """The entries of a pool's members. `now`: monotonic seconds."""
+
+    def __init__(self, membership: Membership, engines: EngineRegistry, now: Callable[[], float]) -> None:
+        self._membership = membership
+        self._engines = engines
+        self._now = now
+
+    def find(self, name: str) -> str:
+        """Return the URL of a member by its id or its URL.
+
+        Raises:
+            UnknownMemberError: there is none.
+        """
+        members = self._membership.members
+        for spelled in (name, name.rstrip("/")):
+            if spelled in members:
+                return spelled
+        if len(name) == ID_LENGTH:
+            for url in members:
+                if engine_id(url) == name:
+                    return url
+        raise UnknownMemberError(f"{truncate(name)} is no engine of this pool")
+
+    def entry(self, url: str) -> EngineEntry:
+        """Return one engine's entry, with all its pairs.
+
+        Raises:
+            UnknownMemberError: there is no such member.
+        """
+        nodes = self._nodes()
+        if url not in self._membership.members:
+            raise UnknownMemberError(f"{url} is no engine of this pool")
+        return self._entry(url, _pairs(self._engines[url].node, nodes, len(nodes)))
+
+    async def all(self, *, pairs: bool = True) -> AsyncIterator[EngineEntry]:
+        """Yield all entries, in the order in which engines were added. Others get their turn in between."""
+        nodes = self._nodes()
+        compare = pairs and len(nodes) <= MAX_WITH_PAIRS
+        compared = 0
+        for url in list(self._membership.members):
+            compared += len(nodes) if compare else 1
+            if compared >= AT_ONCE:
+                compared = 0
+                await asyncio.sleep(0)
+            if url in self._membership.members:
+                yield self._entry(url, _pairs(self._engines[url].node, nodes, MAX_NOT_PAIRED) if compare else None)
+
+    def _nodes(self) -> list[Node]:
+        return [engine.node for engine in self._engines.values()]
+
+    def _entry(self, url: str, pairs: EnginePairs | None) -> EngineEntry:
+        now, member, engine = self._now(), self._membership.members[url], self._engines[url]
+        node = engine.node
+        evidence = node.evidence
+        return EngineEntry(
+            id=engine_id(url),
+            url=url,
+            role=node.role.value,
+            source=member.source,
+            also_wanted_by=list(member.heirs),
+            state=member.state(node).value,
+            since_s=round(now - member.since, 1),
+            health=EngineHealth(node.state(now), _why(node, now)),
+            models=[] if evidence is None else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
+            version=None if evidence is None else evidence.version or None,
+            block_size=None if evidence is None else evidence.block_size,
+            load=EngineLoad(node.requests, node.prompt_bytes, node.window),
+            breaker=EngineBreaker(
+                node.failures,
+                round(max(0.0, node.open_until - now), 1),
+                node.excluded_because if now < node.open_until else None,
+                node.trial_places or None,
+            ),
+            pairs=pairs,
+            drain=self._drain(member, node, now),
+            labels=dict(member.settings.labels),
+        )
+
+    def _drain(self, member: Member, node: Node, now: float) -> EngineDrain | None:
+        if (drain := member.drain) is None:
+            return None
+        left = max(0.0, drain.deadline - now)
+        waits_for = "requests" if node.requests else "kv"
+        over = member.state(node) is MemberState.DRAINED
+        return EngineDrain(
+            drain.by,
+            round(now - drain.since, 1),
+            0.0 if over else round(left, 1),
+            drain.removes,
+            None if over else waits_for,
+        )
+
+
+def _why(node: Node, now: float) -> str | None:
+    """Return why an engine is not up."""
+    found = node.down_because or node.draining or node.stalled
+    if found is not None:
+        return truncate(found, 1000)
+    if now < node.open_until:
+        return node.excluded_because or f"failed {node.failures} times in a row"
+    if node.half_open(now):
+        return "gets one request at a time until one shows that it serves again"
+    return None
+
+
+def _pairs(node: Node, nodes: Sequence[Node], shown: int) -> EnginePairs:
+    """Compare an engine with those that could share a prompt with it by their roles."""
+    paired, count, wrong = 0, 0, list[NotPaired]()
+    for other in nodes:
+        why = _difference(node, other)
+        if why is None:
+            paired += 1
+        elif why:
+            count += 1
+            if len(wrong) < shown:
+                wrong.append(NotPaired(other.url, truncate(why, 1000)))
+    return EnginePairs(paired, wrong, count)
+
+
+def _difference(node: Node, other: Node) -> str | None:
+    """Return why two engines share no prompt, None if they do, "" if their roles are not for that."""
+    if node is other:
+        return ""
+    found: str | None = ""
+    for prefill, decode in ((node, other), (other, node)):
+        if Role.PREFILL in prefill.uses and Role.DECODE in decode.uses:
+            found = prefill_and_decode(prefill, decode)
+            if found is None:
+                return None
+    return found

@@ -1,0 +1,179 @@
+"""The last requests that have ended, each with its timeline. For operators: nothing here reads them.
+
+Owns their number, and what is kept of each: no prompt, no answer, no key.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from pdproxy.kit.text import truncate
+from pdproxy.observe.events import Event, LegFailed, LegTimes, RequestEnded, StreamContinued
+
+KEPT = 256
+"""Requests that are kept."""
+MAX_LEGS = 8
+"""Prompts of one request whose engines and times are kept: a list of prompts may have thousands."""
+MAX_FAILURES = 16
+"""Failed legs of one request that are kept."""
+MAX_OPEN = 1024
+"""Requests under way whose failures are kept. The oldest ones make place."""
+
+
+class RecentFailure(msgspec.Struct, frozen=True):
+    """A leg that failed, or a stream whose engine failed."""
+
+    at_s: Annotated[float, Meta(description="seconds since the request came")]
+    engine: str | None
+    phase: Annotated[
+        str, Meta(description="prefill, decode or alone; continued for a stream that another engine went on with")
+    ]
+    error: str
+    retried: bool
+
+
+class RecentPrompt(msgspec.Struct, frozen=True):
+    """One prompt's last attempt. Times in seconds, null where a phase did not happen."""
+
+    prefill: Annotated[str | None, Meta(description="the engine that made the KV")]
+    decode: Annotated[str | None, Meta(description="the engine that answered")]
+    why_alone: Annotated[str | None, Meta(description="why one engine served it")]
+    attempts: int
+    prefill_s: Annotated[float | None, Meta(description="from the prefill leg's start to its answer")]
+    first_s: Annotated[float | None, Meta(description="from asking the engine that answers to its first data")]
+    decode_s: Annotated[float | None, Meta(description="from there to the end of the stream")]
+    whole_s: Annotated[float | None, Meta(description="of an answer that is not streamed: from asking to all of it")]
+    decision: Annotated[str | None, Meta(description="the placement's reason")]
+    continued: Annotated[int, Meta(description="how often another engine went on with the stream")]
+    pause_s: Annotated[float | None, Meta(description="seconds without data because of that")]
+
+
+class RecentRequest(msgspec.Struct, frozen=True):
+    """A request that has ended."""
+
+    id: str
+    ended_s: Annotated[float, Meta(description="seconds since it ended")]
+    method: str
+    path: str
+    model: str | None
+    status: int
+    outcome: Annotated[str, Meta(description="ok, client_left, or whose fault ended it")]
+    error: str | None
+    reason: Annotated[str | None, Meta(description="why it was refused for now")]
+    stream: bool | None
+    client: Annotated[str | None, Meta(description="the client's address")]
+    key: Annotated[str | None, Meta(description="the name of its key")]
+    tenant: str | None
+    queue_s: Annotated[float, Meta(description="seconds until it had a place")]
+    first_s: Annotated[float | None, Meta(description="seconds until the first data of its stream")]
+    total_s: float
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    prompts: Annotated[list[RecentPrompt], Meta(description="the first 8 of a list")]
+    prompt_count: int
+    failures: Annotated[list[RecentFailure], Meta(description="the first 16 legs that failed")]
+
+
+class _Kept(NamedTuple):
+    at: float
+    event: RequestEnded
+    prompts: int
+    failures: Sequence[tuple[float, LegFailed | StreamContinued]]
+
+
+class Recent:
+    """An observer that keeps the last `KEPT` requests. `now`: monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._ended: deque[_Kept] = deque(maxlen=KEPT)
+        self._failures: OrderedDict[str, list[tuple[float, LegFailed | StreamContinued]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    def notify(self, event: Event) -> None:
+        """Keep a request that has ended, and what failed on the way."""
+        if isinstance(event, RequestEnded):
+            count = len(event.legs)
+            if count > MAX_LEGS:
+                event = msgspec.structs.replace(event, legs=event.legs[:MAX_LEGS])
+            self._ended.append(_Kept(self._now(), event, count, self._failures.pop(event.request_id, ())))
+        elif isinstance(event, (LegFailed, StreamContinued)):
+            kept = self._failures.setdefault(event.request_id, [])
+            if len(kept) < MAX_FAILURES:
+                kept.append((self._now(), event))
+            if len(self._failures) > MAX_OPEN:
+                self._failures.popitem(last=False)
+
+    def shown(
+        self, limit: int = KEPT, *, request_id: str | None = None, outcome: str | None = None
+    ) -> list[RecentRequest]:
+        """Return the last requests, the newest first. `request_id`, `outcome`: only those that have it."""
+        found: list[RecentRequest] = []
+        for one in reversed(self._ended):
+            if request_id not in (None, one.event.request_id) or outcome not in (None, one.event.outcome):
+                continue
+            if len(found) == limit:
+                break
+            found.append(_shown(one, self._now() - one.at))
+        return found
+
+
+def _shown(one: _Kept, age: float) -> RecentRequest:
+    event = one.event
+    began = one.at - event.total_s
+    return RecentRequest(
+        id=event.request_id,
+        ended_s=round(age, 3),
+        method=event.method,
+        path=event.endpoint,
+        model=None if event.model is None else truncate(event.model),
+        status=event.status,
+        outcome=event.outcome,
+        error=None if event.error is None else truncate(event.error, 1000),
+        reason=event.reason,
+        stream=event.stream,
+        client=event.client,
+        key=event.key,
+        tenant=event.tenant,
+        queue_s=round(event.queue_s, 4),
+        first_s=_rounded(event.first_s),
+        total_s=round(event.total_s, 4),
+        prompt_tokens=event.prompt_tokens,
+        completion_tokens=event.completion_tokens,
+        prompts=[_prompt(times) for times in event.legs],
+        prompt_count=one.prompts,
+        failures=[_failure(at - began, failed) for at, failed in one.failures],
+    )
+
+
+def _prompt(times: LegTimes) -> RecentPrompt:
+    return RecentPrompt(
+        prefill=times.prefill,
+        decode=times.decode,
+        why_alone=times.why_alone,
+        attempts=times.attempts,
+        prefill_s=_rounded(times.prefill_s),
+        first_s=_rounded(times.first_s),
+        decode_s=_rounded(times.decode_s),
+        whole_s=_rounded(times.whole_s),
+        decision=times.decision,
+        continued=times.continued,
+        pause_s=_rounded(times.pause_s),
+    )
+
+
+def _failure(at: float, event: LegFailed | StreamContinued) -> RecentFailure:
+    if isinstance(event, StreamContinued):
+        return RecentFailure(round(at, 4), None, "continued", event.reason, event.result == "continued")
+    return RecentFailure(round(at, 4), event.node, event.phase, truncate(event.error, 1000), event.will_retry)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

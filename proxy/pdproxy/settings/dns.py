@@ -1,0 +1,130 @@
+"""Engines that DNS names: the forms of their URLs, and the section `dns`.
+
+Owns units, bounds and defaults, and the normal spelling of such a URL.
+"""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
+from pdproxy.settings.section import Seconds, Section, Text
+
+SCHEMES = {"dns": "http", "dnss": "https", "srv": "http", "srvs": "https"}
+"""The schemes of such URLs, with that of the engines."""
+_NAME = re.compile(r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.?")
+_PORT = 53
+
+
+class Dns(Section, frozen=True):
+    """How engines are found whose URLs are dns:// or srv://."""
+
+    servers: tuple[Text, ...] = ()
+    """Name servers to ask: addresses, with a port if it is not 53. None given: those of the system, with its search list."""
+
+    timeout: Seconds = 5.0
+    """An answer to one question, all servers and attempts included."""
+
+    min_ttl: Seconds = 5.0
+    """Between two questions at least, whatever time to live an answer has."""
+
+    max_ttl: Seconds = 60.0
+    """Between two questions at most: an engine that is new or gone is noticed after that."""
+
+
+class DnsName(NamedTuple):
+    """What is asked for: addresses of a name, or with `port` None its service records. `scheme`: of the URL."""
+
+    scheme: str
+    name: str
+    port: int | None
+
+    @property
+    def url(self) -> str:
+        """Its normal spelling."""
+        return f"{self.scheme}://{self.name}" + ("" if self.port is None else f":{self.port}")
+
+    def engine(self, host: str, port: int | None = None) -> str:
+        """Return the URL of an engine that it names."""
+        shown = f"[{host}]" if ":" in host else host
+        return f"{SCHEMES[self.scheme]}://{shown}:{self.port if port is None else port}"
+
+
+def is_dns(url: object) -> bool:
+    """Return whether a URL names engines by DNS."""
+    return isinstance(url, str) and url.partition("://")[0].lower() in SCHEMES
+
+
+def dns_name(url: str, path: KeyPath, where: str = "") -> DnsName:
+    """Return what a URL asks for. `where`: the source of the URL.
+
+    Raises:
+        SettingsError: naming `path` and the URL.
+    """
+
+    def wrong(why: str) -> SettingsError:
+        return SettingsError(f"{spell_key(path)}: {quote(url)}: {why}{where}")
+
+    try:
+        parts = urlsplit(url)
+        name, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise wrong("expected dns://NAME:PORT or srv://NAME") from None
+    if parts.scheme not in SCHEMES:
+        raise wrong("expected dns://NAME:PORT or srv://NAME")
+    if "@" in url or parts.path not in ("", "/") or "?" in url or "#" in url:
+        raise wrong("nothing but a name and a port may be in it")
+    if not _NAME.fullmatch(name):
+        raise wrong("no name in DNS can be so")
+    has_port = parts.scheme in ("dns", "dnss")
+    if has_port and not port:
+        raise wrong("expected the engines' port behind the name")
+    if not has_port and port is not None:
+        raise wrong("the records have the ports: expected none")
+    if has_port and _is_address(name):
+        raise wrong("is an address: expected http://host:port")
+    return DnsName(parts.scheme, name, port)
+
+
+def stand_in_url(url: str) -> str:
+    """Return the URL of an engine that stands for all of a name's, where engines are checked together."""
+    scheme, _, rest = url.partition("://")
+    return f"{SCHEMES[scheme]}://{rest if ':' in rest else f'{rest}:1'}"
+
+
+def check_servers(dns: Dns, found: Mistakes) -> None:
+    """Check the addresses of name servers, and the bounds of times. Mistakes are added to `found`."""
+    for at, text in enumerate(dns.servers):
+        here = ("dns", "servers", at)
+        try:
+            server_of(text)
+        except ValueError:
+            words = "expected an address, such as 10.0.0.2 or 10.0.0.2:5353"
+            found.add(here, f"{spell_key(here)}: {quote(text)}: {words}{found.source(here)}")
+    if dns.min_ttl > dns.max_ttl:
+        where = found.source(("dns", "min_ttl"))
+        found.add(("dns",), f"dns.min_ttl = {dns.min_ttl:g} is more than dns.max_ttl = {dns.max_ttl:g}{where}")
+
+
+def server_of(text: str) -> tuple[str, int]:
+    """Return address and port of a name server. Raises ValueError for another text."""
+    host, port = text, str(_PORT)
+    if text.startswith("["):
+        host, end, rest = text[1:].partition("]")
+        port = rest.removeprefix(":") if rest else port if end else ""
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ValueError(port)
+    return str(ip_address(host)), int(port)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""The section `listen`: where clients and operators reach the proxy.
+
+Owns names, units, bounds and defaults.
+"""
+
+from __future__ import annotations
+
+from pdproxy.settings.admin import AdminAddress
+from pdproxy.settings.section import File, Host, Port, Section, Text
+
+
+class ListenTls(Section, frozen=True):
+    """TLS for clients. Files are PEM, and are read again when they change."""
+
+    certificate: File | None = None
+    """The server's certificate with its chain. None: plain HTTP."""
+
+    key: File | None = None
+    """Its private key. None: it is in the certificate's file, too."""
+
+    key_password_file: File | None = None
+    """The key's password, on the first line of a file. None: the key is not encrypted."""
+
+    client_ca: File | None = None
+    """Authorities of client certificates. If set, a client without such a certificate gets no connection."""
+
+
+class Cors(Section, frozen=True):
+    """What browsers on pages of other sites may do. Names and defaults of vLLM's flags."""
+
+    allowed_origins: tuple[Text, ...] = ()
+    """Origins whose pages may read answers; `*` means all. None by default."""
+
+    allow_credentials: bool = False
+    """Whether such pages may send cookies and the like."""
+
+    allowed_methods: tuple[Text, ...] = ("*",)
+    """Methods that they may use; `*` means all."""
+
+    allowed_headers: tuple[Text, ...] = ("*",)
+    """Headers that they may send; `*` means all."""
+
+
+class Listen(Section, frozen=True):
+    """Where clients reach the proxy."""
+
+    host: Host = "127.0.0.1"
+    """Address to bind. The loopback by default, so that a proxy is open to a network only if the operator wants it."""
+
+    port: Port = 8000
+    """TCP port. The default of `vllm serve`, so that clients need no change."""
+
+    trusted_proxies: tuple[Text, ...] = ()
+    """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
+    `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address."""
+
+    admin: AdminAddress | None = None
+    """Where the admin API listens: `unix:PATH`, or `HOST:PORT`, of the loopback unless it has keys. None: there is none."""
+
+    tls: ListenTls = ListenTls()
+    """TLS for clients."""
+    cors: Cors = Cors()
+    """What browsers on pages of other sites may do."""

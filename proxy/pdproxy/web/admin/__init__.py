@@ -1,0 +1,1 @@
+"""The admin API: its routes, who may use them, and their OpenAPI document."""

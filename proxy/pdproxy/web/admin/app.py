@@ -1,0 +1,186 @@
+"""The admin API's routes under /admin/v1, and those of vllm-router. `web.admin.service` does what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from pdproxy import __version__
+from pdproxy.fleet.entries import EngineEntry
+from pdproxy.kit.errors import PdproxyError
+from pdproxy.observe.recent import KEPT
+from pdproxy.web.admin.bodies import body_of, flag_of, number_of, query_of
+from pdproxy.web.admin.gate import answer_of
+from pdproxy.web.admin.openapi import describe, operation, parameter
+from pdproxy.web.admin.service import (
+    AdminService,
+    DrainOrder,
+    EngineChanged,
+    EngineList,
+    LevelShown,
+    LogLevelOrder,
+    RequestList,
+)
+from pdproxy.web.admin.workers import add_workers
+from pdproxy.web.docs_page import add_docs
+
+BASE = "/admin/v1"
+MAX_SECONDS = 604_800
+_NAME = parameter("name", "the engine's id, or its URL with its slashes escaped (%2F)", "path")
+_AT_ONCE = parameter(
+    "at_once", "true: it is removed now, and its requests go on; false: it is drained first", "query", "boolean"
+)
+_SECONDS = parameter("seconds", "until its requests are ended (default: deadlines.engine_drain)", "query", "number")
+_PAIRS = parameter("pairs", "whether entries show pairs (default: true)", "query", "boolean")
+_RECENT = [
+    parameter("limit", f"how many at most (default: all that are kept, {KEPT})", "query", "integer"),
+    parameter("id", "only requests with this id", "query"),
+    parameter("outcome", "only requests with this outcome", "query"),
+]
+
+
+def create_admin_app(service: AdminService) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(
+        title="pdproxy admin",
+        version=__version__,
+        description="Engines, the log level and recent requests of a running pdproxy.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    add_docs(app)
+
+    @app.exception_handler(PdproxyError)
+    async def _failed(_: Request, error: PdproxyError) -> Response:
+        return answer_of(error)
+
+    @app.exception_handler(Exception)
+    async def _broken(_: Request, error: Exception) -> Response:
+        return answer_of(PdproxyError(type(error).__name__))  # it is raised once more, and logged
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> Response:
+        body = {"error": {"message": error.detail, "type": "NotFoundError", "param": None, "code": error.status_code}}
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    _add_engines(app, service)
+    _add_others(app, service)
+    add_workers(app, service)
+    describe(app)
+    return app
+
+
+def _add_engines(app: FastAPI, service: AdminService) -> None:
+    async def engines(request: Request) -> Response:
+        pairs = flag_of(query_of(request, ("pairs",)), "pairs", usual=True)
+        return shown(EngineList([entry async for entry in service.entries.all(pairs=pairs)]))
+
+    async def engine(request: Request) -> Response:
+        query_of(request, ())
+        return shown(service.found(_name(request)))
+
+    async def add(request: Request) -> Response:
+        query_of(request, ())
+        status, changed = service.add(await body_of(request))
+        return shown(changed, status)
+
+    async def drain(request: Request) -> Response:
+        query_of(request, ())
+        return shown(service.drain(_name(request), await body_of(request)), 202)
+
+    async def undrain(request: Request) -> Response:
+        query_of(request, ())
+        return shown(service.undrain(_name(request)))
+
+    async def remove(request: Request) -> Response:
+        query = query_of(request, ("at_once", "seconds"))
+        seconds = number_of(query, "seconds", MAX_SECONDS)
+        changed = service.remove(_name(request), at_once=flag_of(query, "at_once", usual=False), seconds=seconds)
+        return shown(changed, 202 if changed.result == "removing" else 200)
+
+    one = f"{BASE}/engines/{{name:path}}"
+    named = (400, 404, 409)
+    _route(app, "GET", f"{BASE}/engines", engines, "All engines", {200: EngineList}, (400,), [_PAIRS])
+    _route(
+        app,
+        "POST",
+        f"{BASE}/engines",
+        add,
+        "Add an engine",
+        {201: EngineChanged, 200: EngineChanged},
+        (400, 409),
+        body="Node",
+    )
+    _route(app, "POST", f"{one}/drain", drain, "Drain an engine", {202: EngineChanged}, named, [_NAME], body=DrainOrder)
+    _route(app, "POST", f"{one}/undrain", undrain, "Use an engine again", {200: EngineChanged}, named, [_NAME])
+    _route(app, "GET", one, engine, "One engine, with all its pairs", {200: EngineEntry}, (404,), [_NAME])
+    _route(
+        app,
+        "DELETE",
+        one,
+        remove,
+        "Drain an engine, and remove it",
+        {202: EngineChanged, 200: EngineChanged},
+        named,
+        [_NAME, _AT_ONCE, _SECONDS],
+    )
+
+
+def _add_others(app: FastAPI, service: AdminService) -> None:
+    async def level(request: Request) -> Response:
+        query_of(request, ())
+        return shown(service.level())
+
+    async def set_level(request: Request) -> Response:
+        query_of(request, ())
+        return shown(service.set_level(await body_of(request)))
+
+    async def requests(request: Request) -> Response:
+        query = query_of(request, ("limit", "id", "outcome"))
+        limit = number_of(query, "limit", KEPT, whole=True)
+        found = service.recent.shown(
+            KEPT if limit is None else int(limit), request_id=query.get("id"), outcome=query.get("outcome")
+        )
+        return shown(RequestList(found))
+
+    async def decisions(request: Request) -> Response:
+        query_of(request, ())
+        return Response(service.decisions(), media_type="application/json")
+
+    path = f"{BASE}/log_level"
+    _route(app, "GET", path, level, "The log level", {200: LevelShown})
+    _route(app, "PUT", path, set_level, "Set the log level", {200: LevelShown}, (400,), body=LogLevelOrder)
+    _route(app, "GET", f"{BASE}/requests", requests, "The last requests", {200: RequestList}, (400,), _RECENT)
+    _route(app, "GET", f"{BASE}/decisions", decisions, "The last decisions of the pool's placement", {200: None})
+
+
+def _route(
+    app: FastAPI,
+    method: str,
+    path: str,
+    endpoint: Callable[[Request], Awaitable[Response]],
+    summary: str,
+    answers: dict[int, Any],
+    errors: Sequence[int] = (),
+    parameters: Sequence[dict[str, Any]] = (),
+    *,
+    body: Any = None,
+) -> None:
+    responses, extra = operation(answers, (*errors, 401), parameters, body)
+    app.add_api_route(
+        path, endpoint, methods=[method], summary=summary, response_model=None, responses=responses, openapi_extra=extra
+    )
+
+
+def _name(request: Request) -> str:
+    return str(request.path_params["name"])
+
+
+def shown(value: object, status: int = 200) -> Response:
+    """Return a struct as an answer."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

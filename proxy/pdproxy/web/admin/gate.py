@@ -1,0 +1,111 @@
+"""Who may use the admin API. Each request comes here first.
+
+Owns the log line of each change, and the answer to a failure of the API itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pdproxy.kit.errors import PdproxyError, UnauthorizedError
+from pdproxy.kit.frames import drop_traceback, frames
+from pdproxy.observe.events import Observers
+from pdproxy.serving.access.keys import CHALLENGE, Keys
+from pdproxy.settings.admin import is_loopback
+from pdproxy.settings.errors import quote
+from pdproxy.web.admin.errors import ForbiddenError, body_of
+from pdproxy.web.refusals import report_refusal
+from pdproxy.wire.errors import retry_headers
+
+logger = logging.getLogger("pdproxy.admin")
+
+OPEN = ("/docs", "/openapi.json")
+"""The documentation, which needs no key: a browser sends none for a page."""
+
+
+class Gate:
+    """Lets requests through to an application: those with a key, where keys are set.
+
+    Without keys `is_tcp` decides: pages that a browser on this machine shows can reach a port of the loopback. So requests must
+    name the loopback as their host, and may not come from a page of another site.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, observers: Observers, *, is_tcp: bool) -> None:
+        self._app = app
+        self._keys = keys
+        self._observers = observers
+        self._is_tcp = is_tcp
+        self.counts: Counter[str] = Counter()
+        """Requests by how they ended: done, refused or failed."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        by = "unknown"
+        try:
+            by = self._check(scope)
+            await self._app(scope, receive, watched)
+        except PdproxyError as error:
+            drop_traceback(error)
+            await answer_of(error)(scope, receive, watched)
+        except Exception as error:
+            logger.error("a request failed in pdproxy itself: %s", frames(error))  # noqa: TRY400
+            drop_traceback(error)
+            if not status:
+                await answer_of(PdproxyError(type(error).__name__))(scope, receive, watched)
+        self.counts["done" if status < 400 else "refused" if status < 500 else "failed"] += 1
+        if scope["method"] not in ("GET", "HEAD"):
+            logger.info("%s %s by %s: %d", scope["method"], quote(scope["path"]), by, status)
+
+    def _check(self, scope: Scope) -> str:
+        """Return who sends a request, as the log names it."""
+        headers = _first(scope)
+        if scope["path"].startswith(OPEN):
+            return "anybody"
+        if self._keys.wanted:
+            try:
+                return f"key {self._keys.name(self._keys.verified(headers.get(b'authorization')))}"
+            except UnauthorizedError as error:
+                report_refusal(self._observers, error, str((scope.get("client") or ("admin",))[0]))
+                raise
+        if self._is_tcp:
+            _refuse_pages(headers)
+            return "the loopback"
+        return "the socket"
+
+
+def answer_of(error: PdproxyError) -> Response:
+    """Return an error as an answer."""
+    answer = Response(body_of(error), error.status, media_type="application/json")
+    answer.raw_headers += retry_headers(error)
+    if isinstance(error, UnauthorizedError):
+        answer.raw_headers.append(CHALLENGE)
+    return answer
+
+
+def _first(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
+    """Return a request's headers; of one that came twice, the first."""
+    return dict(reversed(scope["headers"]))
+
+
+def _refuse_pages(headers: dict[bytes, bytes]) -> None:
+    host = headers.get(b"host", b"").decode("latin-1")
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if not is_loopback(name):
+        raise ForbiddenError("without keys, only requests to localhost or an address of the loopback are taken")
+    origin = headers.get(b"origin")
+    if origin is not None and origin.decode("latin-1").partition("://")[2] != host:
+        raise ForbiddenError("a page of another site may not use the admin API")

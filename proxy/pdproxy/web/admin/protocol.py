@@ -1,0 +1,28 @@
+"""The connections of the admin API: uvicorn's protocol, with the bounds of clients' connections, without the data path."""
+
+from __future__ import annotations
+
+from pdproxy.observe.events import Observers
+from pdproxy.web.connection_bounds import ConnectionBounds
+from pdproxy.web.guard import GuardedProtocol
+
+
+class AdminProtocol(GuardedProtocol):
+    """A connection of an operator. `admin_protocol` makes a subclass with bounds."""
+
+    __slots__ = ()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End what waits for the operator's request or answer."""
+        for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
+            if cycle is not None:  # uvicorn itself does this only for the last request that was read
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
+        self.pipeline.clear()
+        self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other
+
+
+def admin_protocol(bounds: ConnectionBounds, observers: Observers) -> type[AdminProtocol]:
+    """Return a protocol class for uvicorn's `http` setting."""
+    return type("BoundAdminProtocol", (AdminProtocol,), {"bounds": bounds, "observers": observers})

@@ -1,0 +1,76 @@
+"""The admin API of a world's proxy, as an operator reaches it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pdproxy.app.admin import AdminServer, AdminSocket
+from pdproxy.observe.formats import make_formatter
+from pdproxy.observe.lines import LineWriter
+from pdproxy.observe.logs import Log
+from pdproxy.settings.admin import AdminPlace
+from tests.fakes.client import Answer, Client, request
+from tests.fakes.ports import free_port
+from tests.fakes.world import World, until
+
+BASE = "/admin/v1"
+JSON = ("content-type", "application/json")
+
+
+class Admin:
+    """Asks the API."""
+
+    def __init__(self, server: AdminServer, port: int, log: Log) -> None:
+        self.server = server
+        self.port = port
+        self.log = log
+
+    async def ask(self, method: str, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = ()) -> Answer:
+        """One request on a connection of its own."""
+        client = await Client.connect(self.port)
+        try:
+            if isinstance(body, (Mapping, list)):
+                body, headers = json.dumps(body).encode(), [JSON, *headers]
+            sent = request(method, path, body, headers)
+            if not any(name.lower() == "host" for name, _ in headers):
+                sent = sent.replace(b"host: proxy", b"host: 127.0.0.1:%d" % self.port, 1)
+            else:
+                sent = sent.replace(b"host: proxy\r\n", b"", 1)
+            client.send(sent)
+            return await client.answer()
+        finally:
+            client.close()
+
+    async def get(self, path: str) -> Any:
+        """The JSON of a GET."""
+        answer = await self.ask("GET", f"{BASE}{path}")
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    async def post(self, path: str, body: object = b"") -> Answer:
+        """A POST."""
+        return await self.ask("POST", f"{BASE}{path}", body)
+
+    async def delete(self, path: str) -> Answer:
+        """A DELETE."""
+        return await self.ask("DELETE", f"{BASE}{path}")
+
+
+@asynccontextmanager
+async def admin(w: World) -> AsyncIterator[Admin]:
+    """Serve a world's admin API on a port of the loopback."""
+    port = free_port()
+    at = AdminSocket(AdminPlace(None, "127.0.0.1", port))
+    log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
+    server = AdminServer(w.proxy, at, log)
+    w.proxy.tasks.keep(server.run, "admin API")
+    await until(lambda: server.serving)
+    try:
+        yield Admin(server, port, log)
+    finally:
+        at.close()
+        log.close()

@@ -1,0 +1,279 @@
+"""`pdproxy engines`: the client of the admin API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdproxy.cli import engines, engines_table
+from pdproxy.cli.admin_client import AdminFailed, printable
+from pdproxy.cli.main import main
+from pdproxy.fleet import membership, prober
+from pdproxy.fleet.entries import engine_id
+from pdproxy.fleet.member import MemberState
+from tests.fakes.admin import Admin, admin
+from tests.fakes.ports import free_port
+from tests.fakes.tls import Side, front
+from tests.fakes.world import world
+from tests.proxy.test_membership import gone, started, up
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LOOK", 0.01)
+    monkeypatch.setattr(prober, "MIN_GAP", 0.01)
+    monkeypatch.setattr(engines, "LOOK", 0.01)
+    for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
+        monkeypatch.delenv(name)
+
+
+class Command:
+    """Runs it against a world, in a thread."""
+
+    def __init__(self, api: Admin, capsys: pytest.CaptureFixture[str]) -> None:
+        self.address = f"127.0.0.1:{api.port}"
+        self._capsys = capsys
+
+    async def __call__(self, *words: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, ["engines", *words, "--admin", self.address])
+        return code, *self._capsys.readouterr()
+
+
+async def test_an_engine_comes_and_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Added, drained, used again and removed; each command waits until it is so."""
+    async with world(decode=1) as w, admin(w) as api:
+        run = Command(api, capsys)
+        new = await started(w, "decode")
+        name = new.url.removeprefix("http://")
+        code, out, err = await run("add", name, "--role", "decode", "--label", "rack=7", "--wait")
+        assert (code, err) == (0, "")
+        assert out.startswith("added: it stays until this process ends")
+        assert w.proxy.engines[new.url].node.up
+        assert w.proxy.membership.members[new.url].settings.labels == {"rack": "7"}
+        code, out, err = await run("drain", name, "--wait", "--seconds", "30")
+        assert (code, out, err) == (0, "draining: it gets no more requests until it is undrained\n", "")
+        assert w.proxy.membership.state(new.url) is MemberState.DRAINED
+        code, out, _ = await run("list")
+        (line,) = [one for one in out.splitlines() if new.url in one]
+        assert line.split()[:5] == [engine_id(new.url), "decode", new.url, "drained", "draining"]
+        assert "drained by admin" in line
+        assert (await run("undrain", engine_id(new.url), "--wait"))[0] == 0
+        assert w.proxy.engines[new.url].node.available
+        code, out, _ = await run("list", "--json")
+        assert {one["url"] for one in json.loads(out)["engines"]} == {one.url for one in w.engines}
+        code, out, _ = await run("remove", new.url, "--wait", "--json")
+        assert (code, json.loads(out)["engine"]) == (0, None)
+        await gone(w, new.url)
+
+
+async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 with the proxy's reason, 2 for wrong arguments."""
+    async with world() as w, admin(w) as api:
+        run = Command(api, capsys)
+        url = w.decode[0].url
+        where = f"{run.address}: "
+        for words, code, text in (
+            (("remove", url), 1, f"pdproxy engines remove: {where}{url} was added by settings: admin can't remove it"),
+            (
+                ("drain", "127.0.0.1:9"),
+                1,
+                f"pdproxy engines drain: {where}http://127.0.0.1:9 is no engine of this pool",
+            ),
+            (("undrain", url), 1, f"pdproxy engines undrain: {where}{url} is not being drained"),
+            (("drain", url, "--seconds", "-1"), 1, f"pdproxy engines drain: {where}seconds: expected"),
+            (
+                ("add", "x:1", "--role", "decode", "--fields", "[1]"),
+                2,
+                "pdproxy engines add: --fields: expected a JSON",
+            ),
+            (
+                ("add", "x:1", "--role", "decode", "--label", "a"),
+                2,
+                "pdproxy engines add: --label: expected NAME=VALUE",
+            ),
+            (("add", "x:1"), 2, "pdproxy engines add: the following arguments are required: --role"),
+            (("list", "--json", "--watch"), 2, "pdproxy engines list: --watch: shows a table"),
+        ):
+            found = await run(*words)
+            assert (found[0], found[1]) == (code, ""), found
+            assert found[2].startswith(text), found
+            assert found[2].count("\n") == (2 if "required" in text else 1)
+        new = await started(w, "decode")
+        new.stop()
+        code, _, err = await run("add", new.url, "--role", "decode", "--wait", "--wait-for", "0.1")
+        assert code == 1
+        assert "after 0.1 s it is" in err
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (b"", "no connection: Connection refused"),
+        (b"garbage\r\n\r\n", "does not answer HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno", "answered 200 without JSON: is it the admin API?"),
+        (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", "answered 500"),
+        (b'HTTP/1.1 400 X\r\n\r\n{"error": {"message": "a\\u001b[31mb"}}', "a?[31mb"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", "no answer within 0.3 s"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 70_000, "too large"),
+    ],
+)
+async def test_what_is_no_admin_api(
+    sent: bytes, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever answers there: one line, exit code 1, in time."""
+    monkeypatch.setattr("pdproxy.cli.admin_client.MAX_ANSWER", 65_536)
+    port = free_port()
+    server = None
+    if sent:
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(sent)
+            if b"length: 9" not in sent:
+                writer.write_eof()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", port)
+    words = [
+        "engines",
+        "list",
+        "--json",
+        "--admin",
+        f"127.0.0.1:{port}",
+        "--timeout",
+        "0.3" if b": 9" in sent else "60",
+    ]
+    code = await asyncio.to_thread(main, words)
+    out, err = capsys.readouterr()
+    if server is not None:
+        server.close()
+    assert (code, out) == (1, "")
+    assert err.startswith(f"pdproxy engines list: 127.0.0.1:{port}: ")
+    assert why in err
+    assert err.count("\n") == 1
+
+
+def test_which_proxy_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the settings by default, with its key."""
+    assert main(["engines", "list"]) == 2
+    assert capsys.readouterr().err == (
+        "pdproxy engines list: no admin API is named: give --admin, or listen.admin in the settings\n"
+    )
+    for words, text in (
+        (["--admin", "x"], '--admin: "x": expected unix:PATH, HOST:PORT or https://HOST:PORT'),
+        (["--admin", "http://h:1"], '--admin: "http://h:1": expected'),
+        (["--admin", "h:0"], '--admin: "h:0": expected'),
+        (["--admin", "h:1", "--ca", "x"], "--ca: has no effect without https://"),
+        (["--admin", "h:1", "--admin-key-file", str(tmp_path / "none")], "can't be read"),
+    ):
+        assert main(["engines", "list", *words]) == 2
+        assert text in capsys.readouterr().err
+    path = tmp_path / "x.yaml"
+    path.write_text(f"listen: {{admin: 'unix:{tmp_path}/none.sock'}}")
+    assert main(["engines", "list", "--config", str(path)]) == 1
+    assert capsys.readouterr().err == (
+        f"pdproxy engines list: unix:{tmp_path}/none.sock: no connection: No such file or directory\n"
+    )
+
+
+async def test_keys_and_tls(ours: Side, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The key of a file, or of the settings; with TLS the certificate of the settings is the one that is expected."""
+    keys = tmp_path / "keys"
+    keys.write_text("# operators\nops:secret\n")
+    auth = {"admin_keys_file": str(keys)}
+    listening = front(ours)
+    async with world(auth=auth, adjust=listening) as w, admin(w) as api:
+        address = f"https://127.0.0.1:{api.port}"
+        alone = tmp_path / "key"
+        alone.write_text("secret\n")
+        words = ["engines", "list", "--json", "--admin", address]
+        for more, code in (
+            (["--ca", str(ours.authority), "--admin-key-file", str(alone)], 0),
+            (["--ca", str(ours.authority)], 1),
+            (["--admin-key-file", str(alone)], 1),
+        ):
+            assert await asyncio.to_thread(main, [*words, *more]) == code
+        out, err = capsys.readouterr()
+        assert len(json.loads(out)["engines"]) == 2
+        assert "didn't provide an API key" in err
+        assert "its certificate is not trusted" in err
+        config = tmp_path / "x.yaml"
+        tls = f"{{certificate: {ours.certificate}, key: {ours.key}}}"
+        config.write_text(f"listen: {{admin: '0.0.0.0:{api.port}', tls: {tls}}}\nauth: {{admin_keys_file: {keys}}}\n")
+        assert await asyncio.to_thread(main, ["engines", "list", "--json", "--config", str(config)]) == 0
+
+
+async def test_the_live_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows engines, and what is wrong; a proxy that does not answer is named, and asked again."""
+    async with world(prefill=1, decode=2) as w, admin(w) as api:
+        other = await started(w, "decode", version="9.9")
+        await api.post("/engines", {"url": other.url, "role": "decode"})
+        await up(w, other)
+        entries = (await api.get("/engines"))["engines"]
+    rows = engines_table.rows(entries)
+    assert [row[1] for row in rows] == ["prefill", "decode", "decode", "decode"]
+    by_url = {row[2]: row for row in rows}
+    assert by_url[other.url][6] == "0 of 1"
+    assert "different versions" in by_url[other.url][-1]
+    answers = [entries, AdminFailed("no connection"), entries[:1]]
+
+    def ask() -> list[dict[str, object]]:
+        found = answers.pop(0)
+        if isinstance(found, AdminFailed):
+            raise found
+        return found
+
+    engines_table.watch(ask, 0.001, rounds=3)
+    assert "1 engines" in capsys.readouterr().out
+    assert answers == []
+
+
+def test_nothing_that_an_engine_says_controls_the_terminal() -> None:
+    assert printable("a\x1b[31m\n\u202eb") == "a?[31m??b"
+
+
+async def test_a_real_process(tmp_path: Path) -> None:
+    """`serve --admin` listens there, `engines` finds it by the settings, and the socket is gone at the end."""
+    path, port = tmp_path / "pdproxy.yaml", free_port()
+    at = tmp_path / "admin.sock"
+    url = f"http://127.0.0.1:{free_port()}"
+    path.write_text(
+        f"listen: {{port: {port}, admin: 'unix:{at}'}}\npools:\n- nodes:\n  - {{url: '{url}', role: aggregated}}\n"
+    )
+
+    async def run(*words: str) -> tuple[int, str, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pdproxy", *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        return process.returncode or 0, out.decode(), err.decode()
+
+    code, _, err = await run("serve", "--decode", "a:1", "--port", str(port), "--admin", f"0.0.0.0:{free_port()}")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "others than this machine can reach it" in err
+    serving = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pdproxy", "serve", "--config", str(path)), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(100):  # to start takes long where nothing is idle
+            while True:
+                code, out, err = await run("engines", "list", "--json", "--config", str(path))
+                if code == 0:
+                    break
+                assert "no connection" in err
+                assert serving.returncode is None
+        assert [one["url"] for one in json.loads(out)["engines"]] == [url]
+    finally:
+        serving.send_signal(signal.SIGTERM)
+        assert await serving.wait() == 0
+    assert not at.exists()
