@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from pdproxy.app.valid_keys import ValidKeys, check_key_file, fixed_keys, no_keys, read_valid_keys
 from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.serving.access.keys import Keys, digest
+from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
-from pdproxy.settings.key_lines import KeyLimits, read_key_lines
+from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
@@ -32,17 +34,6 @@ LOOK_EVERY = 1.0
 """Seconds."""
 EXPIRES_SOON = timedelta(days=2)
 """How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
-
-
-class _ValidKeys(NamedTuple):
-    """The clients' keys in force: their names by their digests, and the limits of those that a file gives a name."""
-
-    names: Mapping[bytes, str]
-    limits: Mapping[str, KeyLimits]
-
-
-def _no_keys() -> _ValidKeys:
-    return _ValidKeys({}, {})
 
 
 class Credentials:
@@ -60,7 +51,7 @@ class Credentials:
         self._following = False
         auth, listen = settings.auth, settings.listen.tls
         self._auth = auth
-        self._valid_keys = self._valid_admin_keys = _no_keys
+        self._valid_keys = self._valid_admin_keys = no_keys
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
             self._valid_keys = self._clients_keys(auth)
@@ -212,10 +203,10 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _clients_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
+    def _clients_keys(self, auth: Auth) -> Callable[[], ValidKeys]:
         return self._keys_of("auth.api_keys_file", auth.api_keys, auth.api_keys_file)
 
-    def _operators_keys(self, auth: Auth) -> Callable[[], _ValidKeys]:
+    def _operators_keys(self, auth: Auth) -> Callable[[], ValidKeys]:
         path = auth.admin_keys_file
         valid = self._keys_of("auth.admin_keys_file", auth.admin_keys, path)
         if path is not None and any(one != KeyLimits() for one in valid().limits.values()):
@@ -224,28 +215,12 @@ class Credentials:
             )
         return valid
 
-    def _keys_of(self, setting: str, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys]:
-        """Return what returns the valid keys. One without a name is named by its place, which log lines may show."""
-        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
+    def _keys_of(self, setting: str, keys: Sequence[str], path: str | None) -> Callable[[], ValidKeys]:
         if path is None:
-            only = _ValidKeys(fixed, {})
+            only = fixed_keys(keys)
             return lambda: only
-        if not read_key_lines(setting, path):  # at the start, a file without a key is a mistake
-            raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
-
-        def read() -> _ValidKeys:
-            # Later, it means that no key of it is valid any more: an operator who removes the last one has withdrawn it.
-            found = read_key_lines(setting, path)
-            if not found:
-                refused = "no key of it is valid now" if fixed else "every request is refused"
-                logger.error("%s: %s: holds no key: %s", setting, path, refused)
-            names = {digest(one.key.encode()): one.name or f"file:{one.number}" for one in found}
-            limited = {digest(one.key.encode()): one.name for one in found if one.name is not None}
-            return _ValidKeys(
-                {**names, **fixed, **limited}, {one.name: one.limits for one in found if one.name is not None}
-            )
-
-        return self._follow(setting, [path], read)
+        check_key_file(setting, path)
+        return self._follow(setting, [path], partial(read_valid_keys, setting, keys, path))
 
     def _engines_key(self, auth: Auth) -> Callable[[], str | None]:
         return self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
