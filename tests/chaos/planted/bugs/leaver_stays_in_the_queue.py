@@ -19,14 +19,14 @@ BUG = Bug(
 """,
         ),
         Change(
-            "serving/request/admission.py",
+            "serving/request/place.py",
             """\
-        if wake is None or wake.done():  # cancelled or refused, and its caller has not run since
             return False
+        self.wake.set_result(None)
 """,
             """\
-        if wake is None or wake.done():  # cancelled or refused, and its caller has not run since
             return True
+        self.wake.set_result(None)
 """,
         ),
     ),
