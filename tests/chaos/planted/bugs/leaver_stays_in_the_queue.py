@@ -19,14 +19,12 @@ BUG = Bug(
 """,
         ),
         Change(
-            "serving/request/place.py",
+            "serving/request/admission.py",
             """\
-            return False
-        self.wake.set_result(None)
+        return still_waits
 """,
             """\
-            return True
-        self.wake.set_result(None)
+        return True
 """,
         ),
     ),
