@@ -30,6 +30,7 @@ ORDER = [
         "test_push",
         "test_kv_events",
         "test_clients",
+        "test_changes",
     ),
     *("test_load", "test_reality", "test_faults"),
 ]

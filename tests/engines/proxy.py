@@ -40,10 +40,11 @@ class Proxy:
         folder: Path,
         *,
         settings: dict[str, Any] | None = None,
+        config: Path | None = None,
         port: int = 0,
         ready: bool = True,
     ) -> "Proxy":
-        """Start it in front of these engines. `settings`: a tree for --config; flags name the nodes."""
+        """Start it in front of these engines. `settings`: a tree for --config, or `config` its file; flags name the nodes."""
         port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pdproxy.cli.main", "serve", "--port", str(port)]
@@ -54,6 +55,7 @@ class Proxy:
         if settings:
             config = folder / f"proxy-{port}.yaml"
             config.write_text(json.dumps(settings, indent=1))  # JSON is YAML
+        if config is not None:
             command += ["--config", str(config)]
         log = folder / f"proxy-{port}.log"
         with log.open("wb") as out:

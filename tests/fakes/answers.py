@@ -45,6 +45,11 @@ def piece(chat: bool, text: str, *, index: int = 0, finish: str | None = None, i
     return event({**head, "choices": [choice]})
 
 
+def end(chat: bool = False) -> bytes:
+    """The end of a good stream without usage: the event with which its choice ends, and the mark."""
+    return piece(chat, "", finish="length") + DONE
+
+
 def role(ident: str = "1") -> bytes:
     """A chat's opening event, which the engine sends before it has done anything."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

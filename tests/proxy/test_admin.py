@@ -47,7 +47,7 @@ async def entry(api: Admin, engine: FakeEngine) -> dict[str, Any]:
 
 
 async def _rest(reply: Reply) -> None:
-    await reply.pieces(WORD, answers.DONE)
+    await reply.pieces(WORD, answers.end())
     await reply.finish()
 
 
@@ -89,7 +89,7 @@ async def test_an_engine_comes_serves_and_goes() -> None:
         assert (again.status, again.json["result"]) == (200, "serving_again")
         assert (await api.delete(f"/engines/{shown['id']}")).status == 202
         go.set()
-        assert (await client.rest(head)).body == WORD + answers.DONE
+        assert (await client.rest(head)).body == WORD + answers.end()
         await gone(w, new.url)
         assert (await api.ask("GET", f"{BASE}/engines/{shown['id']}")).status == 404
         assert w.metric("pdproxy_admin_requests_total", result="done") >= 6

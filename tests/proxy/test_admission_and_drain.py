@@ -76,13 +76,13 @@ async def test_drain_lets_streams_end_and_refuses_the_rest() -> None:
         assert (await w.ask(COMPLETIONS, completion())).status == 503
         assert not drain.done()
         go.set()
-        assert (await client.rest(head)).body == WORD + WORD + answers.DONE
+        assert (await client.rest(head)).body == WORD + WORD + answers.end()
         await asyncio.wait_for(drain, LONG)
         assert w.metric("pdproxy_deadline_total", wait="drain") == 0
 
 
 async def _rest(reply: Reply) -> None:
-    await reply.pieces(WORD, answers.DONE)
+    await reply.pieces(WORD, answers.end())
     await reply.finish()
 
 
@@ -181,7 +181,7 @@ async def test_the_process_ends_in_order(signals: list[signal.Signals], code: in
             if code == 0:
                 assert process.returncode is None, "it waits for the stream"
                 go.set()
-                assert (await client.rest(head)).body == WORD + WORD + answers.DONE
+                assert (await client.rest(head)).body == WORD + WORD + answers.end()
             assert await process.wait() == code
             assert await client.closed()
     finally:

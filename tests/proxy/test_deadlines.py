@@ -127,7 +127,7 @@ async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> Non
         await reply.start()
         await reply.piece(answers.role())
         await thought.wait()
-        await reply.pieces(scripts.CHAT_WORD, answers.DONE)
+        await reply.pieces(scripts.CHAT_WORD, answers.end(chat=True))
         await reply.finish()
 
     async with world(deadlines={"first_token": 7}, clock=clock) as w:
@@ -173,7 +173,7 @@ async def test_a_client_that_does_not_read_pauses_the_decode_engine_and_goes_on(
         for _ in range(600):
             await reply.piece(BIG)
             state["sent"] += 1
-        await reply.pieces(answers.DONE)
+        await reply.pieces(answers.end())
         await reply.finish()
 
     async with world() as w:
@@ -189,7 +189,7 @@ async def test_a_client_that_does_not_read_pauses_the_decode_engine_and_goes_on(
         assert last < 500, "18 MB are not held for a client that does not read"
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         answer = await client.rest(head)
-        assert answer.body == BIG * 600 + answers.DONE
+        assert answer.body == BIG * 600 + answers.end()
         assert (await w.ended()).outcome == "ok"
 
 
@@ -240,7 +240,7 @@ async def test_a_slow_client_is_not_taken_for_a_silent_engine() -> None:
         for _ in range(300):
             await reply.piece(BIG)
             sent += 1
-        await reply.pieces(answers.DONE)
+        await reply.pieces(answers.end())
         await reply.finish()
 
     async with world(deadlines={"between_tokens": 7, "client_write": 60}, clock=clock) as w:

@@ -33,6 +33,9 @@ BEFORE_DATA: dict[str, Script] = {
     "an empty stream": streams(),
     "done without data": streams(answers.DONE),
     "role, then done": streams(ROLE, answers.DONE),
+    "usage, then done": streams(answers.usage_event(False, 9, 0), answers.DONE),
+    "role, usage, then done": streams(ROLE, answers.usage_event(True, 9, 0), answers.DONE),
+    "role, usage and done at once": streams(ROLE + answers.usage_event(True, 9, 0) + answers.DONE),
     "half an event, then eof": streams(WORD[:-10], then="eof"),
     "given up": streams(ROLE, answers.piece(True, "", finish="abort"), answers.DONE),
     "stalled": scripts.stall,
@@ -155,6 +158,11 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
     "error event behind data in one write": (tail(WORD + ERROR + answers.DONE), "Internal server error"),
     "half an event, then the end": (tail(WORD[:-9]), "without its end mark"),
     "given up": (tail(answers.piece(False, "", finish="abort"), answers.DONE), "gave the answer up"),
+    "done before the choice has ended": (tail(answers.DONE), "before the answer's end"),
+    "usage before the choice has ended": (
+        tail(answers.usage_event(False, 9, 3), answers.DONE),
+        "before the answer's end",
+    ),
     "stall": (tail(then="stall"), "sent nothing for"),
     "stall in an event": (tail(WORD[:30], then="stall"), "sent nothing for"),
     "garbage": (_garbage, "sends no valid HTTP"),
@@ -197,10 +205,10 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
 async def test_done_and_then_nothing() -> None:
     """After [DONE] the answer is whole for the client, whatever the engine's connection does."""
     async with world() as w:
-        w.decode[0].script(streams(WORD, answers.DONE, then="stall"), streams(WORD, answers.DONE, then="reset"))
+        w.decode[0].script(streams(WORD, answers.end(), then="stall"), streams(WORD, answers.end(), then="reset"))
         for _ in range(2):
             answer = await w.ask(COMPLETIONS, completion(stream=True))
-            assert answer.body == WORD + answers.DONE
+            assert answer.body == WORD + answers.end()
             assert answer.ended
         assert {report.outcome for report in [await w.ended(1), await w.ended(2)]} == {"ok"}
 

@@ -45,7 +45,7 @@ async def up(w: World, engine: FakeEngine) -> None:
 
 
 async def _rest(reply: Reply) -> None:
-    await reply.pieces(WORD, answers.DONE)
+    await reply.pieces(WORD, answers.end())
     await reply.finish()
 
 
@@ -81,7 +81,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         assert first.url in page
         go.set()
         for client, head in zip(clients, heads, strict=True):
-            assert (await client.rest(head)).body == WORD + answers.DONE
+            assert (await client.rest(head)).body == WORD + answers.end()
         await w.quiet()
         assert (removed.node.requests, removed.node.prompt_bytes) == (0, 0)
         await until(lambda: not removed.client._all)

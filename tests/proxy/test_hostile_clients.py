@@ -190,7 +190,7 @@ async def test_an_error_or_a_deadline(attack: Attack) -> None:
 
 async def finish(reply: Reply) -> None:
     """The good end of a stream."""
-    await reply.pieces(answers.DONE)
+    await reply.pieces(answers.end())
     await reply.finish()
 
 

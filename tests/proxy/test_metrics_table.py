@@ -12,7 +12,7 @@ from pdproxy.observe.description import Kind
 from pdproxy.serving.kv.custody import End, State
 from pdproxy.wire.notices import NoticeEvent
 from pdproxy.wire.request import Alone
-from tests.fakes import scripts
+from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, completion, until, world
 from tests.proxy.test_engines_come_and_go import add
@@ -20,7 +20,7 @@ from tests.proxy.test_keys import bearer
 
 
 async def _rest(reply: Reply) -> None:
-    await reply.pieces(b"data: [DONE]\n\n")
+    await reply.pieces(answers.end())
     await reply.finish()
 
 

@@ -10,7 +10,7 @@ from pdproxy.observe import catalog
 from pdproxy.observe.events import RequestEnded
 from pdproxy.observe.logs import MAX_REFUSALS, access_fields
 from pdproxy.settings.listen import Cors
-from tests.fakes import scripts
+from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
@@ -78,7 +78,7 @@ async def test_a_streams_phases_are_divided_at_its_first_data() -> None:
 
 
 async def _rest(reply: Reply) -> None:
-    await reply.pieces(b"data: [DONE]\n\n")
+    await reply.pieces(answers.end())
     await reply.finish()
 
 

@@ -64,7 +64,7 @@ async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert len(leaves.requests) == 1
         go.set()
-        assert (await client.rest(head)).body == WORD + answers.DONE
+        assert (await client.rest(head)).body == WORD + answers.end()
         await gone(w, leaves.url)
         assert (await w.get("/ready")).json["details"] == []
         path.write_text("pools: [")
@@ -79,7 +79,7 @@ async def test_the_file_of_the_settings_is_followed(tmp_path: Path) -> None:
 
 
 async def _rest(reply: Reply) -> None:
-    await reply.pieces(WORD, answers.DONE)
+    await reply.pieces(WORD, answers.end())
     await reply.finish()
 
 
@@ -169,5 +169,5 @@ async def test_policies_change_while_streams_are_open() -> None:
             assert w.proxy.service.session_header == ("X-Chat" if name == "session" else None)
         go.set()
         for client, head in streams:
-            assert (await client.rest(head)).body == WORD + answers.DONE
+            assert (await client.rest(head)).body == WORD + answers.end()
         await until(lambda: not any(node.requests for node in w.proxy.ledger.nodes))

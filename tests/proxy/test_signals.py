@@ -23,7 +23,7 @@ async def test_a_hangup_ends_no_stream(tmp_path: Path) -> None:
     go = asyncio.Event()
 
     async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.DONE)
+        await reply.pieces(WORD, answers.end())
         await reply.finish()
 
     path = tmp_path / "log"
@@ -38,7 +38,7 @@ async def test_a_hangup_ends_no_stream(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
             assert (await proxy.ask("POST", COMPLETIONS, completion())).status == 200
             go.set()
-            assert (await client.rest(head)).body == WORD + WORD + answers.DONE
+            assert (await client.rest(head)).body == WORD + WORD + answers.end()
             assert proxy.process.returncode is None
             proxy.process.send_signal(signal.SIGTERM)
             assert await proxy.process.wait() == 0

@@ -149,7 +149,7 @@ async def test_a_client_that_stops_reading_is_dropped(ours: Side) -> None:
 async def test_a_client_that_reads_on_gets_all_of_a_large_stream(ours: Side) -> None:
     """A pause of the client loses nothing and ends nothing."""
     async with fronted(ours) as w:
-        w.decode[0].script(scripts.streams(*[BIG] * 400, answers.DONE))
+        w.decode[0].script(scripts.streams(*[BIG] * 400, answers.end()))
         client = await w.client(receive_buffer=16384)
         client.post(COMPLETIONS, completion(stream=True))
         head = await client.head()

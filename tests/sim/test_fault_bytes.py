@@ -144,7 +144,22 @@ async def test_a_stream_that_ends_well_without_its_end_mark(sim, at):
     assert "[DONE]" not in answer.texts
 
 
-@pytest.mark.parametrize("at", ["before_first_token", "mid_stream", "last_chunk"])
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("make", [completion, chat])
+async def test_a_stream_that_was_given_up_before_its_first_token(sim, make, usage):
+    """vLLM sends nothing of the choice, not even that it was aborted (chat_completion/serving.py, "Chunked prefill case")."""
+    sim.faults.add("abort_finish@before_first_token")
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    answer = (await ask(sim.port, make(stream=True, **options))).answer
+    assert answer.complete
+    *events, end = answer.chunks
+    assert end == b"data: [DONE]\n\n"
+    choices = [json.loads(event.removeprefix(b"data: "))["choices"] for event in events]
+    assert [one[0]["delta"]["role"] for one in choices if one] == (["assistant"] if make is chat else [])
+    assert choices.count([]) == usage
+
+
+@pytest.mark.parametrize("at", ["mid_stream", "last_chunk"])
 @pytest.mark.parametrize("make", [completion, chat])
 async def test_a_stream_that_was_given_up(sim, at, make):
     sim.faults.add(f"abort_finish@{at}")

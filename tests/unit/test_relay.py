@@ -186,6 +186,19 @@ async def test_a_finish_is_held_until_the_next_event() -> None:
     assert await run([*TEXT[:-2], answers.DONE], Relay(wants_usage=False)) == b"".join([*TEXT[:-2], answers.DONE])
 
 
+@pytest.mark.parametrize("usage", [False, True])
+async def test_a_choice_that_never_came_is_missed(usage: bool) -> None:
+    """A terminated vLLM sends nothing of a choice without a token, then the usage and the mark. Neither goes to the client."""
+    rest = [*([TEXT[-2]] if usage else []), answers.DONE]
+    for of_one in ([], TEXT[:-2]):
+        with pytest.raises(EngineError, match=r"before the answer's end|without any data"):
+            await run([*of_one, *rest], Relay(wants_usage=True, choices=2))
+    other = answers.piece(False, "", index=1, finish="stop")
+    assert await run([*TEXT[:-2], other, *rest], Relay(wants_usage=True, choices=2)) == b"".join(
+        [*TEXT[:-2], other, *rest]
+    )
+
+
 async def test_a_client_that_sees_the_usage_gets_no_fingerprint_elsewhere() -> None:
     """One stream of several whose common usage event goes to the client leaves the finish as it is."""
     relay = Relay(wants_usage=False, wants_done=False, index=0, keeps_usage=True)

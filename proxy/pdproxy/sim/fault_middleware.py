@@ -137,6 +137,11 @@ class HandledRequest:
         return self._request.stream
 
     @property
+    def usage_at_end(self) -> bool:
+        """Whether the client asked for a usage event at the end of a stream."""
+        return self._request.usage_at_end
+
+    @property
     def _has_handle(self) -> bool:
         """Whether a good answer has a handle. Some engines give one to every request."""
         facts = self.engine.facts

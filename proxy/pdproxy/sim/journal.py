@@ -64,6 +64,12 @@ class Request:
         return self.generating and bool(self.json.get("stream"))
 
     @property
+    def usage_at_end(self) -> bool:
+        """Whether it asks for a usage event at the end of its stream."""
+        options = self.json.get("stream_options")
+        return self.stream and isinstance(options, dict) and bool(options.get("include_usage"))
+
+    @property
     def kv(self) -> dict[str, Any] | None:
         """The `kv_transfer_params`, None if there are none."""
         found = self.json.get("kv_transfer_params")

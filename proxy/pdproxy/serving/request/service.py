@@ -149,6 +149,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         new_relay = partial(
             Relay,
             wants_usage=not parsed.adds_usage,
+            choices=self.demand.answers,
             takes_ids=parsed.adds_ids,
             shows_ids=shows_ids(parsed),
             budget=service.resources.answer_budget,

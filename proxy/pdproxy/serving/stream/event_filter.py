@@ -11,7 +11,7 @@ asks for the first, so a usage in the last event of a choice shows that flag: th
 from __future__ import annotations
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.serving.stream.failures import failure_in, tiny_lines
+from pdproxy.serving.stream.failures import GivenUpError, failure_in, tiny_lines
 from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.wire import sse
 from pdproxy.wire.engine import Usage, usage_of
@@ -25,11 +25,13 @@ class EventFilter:
     `keeps_usage`: whether the client gets that event, possibly at the end of several merged streams. Both become True if the
     engine forces the usage on every client; for one stream of several (`index`), only `keeps_usage`.
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
+    `choices`: how many choices must have ended before the end of the stream.
     `index`, `creation_time`: what the events of one stream of several show in place of their own.
     `every`: each batch must go through `filtered`; otherwise only those that `sse.may_be_special`.
     """
 
     __slots__ = (
+        "_choices",
         "_creation_time",
         "_index",
         "cached_tokens",
@@ -52,12 +54,14 @@ class EventFilter:
         wants_usage: bool,
         keeps_usage: bool,
         wants_done: bool,
+        choices: int,
         index: int | None,
         creation_time: CreationTime | None,
     ) -> None:
         self.wants_usage = wants_usage
         self.keeps_usage = keeps_usage
         self.wants_done = wants_done
+        self._choices = choices
         self._index = index
         self._creation_time = creation_time
         self.every = index is not None
@@ -71,8 +75,8 @@ class EventFilter:
         """Whether the end mark has come."""
         self.failure: EngineError | None = None
         """The error that an event reports, None if none did."""
-        self.finished = False
-        """Whether a choice has ended."""
+        self.finished = 0
+        """Choices that have ended."""
         self.last_events: list[bytes] = []
         """Last events of choices, which are held back."""
 
@@ -108,6 +112,8 @@ class EventFilter:
                 passed.append(event)  # a keep-alive comment
                 continue
             if sse.is_usage_only(event):
+                if self._ends_early():
+                    break
                 event = with_cache(event, cached=self.cached_tokens, created=self.created_cache_tokens)
                 self.usage = usage_of(sse.payload(event))
                 self.usage_event = event
@@ -116,6 +122,8 @@ class EventFilter:
                     continue
             passed += self._take_last_events()
             if sse.is_done(lines[0]):
+                if self._ends_early():
+                    break
                 self.done = True
                 if self.wants_done:
                     passed.append(event)
@@ -123,7 +131,7 @@ class EventFilter:
             if self._index is not None:
                 event = self._with_index(event, self._index)
             if sse.is_last_of_choice(event):
-                self.finished = True
+                self.finished += 1
                 if not self.keeps_usage:
                     if not sse.has_usage(event):
                         self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
@@ -132,6 +140,15 @@ class EventFilter:
                     self.wants_usage = self._index is None
             passed.append(event)
         return b"".join(passed)
+
+    def _ends_early(self) -> bool:
+        """Return whether the stream ends before its choices, and note that it has failed.
+
+        A terminated vLLM sends nothing of a choice without a token, and goes on with the usage and the end mark.
+        """
+        if early := self.finished < self._choices:
+            self.failure = GivenUpError("the engine ended the stream before the answer's end")
+        return early
 
     def _with_index(self, event: bytes, index: int) -> bytes:
         """Return an event as an event of the merged stream."""

@@ -30,6 +30,8 @@ def has_real_data(batch: bytes) -> bool:
             if not real:
                 raise EngineError("the engine ended the stream without any data")
             break
+        if sse.is_usage_only(event):  # no data: it also comes where no choice has got a token
+            continue
         if not real and not sse.may_be_special(batch):
             return True  # all other events are plain data, too
         real = True

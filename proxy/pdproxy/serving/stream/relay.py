@@ -70,6 +70,7 @@ class Relay:
         *,
         wants_usage: bool,
         wants_done: bool = True,
+        choices: int = 1,
         index: int | None = None,
         keeps_usage: bool | None = None,
         creation_time: CreationTime | None = None,
@@ -95,6 +96,7 @@ class Relay:
             wants_usage=wants_usage,
             keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
             wants_done=wants_done,
+            choices=choices,
             index=index,
             creation_time=creation_time,
         )

@@ -139,12 +139,15 @@ class _NoDone(Kind):
 
 class _AbortFinish(Kind):
     name = "abort_finish"
-    summary = 'finish_reason "abort" and `[DONE]` or the whole body: what a terminated vLLM may send'
+    summary = 'finish_reason "abort" (in a stream with a token) and `[DONE]`: what a terminated vLLM may send'
     moments = ("mid_stream", "before_first_token", "last_chunk")
 
     async def take_over(self, answer: Answer, now: Occurrence) -> None:
-        if answer.streamed:
-            event = _aborted(_due_body(answer).removeprefix(b"data: ").strip())
+        if answer.streamed and now.at == "before_first_token":  # vLLM skips events of a choice without any token
+            usage = b"data: " + _only_usage(_due_event(answer)) + b"\n\n" if answer.usage_at_end else b""
+            await send_stream(answer, usage, DONE)
+        elif answer.streamed:
+            event = _aborted(_due_event(answer))
             await send_stream(answer, b"data: " + event + b"\n\n", DONE)
         else:
             await send_whole(answer, 200, _aborted(_due_body(answer)))
@@ -153,6 +156,18 @@ class _AbortFinish(Kind):
 def _due_body(answer: Answer) -> bytes:
     assert answer.due is not None
     return bytes(answer.due.get("body", b""))
+
+
+def _due_event(answer: Answer) -> bytes:
+    return _due_body(answer).removeprefix(b"data: ").strip()
+
+
+def _only_usage(event: bytes) -> bytes:
+    """Return the usage event of a stream without any token."""
+    body = msgspec.json.decode(event)
+    head = {key: body[key] for key in ("id", "object", "created", "model") if key in body}
+    usage = {"prompt_tokens": 1, "total_tokens": 1, "completion_tokens": 0}
+    return msgspec.json.encode(head | {"choices": [], "usage": usage})
 
 
 def _aborted(answer: bytes) -> bytes:

@@ -109,6 +109,10 @@ class Answer(Protocol):
         """Whether the client asked for a stream."""
 
     @property
+    def usage_at_end(self) -> bool:
+        """Whether the client asked for a usage event at the end of a stream."""
+
+    @property
     def start(self) -> Message | None:
         """The application's status and headers; None before it has sent them."""
 
