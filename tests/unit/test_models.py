@@ -125,6 +125,22 @@ def test_a_conversation_stays_in_its_pool() -> None:
     assert moved / 2000 == pytest.approx(0.05, abs=0.02)
 
 
+def test_a_pool_that_goes_down_moves_no_other_pools_conversations() -> None:
+    """Its own ones are shared by the others, by their weights, and come back with it."""
+    nodes = [node("m") for _ in range(3)]
+    models = of(*[pool(one, weight=weight) for one, weight in zip(nodes, (1, 2, 1), strict=True)])
+    names = [f"session {n}" for n in range(2000)]
+    first = [models.choose("m", name).pool for name in names]
+    assert [first.count(at) / 2000 for at in range(3)] == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+    nodes[0].down_because = "connection refused"
+    found = [models.choose("m", name).pool for name in names]
+    assert all(new == old for new, old in zip(found, first, strict=True) if old)
+    moved = Counter(new for new, old in zip(found, first, strict=True) if not old)
+    assert moved[1] / moved.total() == pytest.approx(2 / 3, abs=0.06)
+    nodes[0].down_because = None
+    assert [models.choose("m", name).pool for name in names] == first
+
+
 def test_a_pool_of_weight_0() -> None:
     """It gets what no other pool serves, and its own aliases."""
     models = of(pool(node("m")), pool(node("m", "own"), aliases={"canary": "m"}, weight=0))

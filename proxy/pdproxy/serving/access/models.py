@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import log
 from typing import Generic, NamedTuple, TypeVar
 
 from pdproxy.kit.errors import ModelNotFoundError
@@ -140,9 +141,13 @@ class Models:
     def _among(self, found: list[Choice], session: str | None) -> Choice:
         serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "")] or found
         weights = [self.pools[one.pool].weight for one in serving]
-        if not (total := sum(weights)):
+        if not any(weights):
             return serving[0]
-        left = total * (self._chance() if session is None else _part(session))
+        if session is not None:
+            # The highest score: where a pool comes, goes or changes its weight, only its own conversations move.
+            scores = [weight / -log(_part(session, one.pool)) for one, weight in zip(serving, weights, strict=True)]
+            return serving[scores.index(max(scores))]
+        left = sum(weights) * self._chance()
         for one, weight in zip(serving, weights, strict=True):
             left -= weight
             if left < 0:
@@ -157,10 +162,11 @@ class Models:
         return [*names][:MAX_SHOWN]
 
 
-def _part(session: str) -> float:
-    """Return a number from 0 to 1, without 1, that is the same for a session in all processes."""
-    digest = blake2b(session.encode(errors="surrogatepass"), digest_size=6, person=b"pools").digest()
-    return int.from_bytes(digest, "big") / 2**48
+def _part(session: str, pool: int) -> float:
+    """Return a number between 0 and 1 that is the same for a session and a pool in all processes."""
+    name = session.encode(errors="surrogatepass")
+    digest = blake2b(name, digest_size=6, person=b"pools", salt=pool.to_bytes(2)).digest()
+    return (int.from_bytes(digest) + 0.5) / 2**48
 
 
 class Routes(Generic[T]):
