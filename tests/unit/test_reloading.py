@@ -18,9 +18,9 @@ from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.logs import configure, set_level
-from pdproxy.settings.changes import changes
+from pdproxy.settings.changes import Changes, changes
 from pdproxy.settings.load import load
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Node, Pool, Settings
 
 FILE = """
@@ -247,6 +247,48 @@ def test_pools_that_come_and_go_need_a_restart() -> None:
     found = changes(Settings(pools=(one,)), Settings(pools=(renamed,)))
     assert (found.at_once, found.restart) == (("pools[0].nodes",), ("pools[0].name",))
     assert found.used.pool == msgspec.structs.replace(one, nodes=())
+
+
+def test_an_engine_of_role_any_asks_for_another_placement() -> None:
+    """It is added all the same. Until a restart the placement is the one that runs, also for what changes next."""
+    nodes = (Node(url="http://p:1", role="prefill"), Node(url="http://d:1", role="decode"))
+    more = (*nodes, Node(url="http://a:1", role="any"))
+
+    def of(nodes: tuple[Node, ...], **fields: Any) -> Settings:
+        return Settings(pools=(Pool(nodes=nodes, **fields),))
+
+    first = changes(of(nodes), of(more))
+    assert (first.at_once, first.restart) == (("pools[0].nodes",), ("pools[0].policy.placement",))
+    assert (first.used.pool.nodes, first.used.pool.placement) == (more, "split")
+    objective = changes(first.used, of(more, slo=PoolSlo(ttft=1.0)))
+    assert objective.restart == ("pools[0].slo.ttft", "pools[0].policy.placement"), "nothing would use it"
+    assert objective.used == first.used
+    assert changes(first.used, of(more)) == Changes(first.used, (), ("pools[0].policy.placement",))
+    back = changes(first.used, of(nodes))
+    assert (back.used, back.restart) == (of(nodes), ())
+    away = changes(of(more), of(nodes, policy=PoolPolicy(prefill="round_robin")))
+    assert away.restart == ("pools[0].policy.prefill", "pools[0].policy.placement")
+    assert (away.used.pool.nodes, away.used.pool.placement) == (nodes, "auto")
+
+
+def test_an_engine_of_role_any_asks_for_another_order() -> None:
+    """With a connector whose decode engines hold blocks while they wait: two of them could wait for each other."""
+    nodes = (Node(url="http://p:1", role="prefill"), Node(url="http://d:1", role="decode"))
+    more = (*nodes, Node(url="http://a:1", role="any"))
+
+    def of(nodes: tuple[Node, ...], connector: str = "mooncake", **fields: Any) -> Settings:
+        return Settings(pools=(Pool(nodes=nodes, connector=connector, policy=PoolPolicy(placement="split"), **fields),))
+
+    found = changes(of(nodes), of(more))
+    assert (found.restart, found.used) == (("pools[0].dispatch",), of(more, dispatch="concurrent"))
+    assert changes(found.used, of(more)).restart == ("pools[0].dispatch",)
+    assert changes(found.used, of(nodes)) == Changes(of(nodes), ("pools[0].nodes",), ())
+    for old, new in (
+        (of(nodes, dispatch="sequential"), of(more)),
+        (of(nodes, "nixl"), of(more, "nixl")),
+        (of(nodes, "auto"), of(more, "auto")),
+    ):
+        assert changes(old, new).restart == ()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from pdproxy.app.engines import outlier_limits, policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
@@ -113,9 +115,9 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
     if resources.derendering is not None:
         resources.derendering.deadline = deadlines.between_tokens
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
-    if pool.policy != parts.policy or pool.slo != parts.slo:
+    if replace(pool.policy, placement=parts.policy.placement) != parts.policy or pool.slo != parts.slo:
         ledger.use_policies(policies_of(pool))
         if ledger.placement is not None:
             ledger.placement.configure(slo_of(pool), refuses=pool.policy.refuse_late)
-        parts.policy, parts.slo = pool.policy, pool.slo
+        parts.policy, parts.slo = replace(pool.policy, placement=parts.policy.placement), pool.slo
         parts.service.session_header = parts.session_header()
