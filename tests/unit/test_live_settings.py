@@ -13,8 +13,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.live import LiveSettings
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.errors import UnauthorizedError
-from pdproxy.observe.events import NodeChanged
-from pdproxy.scheduling.nodes import Evidence, Role
+from pdproxy.scheduling.nodes import Role
 from pdproxy.settings.changes import changes
 from pdproxy.settings.conform import leaves
 from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
@@ -354,24 +353,6 @@ async def test_limits_are_fitted_to_the_machine() -> None:
         assert proxy.admission.places == 3
         live.use(more, _with(more, ("deadlines", "queue"), 9.0))
         assert proxy.admission.places == 3, "also where something else has changed"
-    finally:
-        await proxy.stop()
-
-
-async def test_more_requests_than_engines_can_take() -> None:
-    """A limit on all requests that is lowered, and raised again, leaves the bound of the engines as it was."""
-    old = msgspec.structs.replace(settings(), limits=Limits(engine_requests=4))
-    proxy = Proxy.build(old, Shelf())
-    try:
-        for engine in proxy.engines.values():
-            proxy.ledger.mark_up(engine.url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
-        proxy.observers.notify(NodeChanged(NODES[1].url, "decode", up=True, reason=""))
-        assert proxy.admission.places == 4
-        live, less = LiveSettings(proxy, lambda _: None), _with(old, ("limits", "max_inflight"), 2)
-        live.use(old, less)
-        assert proxy.admission.places == 2
-        live.use(less, old)
-        assert proxy.admission.places == 4
     finally:
         await proxy.stop()
 
