@@ -110,6 +110,16 @@ async def test_routes_that_one_engine_serves(path: str) -> None:
         assert "The model `nope` does not exist. Valid aliases: a, b, other." in answer.json["error"]["message"]
 
 
+async def test_an_invocation_without_an_adapter() -> None:
+    """vLLM does not read the model of its body. Here it chooses the pool where it can, and is refused by none."""
+    async with pools(PoolOf("a"), PoolOf("b", settings={"aliases": {"other": "b"}})) as w:
+        shown = []
+        for name in ("b", "other", "nope", None):
+            answer = await w.world.ask("/invocations", {"model": name, "prompt": "word " * 10, "max_tokens": 4})
+            shown.append((answer.status, answer.json["model"]))
+        assert shown == [(200, "b"), (200, "b"), (200, "a"), (200, "a")]
+
+
 async def test_connectors_beside_each_other() -> None:
     """Mooncake beside nixl beside plain engines: each prompt is split in its pool, and no pool knows of the others'."""
     async with pools(PoolOf("a", "nixl"), PoolOf("b", "mooncake"), PoolOf("c")) as w:
