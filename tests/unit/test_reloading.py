@@ -154,6 +154,16 @@ async def test_a_file_that_is_gone_changes_nothing(file: File) -> None:
     assert len(file.members.sets) == 1
 
 
+async def test_a_file_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """Reading it says why, and the task goes on."""
+    path, members = tmp_path / "pdproxy.yaml", Live()
+    path.write_text(FILE)
+    long = tmp_path / ("x" * 300)
+    reloading = Reloading(SettingsSource(load(path, {}), lambda: load(long, {}), [long]), members)
+    await reloading.look(asked=True)
+    assert reloading.shortcomings() == [f"the settings can't be read again: {long}: can't be read: File name too long"]
+
+
 async def test_a_file_that_is_a_link(tmp_path: Path) -> None:
     """Kubernetes replaces a link to a folder: name, size and time of the file may be the same."""
     for name, text in (("1", FILE), ("2", MORE)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -9,11 +10,15 @@ from msgspec.structs import replace
 from pdproxy.app.engines import outlier_limits, policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
+from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.serving.request.body_reader import memory_for
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.in_force import put
 from pdproxy.settings.schema import Pool, Settings
 from pdproxy.wire.body_bounds import Bounds
+
+logger = logging.getLogger("pdproxy.settings")
 
 
 class LiveSettings:
@@ -60,9 +65,16 @@ class LiveSettings:
         except Exception:
             self._half_applied = True
             for parts, before in reversed(done):
-                parts.membership.apply(SETTINGS, before.nodes)
+                self._put_back(parts, before)
             raise
         self._half_applied = False
+
+    @staticmethod
+    def _put_back(parts: PoolParts, before: Pool) -> None:
+        try:
+            parts.membership.apply(SETTINGS, before.nodes)
+        except (SettingsError, MembershipError) as error:  # a key file was deleted meanwhile, for example
+            logger.error("pool %s keeps its new engines: %s", parts.name, error)  # noqa: TRY400
 
 
 def configure(proxy: Parts) -> None:
