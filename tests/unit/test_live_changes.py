@@ -1,8 +1,10 @@
-"""Settings that change while a proxy runs: limits beside what engines can take, and engines that can't be put back."""
+"""Pools that can't be made or changed, and limits that change beside what engines can take."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,9 @@ from pdproxy.app.live import LiveSettings
 from pdproxy.observe.events import NodeChanged
 from pdproxy.scheduling.nodes import Evidence
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.limits import Limits
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node, Pool, Settings
 from tests.fakes.tokenizer import Shelf
 from tests.unit.test_live_settings import NODES, settings
@@ -54,7 +58,7 @@ async def test_an_engine_that_cannot_be_put_back(tmp_path: Path, caplog: pytest.
     live = LiveSettings(proxy, lambda _: None)
     key.unlink()
     try:
-        with pytest.raises(SettingsError, match="nowhere"):
+        with pytest.raises(SettingsError, match=r"pool pool 2: .*nowhere"):
             live.use(old, of((a, new), (b,), (msgspec.structs.replace(c, api_key_file="nowhere"),)))
         assert "pool pool 1 keeps its new engines" in caplog.text
         await proxy.tasks.settle(5)
@@ -63,3 +67,23 @@ async def test_an_engine_that_cannot_be_put_back(tmp_path: Path, caplog: pytest.
         assert proxy.pools[1].membership.members[b.url].settings == b
     finally:
         await proxy.stop()
+
+
+def second(**fields: Any) -> Settings:
+    """Settings with a second pool that has these."""
+    first = Pool(name="first", nodes=(Node(url="http://a:8000", role="decode"),))
+    return Settings(pools=(first, Pool(name="other", nodes=(Node(url="http://b:8000", role="decode"),), **fields)))
+
+
+async def test_what_is_wrong_with_a_pool_names_it() -> None:
+    """And its settings by their place in the file."""
+    with pytest.raises(SettingsError, match=r"pool other: pools\[1\]\.tokenizer: .nowhere"):
+        Proxy.build(second(tokenizer="nowhere", tokenize="always"), Shelf())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        events = KvEvents(enabled=True, host="127.0.0.1", port=taken.getsockname()[1])
+        proxy = Proxy.build(second(kv_events=events, policy=PoolPolicy(prefill="prefix")), Shelf())
+        try:
+            with pytest.raises(SettingsError, match=r"pool other: can't bind pools\[1\]\.kv_events"):
+                proxy.start()
+        finally:
+            await proxy.stop()

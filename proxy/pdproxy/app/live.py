@@ -13,7 +13,7 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.serving.request.body_reader import memory_for
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.in_force import put
 from pdproxy.settings.schema import Pool, Settings
 from pdproxy.wire.body_bounds import Bounds
@@ -58,9 +58,10 @@ class LiveSettings:
     def _set_engines(self, old: Settings, new: Settings) -> None:
         done: list[tuple[PoolParts, Pool]] = []
         try:
-            for parts, before, pool in zip(self._proxy.pools, old.pools, new.pools, strict=True):
+            for at, (parts, before, pool) in enumerate(zip(self._proxy.pools, old.pools, new.pools, strict=True)):
                 if pool.nodes != before.nodes or self._half_applied:
-                    parts.membership.apply(SETTINGS, pool.nodes)
+                    with naming_pool(at, pool.name, pools=len(new.pools)):
+                        parts.membership.apply(SETTINGS, pool.nodes)
                     done.append((parts, before))
         except Exception:
             self._half_applied = True
