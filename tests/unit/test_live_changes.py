@@ -1,21 +1,26 @@
-"""Pools that can't be made or changed, and limits that change beside what engines can take."""
+"""Pools that can't be made or changed, and settings whose effect is not where they are kept."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import aiohttp
 import msgspec
 import pytest
+from aiohttp.client_proto import ResponseHandler
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.live import LiveSettings
+from pdproxy.app.watch import Watch
+from pdproxy.kit.errors import EngineUnreachableError
 from pdproxy.observe.events import NodeChanged
 from pdproxy.scheduling.nodes import Evidence
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import KvEvents
-from pdproxy.settings.limits import Limits
+from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node, Pool, Settings
 from tests.fakes.tokenizer import Shelf
@@ -87,3 +92,35 @@ async def test_what_is_wrong_with_a_pool_names_it() -> None:
                 proxy.start()
         finally:
             await proxy.stop()
+
+
+class Unreachable(aiohttp.BaseConnector):
+    """Engines that take no connection. `waits`: how long they were waited for."""
+
+    waits: ClassVar[list[float | None]] = []
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: object, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        self.waits.append(timeout.sock_connect)
+        raise aiohttp.ConnectionTimeoutError
+
+
+async def test_the_wait_for_a_connection_of_routes_that_one_engine_serves() -> None:
+    """Their connections are made by one session, which lives as long as the proxy."""
+    proxy = Proxy.build(settings(), Shelf(), Watch(connector=Unreachable))
+    old = settings()
+    new = msgspec.structs.replace(old, deadlines=Deadlines(connect=9.5))
+
+    async def send() -> None:
+        with pytest.raises(EngineUnreachableError):
+            async with asyncio.timeout(20):
+                await proxy.legs.send("POST", NODES[1].url, "/tokenize", (), b"{}")
+
+    try:
+        await send()
+        LiveSettings(proxy, lambda _: None).use(old, new)
+        await send()
+        assert Unreachable.waits == [2.0, 9.5]
+    finally:
+        await proxy.stop()
