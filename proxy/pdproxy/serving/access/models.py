@@ -41,12 +41,12 @@ class PoolModels:
         """Return whether any engine of the pool has ever answered."""
         return any(node.evidence is not None for node in self.nodes())
 
-    def serves_now(self, model: str) -> bool:
-        """Return whether an engine that lists a name may get requests now, and none of these needs another one for that.
+    def serves_now(self, model: str, now: float) -> bool:
+        """Return whether an engine that lists a name is in use now (monotonic seconds), and needs no other one to answer.
 
         Without such an engine, those of a model that none lists count.
         """
-        answering = [node for node in self.nodes() if node.available and node.uses != _PREFILL]
+        answering = [node for node in self.nodes() if node.usable(now) and node.uses != _PREFILL]
         return any(node.serves(model) for node in answering) or (bool(answering) and not self.lists(model))
 
     def fit(self, model: str) -> int:
@@ -70,11 +70,15 @@ class Choice(NamedTuple):
 
 
 class Models:
-    """The pools by the names of models. An observer: what the engines list may change with them. `chance`: from 0 to 1."""
+    """The pools by the names of models. An observer: what the engines list may change with them.
 
-    def __init__(self, pools: list[PoolModels], chance: Callable[[], float]) -> None:
+    `chance`: from 0 to 1; `now`: the clock of engines' breakers, in monotonic seconds.
+    """
+
+    def __init__(self, pools: list[PoolModels], chance: Callable[[], float], now: Callable[[], float]) -> None:
         self.pools = pools
         self._chance = chance
+        self._now = now
         self._known: dict[str, list[Choice]] = {}
 
     def __repr__(self) -> str:
@@ -139,7 +143,8 @@ class Models:
         return found
 
     def _among(self, found: list[Choice], session: str | None) -> Choice:
-        serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "")] or found
+        now = self._now()
+        serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "", now)] or found
         weights = [self.pools[one.pool].weight for one in serving]
         if not any(weights):
             return serving[0]
