@@ -406,5 +406,5 @@ async def test_pools_are_asked_beside_each_other() -> None:
         found = await settled(Settings(pools=(named, asked, plain)))
         assert [pool.connector for pool in found.pools] == ["mooncake", "nixl", "nixl"]
     down = msgspec.structs.replace(settings(["http://127.0.0.1:2"], ["http://127.0.0.1:3"]).pool, name="down")
-    with pytest.raises(SettingsError, match=r"^pool down: pools\[0\].connector: auto: "):
+    with pytest.raises(SettingsError, match=r"^pool down: pools\[1\]\.connector: auto: "):
         await settled(Settings(pools=(plain, down)), deadline=0.2)

@@ -109,6 +109,16 @@ async def test_routes_that_one_engine_serves(path: str) -> None:
         assert "The model `nope` does not exist. Valid aliases: a, b, other." in answer.json["error"]["message"]
 
 
+async def test_an_invocation_without_an_adapter() -> None:
+    """vLLM does not read the model of its body. Here it chooses the pool where it can, and is refused by none."""
+    async with pools(PoolOf("a"), PoolOf("b", settings={"aliases": {"other": "b"}})) as w:
+        shown = []
+        for name in ("b", "other", "nope", None):
+            answer = await w.world.ask("/invocations", {"model": name, "prompt": "word " * 10, "max_tokens": 4})
+            shown.append((answer.status, answer.json["model"]))
+        assert shown == [(200, "b"), (200, "b"), (200, "a"), (200, "a")]
+
+
 async def test_connectors_beside_each_other() -> None:
     """Mooncake beside nixl beside plain engines: each prompt is split in its pool, and no pool knows of the others'."""
     async with pools(PoolOf("a", "nixl"), PoolOf("b", "mooncake"), PoolOf("c")) as w:
@@ -136,6 +146,20 @@ async def test_weights_hold() -> None:
             answer = await w.world.ask(COMPLETIONS, body("m"), [("x-session-id", "one")])
             shown.add(answer.json["model"])
         assert len(shown) == 1
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, "prompt"), ("/v1/responses", "input")])
+async def test_a_body_names_its_conversation(path: str, prompt: str) -> None:
+    """By `user`, on each route. One that names nobody is no conversation: it would send all clients' requests to one pool."""
+    light = {"aliases": {"m": "new"}}
+    async with pools(PoolOf("m"), PoolOf("new", settings=light), chance=random.Random(3).random) as w:
+
+        async def models_of(user: object) -> set[str]:
+            fields = {"model": "m", prompt: "word " * 10, "user": user}
+            return {(await w.world.ask(path, fields)).json["model"] for _ in range(8)}
+
+        assert [len(await models_of(user)) for user in ("x", "y", "z" * 100_000)] == [1, 1, 1]
+        assert [await models_of(user) for user in (None, "")] == [{"m", "new"}] * 2
 
 
 async def test_adapters_that_are_loaded_and_unloaded() -> None:

@@ -14,6 +14,9 @@ from pdproxy.serving.access.models import MAX_KEPT, Choice, Models, PoolModels, 
 from pdproxy.wire.errors import error_body
 
 
+NOW = 100.0
+
+
 def node(*names: str, role: Role = Role.DECODE, adapters: frozenset[str] = frozenset()) -> Node:
     """An engine that lists these models; without any, one that was never up."""
     made = Node(NodeSpec(f"http://{'-'.join(names) or 'new'}:1", role), run_number=1)
@@ -30,7 +33,7 @@ def pool(
 
 
 def of(*pools: PoolModels, chance: random.Random | None = None) -> Models:
-    return Models([*pools], (chance or random.Random(7)).random)
+    return Models([*pools], (chance or random.Random(7)).random, lambda: NOW)
 
 
 def test_names_at_engines_go_before_aliases_of_a_pool_and_these_before_patterns() -> None:
@@ -125,6 +128,22 @@ def test_a_conversation_stays_in_its_pool() -> None:
     assert moved / 2000 == pytest.approx(0.05, abs=0.02)
 
 
+def test_a_pool_that_goes_down_moves_no_other_pools_conversations() -> None:
+    """Its own ones are shared by the others, by their weights, and come back with it."""
+    nodes = [node("m") for _ in range(3)]
+    models = of(*[pool(one, weight=weight) for one, weight in zip(nodes, (1, 2, 1), strict=True)])
+    names = [f"session {n}" for n in range(2000)]
+    first = [models.choose("m", name).pool for name in names]
+    assert [first.count(at) / 2000 for at in range(3)] == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
+    nodes[0].down_because = "connection refused"
+    found = [models.choose("m", name).pool for name in names]
+    assert all(new == old for new, old in zip(found, first, strict=True) if old)
+    moved = Counter(new for new, old in zip(found, first, strict=True) if not old)
+    assert moved[1] / moved.total() == pytest.approx(2 / 3, abs=0.06)
+    nodes[0].down_because = None
+    assert [models.choose("m", name).pool for name in names] == first
+
+
 def test_a_pool_of_weight_0() -> None:
     """It gets what no other pool serves, and its own aliases."""
     models = of(pool(node("m")), pool(node("m", "own"), aliases={"canary": "m"}, weight=0))
@@ -135,7 +154,7 @@ def test_a_pool_of_weight_0() -> None:
     assert both.choose("m", None) == (0, "m")
 
 
-@pytest.mark.parametrize("why", ["down", "draining", "prefill only"])
+@pytest.mark.parametrize("why", ["down", "draining", "prefill only", "excluded"])
 def test_a_pool_that_cannot_serve_gets_nothing_another_one_can(why: str) -> None:
     """Whatever its weight is, and for a conversation, too."""
     bad = node("m", role=Role.PREFILL if why == "prefill only" else Role.DECODE)
@@ -143,6 +162,8 @@ def test_a_pool_that_cannot_serve_gets_nothing_another_one_can(why: str) -> None
         bad.down_because = "connection refused"
     elif why == "draining":
         bad.draining = "is being drained"
+    elif why == "excluded":
+        bad.open_until = NOW + 1
     models = of(pool(bad, weight=1000), pool(node("m")))
     assert {models.choose("m", session).pool for session in (None, "a", "b", "c") for _ in range(5)} == {1}
     alone = of(pool(bad), pool(node("x")))

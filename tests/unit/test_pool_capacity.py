@@ -10,7 +10,7 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.limits import Limits
 from tests.fakes.registry import registry
 
-A, B = "http://a:1", "http://b:1"
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
 ENDED = RequestEnded("1", "completions", "m", "ok", 200, (), 0.0, None, 1.0, None, None, Gaps())
 
 
@@ -103,7 +103,11 @@ def test_the_places_of_several_pools() -> None:
     """As many as all together can take; a pool without a bound leaves none for all."""
     admission = Admission()
     shared = SharedPlaces(admission)  # type: ignore[arg-type]
-    pools = [registry(NodeSpec(url, role)) for url, role in ((A, Role.DECODE), (B, Role.PREFILL))]
+    both = (NodeSpec(A, Role.DECODE),), (NodeSpec(B, Role.DECODE), NodeSpec(C, Role.PREFILL))
+    pools = [registry(*specs) for specs in both]
+    for (_, ledger), specs in zip(pools, both, strict=True):
+        for spec in specs:
+            ledger.mark_up(spec.url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     first, second = (shared.of(engines) for engines, _ in pools)
     first.resize(4, 10)
     assert admission.places is None
@@ -115,7 +119,33 @@ def test_the_places_of_several_pools() -> None:
     for engines, _ in pools:
         for engine in engines.values():
             engine.node.requests = 5
-    assert [first.inflight, second.inflight] == [5, 0], "a prompt that is being prefilled has a decode engine, too"
+    assert [first.inflight, second.inflight] == [5, 5], "a prompt that is being prefilled has a decode engine, too"
+
+
+def test_a_pool_that_goes_down_leaves_the_others_their_bound() -> None:
+    """It takes no more than it has. Without any pool there is no bound: nobody waits for an engine that is not there."""
+    admission = Admission()
+    shared = SharedPlaces(admission)  # type: ignore[arg-type]
+    pools = [registry(NodeSpec(url, Role.DECODE), NodeSpec(f"{url}2", Role.PREFILL)) for url in (A, B)]
+    capacities = [PoolCapacity(Limits(engine_requests=4), engines, shared.of(engines)) for engines, _ in pools]
+    ledgers = [ledger for _, ledger in pools]
+
+    def changed() -> int | None:
+        for one in capacities:
+            one.notify(MemberChanged(A, "decode", "added", "settings"))
+        return admission.places
+
+    assert changed() is None
+    for url, ledger in zip((A, B), ledgers, strict=True):
+        for own in (url, f"{url}2"):
+            ledger.mark_up(own, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
+    assert changed() == 8
+    ledgers[1].mark_down(B, "connection refused", 1.0)
+    assert changed() == 4
+    pools[1][0][B].node.requests = 3
+    assert changed() == 7
+    ledgers[0].mark_down(A, "connection refused", 1.0)
+    assert changed() is None
 
 
 def test_another_number_is_used_at_once() -> None:

@@ -18,9 +18,9 @@ from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.logs import configure, set_level
-from pdproxy.settings.changes import changes
+from pdproxy.settings.changes import Changes, changes
 from pdproxy.settings.load import load
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Node, Pool, Settings
 
 FILE = """
@@ -154,6 +154,16 @@ async def test_a_file_that_is_gone_changes_nothing(file: File) -> None:
     assert len(file.members.sets) == 1
 
 
+async def test_a_file_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    """Reading it says why, and the task goes on."""
+    path, members = tmp_path / "pdproxy.yaml", Live()
+    path.write_text(FILE)
+    long = tmp_path / ("x" * 300)
+    reloading = Reloading(SettingsSource(load(path, {}), lambda: load(long, {}), [long]), members)
+    await reloading.look(asked=True)
+    assert reloading.shortcomings() == [f"the settings can't be read again: {long}: can't be read: File name too long"]
+
+
 async def test_a_file_that_is_a_link(tmp_path: Path) -> None:
     """Kubernetes replaces a link to a folder: name, size and time of the file may be the same."""
     for name, text in (("1", FILE), ("2", MORE)):
@@ -247,6 +257,48 @@ def test_pools_that_come_and_go_need_a_restart() -> None:
     found = changes(Settings(pools=(one,)), Settings(pools=(renamed,)))
     assert (found.at_once, found.restart) == (("pools[0].nodes",), ("pools[0].name",))
     assert found.used.pool == msgspec.structs.replace(one, nodes=())
+
+
+def test_an_engine_of_role_any_asks_for_another_placement() -> None:
+    """It is added all the same. Until a restart the placement is the one that runs, also for what changes next."""
+    nodes = (Node(url="http://p:1", role="prefill"), Node(url="http://d:1", role="decode"))
+    more = (*nodes, Node(url="http://a:1", role="any"))
+
+    def of(nodes: tuple[Node, ...], **fields: Any) -> Settings:
+        return Settings(pools=(Pool(nodes=nodes, **fields),))
+
+    first = changes(of(nodes), of(more))
+    assert (first.at_once, first.restart) == (("pools[0].nodes",), ("pools[0].policy.placement",))
+    assert (first.used.pool.nodes, first.used.pool.placement) == (more, "split")
+    objective = changes(first.used, of(more, slo=PoolSlo(ttft=1.0)))
+    assert objective.restart == ("pools[0].slo.ttft", "pools[0].policy.placement"), "nothing would use it"
+    assert objective.used == first.used
+    assert changes(first.used, of(more)) == Changes(first.used, (), ("pools[0].policy.placement",))
+    back = changes(first.used, of(nodes))
+    assert (back.used, back.restart) == (of(nodes), ())
+    away = changes(of(more), of(nodes, policy=PoolPolicy(prefill="round_robin")))
+    assert away.restart == ("pools[0].policy.prefill", "pools[0].policy.placement")
+    assert (away.used.pool.nodes, away.used.pool.placement) == (nodes, "auto")
+
+
+def test_an_engine_of_role_any_asks_for_another_order() -> None:
+    """With a connector whose decode engines hold blocks while they wait: two of them could wait for each other."""
+    nodes = (Node(url="http://p:1", role="prefill"), Node(url="http://d:1", role="decode"))
+    more = (*nodes, Node(url="http://a:1", role="any"))
+
+    def of(nodes: tuple[Node, ...], connector: str = "mooncake", **fields: Any) -> Settings:
+        return Settings(pools=(Pool(nodes=nodes, connector=connector, policy=PoolPolicy(placement="split"), **fields),))
+
+    found = changes(of(nodes), of(more))
+    assert (found.restart, found.used) == (("pools[0].dispatch",), of(more, dispatch="concurrent"))
+    assert changes(found.used, of(more)).restart == ("pools[0].dispatch",)
+    assert changes(found.used, of(nodes)) == Changes(of(nodes), ("pools[0].nodes",), ())
+    for old, new in (
+        (of(nodes, dispatch="sequential"), of(more)),
+        (of(nodes, "nixl"), of(more, "nixl")),
+        (of(nodes, "auto"), of(more, "auto")),
+    ):
+        assert changes(old, new).restart == ()
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,43 @@ async def test_memory_is_bounded() -> None:
             await w.ask("me", b"", bytes(160 << 20))
 
 
+@pytest.mark.parametrize("state", ["idle", "at work", "starting"])
+async def test_another_bound_of_memory(state: str) -> None:
+    """No question is lost, and the next ones get a process with the new bound."""
+    async with workers() as w:
+        before = int(await w.ask("me", b"who", b"")) if state == "idle" else 0
+        asked = [] if state == "idle" else [asyncio.ensure_future(w.ask("me", b"who", b""))]
+        if state == "starting":
+            for _ in range(3):  # to the wait for its pipes
+                await asyncio.sleep(0)
+            assert w.busy == 0
+        elif asked:
+            await until(lambda: w.busy)
+        w.resize(1, 2 * MEMORY)
+        before = before or int(await asked[0])
+        await until(lambda: gone(before))
+        assert int(await w.ask("me", b"who", b"")) != before
+        assert (w.busy, w.idle) == (0, 1)
+
+
+async def test_another_number_of_processes() -> None:
+    """More of them serve those that wait; with fewer of them nothing that is at work ends."""
+    async with workers() as w:
+        asked = [asyncio.ensure_future(w.ask("me", b"sleep", b"")) for _ in range(2)]
+        await until(lambda: (w.busy, w.waiting) == (1, 1))
+        w.resize(2, MEMORY)
+        await until(lambda: (w.busy, w.waiting) == (2, 0))
+        w.resize(1, MEMORY)
+        next_one = asyncio.ensure_future(w.ask("me", b"", b"x"))
+        await until(lambda: w.waiting == 1)
+        asked[0].cancel()
+        await asyncio.wait(asked[:1])
+        assert (w.busy, w.waiting) == (1, 1)
+        asked[1].cancel()
+        assert await next_one == b"x"
+        await asyncio.wait(asked)
+
+
 async def test_an_idle_process_ends() -> None:
     """After its time, and another is started when needed."""
     async with workers(idle=0.05) as w:

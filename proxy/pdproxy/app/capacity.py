@@ -38,6 +38,7 @@ class SharedPlaces:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._pools: dict[_PlacesOfPool, tuple[int | None, int]] = {}
+        """What each can take; None: any number of requests."""
 
     def of(self, engines: EngineRegistry) -> Places:
         """Return the places of one more pool."""
@@ -47,10 +48,12 @@ class SharedPlaces:
 
     def _resized(self, part: _PlacesOfPool, places: int | None, tokens: int) -> None:
         self._pools[part] = places, tokens
-        bounds = [one for one, _ in self._pools.values() if one is not None]
-        self._admission.resize(
-            sum(bounds) if len(bounds) == len(self._pools) else None, sum(each for _, each in self._pools.values())
-        )
+        serving = {one: bound for one, (bound, _) in self._pools.items() if one.serves}
+        bounds = [bound for bound in serving.values() if bound is not None]
+        # A pool that can't serve takes no more than it has, and does not lift the bound of the others.
+        bounds += [one.inflight for one in self._pools if one not in serving]
+        is_bounded = bool(serving) and None not in serving.values()
+        self._admission.resize(sum(bounds) if is_bounded else None, sum(each for _, each in self._pools.values()))
 
 
 class _PlacesOfPool:
@@ -61,6 +64,10 @@ class _PlacesOfPool:
     @property
     def inflight(self) -> int:
         return sum(one.node.requests for one in self._engines.values() if one.node.role is not Role.PREFILL)
+
+    @property
+    def serves(self) -> bool:
+        return any(one.node.available for one in self._engines.values() if one.node.role is not Role.PREFILL)
 
     def resize(self, places: int | None, tokens: int) -> None:
         self._resized(self, places, tokens)

@@ -17,7 +17,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.logs import Log
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.kv.notices import Telemetry
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.schema import Settings
 
 
@@ -45,11 +45,8 @@ class Proxy(Parts):
         proxy = cls.of(settings, library, watch, log, clock)
         settings = proxy.settings
         for at, own in enumerate(settings.pools):
-            try:
-                pool = PoolParts.of(settings.of_pool(own), proxy, index if at == 0 else None)
-            except SettingsError as error:
-                raise error if len(settings.pools) == 1 else SettingsError(f"pool {own.name}: {error}") from None
-            proxy.pools.append(pool)
+            with naming_pool(at, own.name, pools=len(settings.pools)):
+                proxy.pools.append(PoolParts.of(settings.of_pool(own), proxy, index if at == 0 else None))
         proxy.observers.add(*watch.observers)
         proxy.route()
         credentials, metrics, pools = proxy.credentials, proxy.metrics, proxy.pools

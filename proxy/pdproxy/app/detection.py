@@ -13,7 +13,7 @@ from pdproxy.app.transfer import kv_host_of
 from pdproxy.fleet.detection import Detection
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.crosscheck import crosscheck
-from pdproxy.settings.errors import Mistakes, SettingsError
+from pdproxy.settings.errors import Mistakes, SettingsError, naming_pool
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.detect import Found, Undecided
@@ -38,7 +38,9 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
     if len(settings.pools) > 1:
         try:
             async with asyncio.TaskGroup() as group:
-                asking = [group.create_task(_settled(settings, pool, clock, deadline)) for pool in settings.pools]
+                asking = [
+                    group.create_task(_settled(settings, at, clock, deadline)) for at in range(len(settings.pools))
+                ]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return _checked(msgspec.structs.replace(settings, pools=tuple(one.result() for one in asking)))
@@ -55,11 +57,10 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
     return with_connector(settings, seen.contract)
 
 
-async def _settled(settings: Settings, pool: Pool, clock: Clock | None, deadline: float | None) -> Pool:
-    try:
+async def _settled(settings: Settings, at: int, clock: Clock | None, deadline: float | None) -> Pool:
+    pool = settings.pools[at]
+    with naming_pool(at, pool.name, pools=len(settings.pools)):
         return (await settled(settings.of_pool(pool), clock, deadline=deadline)).pool
-    except SettingsError as error:
-        raise SettingsError(*(f"pool {pool.name}: {line}" for line in error.mistakes)) from None
 
 
 async def look(

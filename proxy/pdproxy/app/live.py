@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from pdproxy.app.engines import outlier_limits, policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
+from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.serving.request.body_reader import memory_for
+from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.in_force import put
 from pdproxy.settings.schema import Pool, Settings
 from pdproxy.wire.body_bounds import Bounds
+
+logger = logging.getLogger("pdproxy.settings")
 
 
 class LiveSettings:
@@ -51,16 +58,24 @@ class LiveSettings:
     def _set_engines(self, old: Settings, new: Settings) -> None:
         done: list[tuple[PoolParts, Pool]] = []
         try:
-            for parts, before, pool in zip(self._proxy.pools, old.pools, new.pools, strict=True):
+            for at, (parts, before, pool) in enumerate(zip(self._proxy.pools, old.pools, new.pools, strict=True)):
                 if pool.nodes != before.nodes or self._half_applied:
-                    parts.membership.apply(SETTINGS, pool.nodes)
+                    with naming_pool(at, pool.name, pools=len(new.pools)):
+                        parts.membership.apply(SETTINGS, pool.nodes)
                     done.append((parts, before))
         except Exception:
             self._half_applied = True
             for parts, before in reversed(done):
-                parts.membership.apply(SETTINGS, before.nodes)
+                self._put_back(parts, before)
             raise
         self._half_applied = False
+
+    @staticmethod
+    def _put_back(parts: PoolParts, before: Pool) -> None:
+        try:
+            parts.membership.apply(SETTINGS, before.nodes)
+        except (SettingsError, MembershipError) as error:  # a key file was deleted meanwhile, for example
+            logger.error("pool %s keeps its new engines: %s", parts.name, error)  # noqa: TRY400
 
 
 def configure(proxy: Parts) -> None:
@@ -113,9 +128,9 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
     if resources.derendering is not None:
         resources.derendering.deadline = deadlines.between_tokens
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
-    if pool.policy != parts.policy or pool.slo != parts.slo:
+    if replace(pool.policy, placement=parts.policy.placement) != parts.policy or pool.slo != parts.slo:
         ledger.use_policies(policies_of(pool))
         if ledger.placement is not None:
             ledger.placement.configure(slo_of(pool), refuses=pool.policy.refuse_late)
-        parts.policy, parts.slo = pool.policy, pool.slo
+        parts.policy, parts.slo = replace(pool.policy, placement=parts.policy.placement), pool.slo
         parts.service.session_header = parts.session_header()

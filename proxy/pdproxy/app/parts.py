@@ -30,6 +30,7 @@ from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.service import Service
+from pdproxy.settings.errors import naming_pool
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.passthrough import PassthroughLegs
 
@@ -96,8 +97,9 @@ class Parts(Process):
         Raises:
             SettingsError: one of them can't be bound.
         """
-        for pool in self.pools:
-            pool.bind()
+        for at, pool in enumerate(self.pools):
+            with naming_pool(at, pool.name, pools=len(self.pools)):
+                pool.bind()
         self.heartbeat.start()
         self.credentials.start(self.tasks)
         for pool in self.pools:

@@ -72,14 +72,14 @@ class Process:
         settings = own(settings)
         limits, deadlines = settings.limits, settings.deadlines
         credentials = Credentials(settings)
-        registries: list[EngineRegistry] = []
-        models = Models([], watch.chance)
-        metrics = Metrics(lambda model: any(one.lists(model) for one in registries) or models.knows(model))
-        lines = LogObserver(log)
-        observers = Observers([metrics, lines])
         tasks = TaskOwner("fleet", now=watch.now)
         deadline_failures = tasks.watch("deadlines")
         clock = clock or Clock(deadline_failures.failed, watch.now)
+        registries: list[EngineRegistry] = []
+        models = Models([], watch.chance, clock.now)
+        metrics = Metrics(lambda model: any(one.lists(model) for one in registries) or models.knows(model))
+        lines = LogObserver(log)
+        observers = Observers([metrics, lines])
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(
             limits.max_inflight,

@@ -135,7 +135,11 @@ class Reloading:
     def _read_files(self) -> Settings:
         for path in self._source.paths:
             # A pipe was read at the start, and would have a thread wait for a writer until the process is killed.
-            if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            try:
+                mode = path.stat().st_mode
+            except OSError:
+                continue  # it is gone, or can't be looked at: reading it says so
+            if not stat.S_ISREG(mode):
                 raise SettingsError(f"{spell_file(path)}: is no regular file, and can be read only at the start")
         return self._source.read()
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, fixed_settings_from
@@ -59,30 +60,34 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the engines of the settings and print what was found."""
     settings = fixed_settings_from(arguments)
-    if settings.pool.connector not in (NIXL.name, AUTO):
-        # Its requests to prefill engines crash some engines of other connectors, such as LMCache's sender.
+    # Its requests to prefill engines crash some engines of other connectors, such as LMCache's sender.
+    able = [at for at, pool in enumerate(settings.pools) if pool.connector in (NIXL.name, AUTO)]
+    if not able:
+        got = ", ".join(dict.fromkeys(pool.connector for pool in settings.pools))
         raise SettingsError(
-            f"pools[0].connector: this check is for {NIXL.name} only, got {settings.pool.connector}: "
+            f"pools[0].connector: this check is for {NIXL.name} only, got {got}: "
             "run `pdproxy conformance`, which tests all connectors"
         )
     # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.lab.check import report
-    from pdproxy.lab.check.gather import gather
+    from pdproxy.lab.check.gather import gather_all
     from pdproxy.lab.check.machine import machine_facts
     from pdproxy.lab.check.options import Options
     from pdproxy.lab.check.rules import judge
 
     options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
     try:
-        facts = asyncio.run(gather(settings, options, machine_facts(settings, os.environ)))
+        facts = asyncio.run(gather_all(settings, able, options, machine_facts(settings, os.environ)))
     except KeyboardInterrupt:
         sys.stderr.write("pdproxy check: interrupted: KV of its requests is freed when the lease ends\n")
         return 130
-    findings = judge(facts)
-    if arguments.json:
-        print(report.as_json(facts, findings, strict=arguments.strict).decode())
+    pools = {name: (one, judge(one)) for name, one in facts.items()}
+    others = {pool.name: pool.connector for pool in settings.pools if pool.name not in pools}
+    style = report.Style(can_print("✓✗→·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    if len(settings.pools) == 1:
+        found, findings = pools[settings.pool.name]
+        text, json = partial(report.as_text, found, findings), partial(report.as_json, found, findings)
     else:
-        terminal = sys.stdout.isatty()
-        style = report.Style(can_print("✓✗→·"), terminal and not os.environ.get("NO_COLOR"))
-        print(report.as_text(facts, findings, style), end="")
-    return report.exit_code(findings, strict=arguments.strict)
+        text, json = partial(report.pools_as_text, pools, others), partial(report.pools_as_json, pools, others)
+    print(json(strict=arguments.strict).decode() if arguments.json else text(style), end="\n" if arguments.json else "")
+    return max(report.exit_code(findings, strict=arguments.strict) for _, findings in pools.values())

@@ -55,9 +55,8 @@ def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
         SettingsError: as there, or DNS names some of them.
     """
     settings = settings_from(arguments)
-    if settings.pool.dns_nodes:
-        named = settings.pool.dns_nodes[0].url
-        raise SettingsError(f"{named}: this command takes no engines that DNS names: give their URLs")
+    for node in (node for pool in settings.pools for node in pool.dns_nodes):
+        raise SettingsError(f"{node.url}: this command takes no engines that DNS names: give their URLs")
     return settings
 
 

@@ -137,11 +137,14 @@ class Workers:
             raise WorkerLostError(f"no process could be started to read the request: {error.strerror}") from None
 
     async def _started(self) -> Process:
+        memory = self._memory
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", self._module, str(self._memory),
+            sys.executable, "-P", "-m", self._module, str(memory),
             stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=_environment(os.environ), limit=_BUFFER,
         )  # fmt: skip
         self._all.add(process)
+        if memory != self._memory:  # another bound came while it was started
+            self._former.add(process)
         return process
 
     def _not_wanted(self, starting: asyncio.Future[Process]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +12,7 @@ from pdproxy.scheduling import placements, policies
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.schema import Pool, Settings
 from pdproxy.settings.section import Section
+from pdproxy.transfer import registry
 
 AT_ONCE: tuple[KeyPath, ...] = (
     ("auth",),
@@ -40,6 +41,9 @@ SWITCHES: tuple[KeyPath, ...] = (
     ("limits", "continuations"),
 )
 """Numbers of which 0 turns something off. That needs a restart, and so does turning it on."""
+_PLACEMENT: KeyPath = ("policy", "placement")
+_ORDER: KeyPath = ("dispatch",)
+_SEQUENTIAL: Final = "sequential"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,43 @@ def changes(old: Settings, new: Settings) -> Changes:
     """Return what differs. Both have the same sources but for the content of their files."""
     at_once: list[KeyPath] = []
     restart: list[KeyPath] = []
-    for path in _differ(old, new, ()):
+    found = _differ(old, new, ())
+    if _is_list_of_pools(old.pools, new.pools, ("pools",)):
+        found = [*_by_what_runs(old.pools, new.pools, found)]
+    for path in found:
         (at_once if _is_used_at_once(path, old, new) else restart).append(path)
     used = _merged(old, new, (), frozenset(restart))
+    pools = [_kept(was, one) for was, one in zip(old.pools, used.pools, strict=True)]
+    used = msgspec.structs.replace(used, pools=tuple(pools)) if pools != list(used.pools) else used
     return Changes(used, tuple(map(spell_key, at_once)), tuple(map(spell_key, restart)))
+
+
+def _by_what_runs(old: Sequence[Pool], new: Sequence[Pool], found: Sequence[KeyPath]) -> Iterator[KeyPath]:
+    """Return what differs, of placements and orders by what runs: where a setting does not name them, engines decide."""
+    for path in found:
+        if path[2:] not in (_PLACEMENT, _ORDER):
+            yield path
+    for at, (was, now) in enumerate(zip(old, new, strict=True)):
+        if was.placement != now.placement:
+            yield ("pools", at, *_PLACEMENT)
+        if was.dispatch != now.dispatch if was.connector != now.connector else _order(was) != _order(now):
+            yield ("pools", at, *_ORDER)
+
+
+def _kept(old: Pool, used: Pool) -> Pool:
+    """Return the settings of a pool with the placement and the order that it has, named if its other settings ask for others."""
+    if used.placement != old.placement:
+        used = msgspec.structs.replace(used, policy=msgspec.structs.replace(used.policy, placement=old.placement))
+    return used if _order(used) == _order(old) else msgspec.structs.replace(used, dispatch=_order(old))
+
+
+def _order(pool: Pool) -> str | None:
+    """Return the order of a prompt's legs in a pool, None if its engines are asked for their connector. See `app.transfer`."""
+    if pool.dispatch is not None or pool.connector == registry.AUTO:
+        return pool.dispatch
+    orders = registry.entry_of(pool.connector).capabilities.orders
+    is_any = any(node.role == "any" for node in pool.all_nodes)
+    return _SEQUENTIAL if is_any and _SEQUENTIAL in orders else orders[0]
 
 
 def _is_used_at_once(path: KeyPath, old: Settings, new: Settings) -> bool:

@@ -28,6 +28,18 @@ class SettingsError(ValueError):
         self.mistakes = mistakes
 
 
+@contextmanager
+def naming_pool(at: int, name: str, *, pools: int) -> Iterator[None]:
+    """Name a pool in the errors of the block: its settings are those of the only one there. `pools`: how many there are."""
+    try:
+        yield
+    except SettingsError as error:
+        if pools == 1:
+            raise
+        lines = (line.replace("pools[0]", f"pools[{at}]") for line in error.mistakes)
+        raise SettingsError(*(f"pool {name}: {line}" for line in lines)) from None
+
+
 class Mistakes:
     """Everything that is wrong with the settings, in the order in which it was found, and where each value was read."""
 

@@ -99,6 +99,7 @@ class PassthroughLegs:
                 headers=lines,
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
             )
         return PassthroughLeg(url, answer, self._budget.share())
 
@@ -111,7 +112,6 @@ class PassthroughLegs:
         if self._session is None:  # made inside its event loop
             self._session = aiohttp.ClientSession(
                 connector=self._connector(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
                 auto_decompress=False,

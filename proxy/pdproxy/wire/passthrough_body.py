@@ -27,7 +27,8 @@ _LISTED = ("input", "documents", "text_1", "text_2", "items")
 """Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
 
 
-Rename = Callable[[str | None], str | None]
+Rename = Callable[[str | None, Fields], str | None]
+"""Returns the engine's name of a model, for the client's and the body's fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,13 @@ def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
 
 
 def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None) -> PassedBody:
-    """Return the body that the engine gets. `name` returns the engine's name of a model; None: it is the client's.
+    """Return the body that the engine gets. `name`: see `Rename`; None: the engine's name is the client's.
 
     Raises:
         BadRequestError: it asks for a stored conversation.
     """
     model, stream = model_of(fields), has_value(fields, "stream", b"true")
-    if name is not None and (known := name(model)) != model:
+    if name is not None and (known := name(model, fields)) != model:
         model = known
         fields["model"] = msgspec.Raw(msgspec.json.encode(known))
     if dialect is Dialect.OPENAI:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.detection import look
@@ -14,6 +15,7 @@ from pdproxy.lab.check.handles import Handles
 from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.options import Options
 from pdproxy.lab.check.pairs import PairProbe, try_pairs
+from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.detect import Found, Undecided
 from pdproxy.transfer.nixl import NIXL
@@ -24,8 +26,24 @@ def _mark() -> str:
     return mint()[:12]
 
 
+async def gather_all(
+    settings: Settings, pools: Iterable[int], options: Options, machine: MachineFacts
+) -> dict[str, Facts]:
+    """Return the facts of pools, which are given by their numbers, by their names.
+
+    Raises:
+        SettingsError: a file of keys or certificates can't be used.
+    """
+    found: dict[str, Facts] = {}
+    for at in pools:
+        pool = settings.pools[at]
+        with naming_pool(at, pool.name, pools=len(settings.pools)):
+            found[pool.name] = await gather(settings.of_pool(pool), options, machine)
+    return found
+
+
 async def gather(settings: Settings, options: Options, machine: MachineFacts) -> Facts:
-    """Ask the engines of the settings and return the facts, whatever the engines do."""
+    """Ask the engines of the only pool of the settings and return the facts, whatever the engines do."""
     shown = await _connector(settings, options)
     tried = shown is None or (isinstance(shown, Found) and shown.contract == NIXL.name)
     credentials = Credentials(settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -106,6 +106,32 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes
         ],
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=2)
+
+
+def pools_as_text(pools: Mapping[str, tuple[Facts, Sequence[Finding]]], others: Mapping[str, str], style: Style) -> str:
+    """Return the reports on several pools by their names. `others`: the connectors of those that were not checked."""
+    texts = [f"pool {name}\n{as_text(facts, findings, style)}" for name, (facts, findings) in pools.items()]
+    texts += [f"pool {name}\nnot checked: {_why_not(connector)}\n" for name, connector in others.items()]
+    return "\n".join(texts)
+
+
+def pools_as_json(
+    pools: Mapping[str, tuple[Facts, Sequence[Finding]]], others: Mapping[str, str], *, strict: bool
+) -> bytes:
+    """Return the reports on several pools as one JSON object. `others`: the connectors of those that were not checked."""
+    body = {
+        "exit_code": max(exit_code(findings, strict=strict) for _, findings in pools.values()),
+        "pools": [
+            {"name": name, "report": msgspec.Raw(as_json(facts, findings, strict=strict))}
+            for name, (facts, findings) in pools.items()
+        ],
+        "not_checked": [{"name": name, "why": _why_not(connector)} for name, connector in others.items()],
+    }
+    return msgspec.json.format(msgspec.json.encode(body), indent=2)
+
+
+def _why_not(connector: str) -> str:
+    return f"connector {connector}: run `pdproxy conformance`, which tests all connectors"
 
 
 def _connector(facts: Facts) -> Iterator[str]:

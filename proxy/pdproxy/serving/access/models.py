@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import log
 from typing import Generic, NamedTuple, TypeVar
 
 from pdproxy.kit.errors import ModelNotFoundError
@@ -40,12 +41,12 @@ class PoolModels:
         """Return whether any engine of the pool has ever answered."""
         return any(node.evidence is not None for node in self.nodes())
 
-    def serves_now(self, model: str) -> bool:
-        """Return whether an engine that lists a name may get requests now, and none of these needs another one for that.
+    def serves_now(self, model: str, now: float) -> bool:
+        """Return whether an engine that lists a name is in use now (monotonic seconds), and needs no other one to answer.
 
         Without such an engine, those of a model that none lists count.
         """
-        answering = [node for node in self.nodes() if node.available and node.uses != _PREFILL]
+        answering = [node for node in self.nodes() if node.usable(now) and node.uses != _PREFILL]
         return any(node.serves(model) for node in answering) or (bool(answering) and not self.lists(model))
 
     def fit(self, model: str) -> int:
@@ -69,11 +70,15 @@ class Choice(NamedTuple):
 
 
 class Models:
-    """The pools by the names of models. An observer: what the engines list may change with them. `chance`: from 0 to 1."""
+    """The pools by the names of models. An observer: what the engines list may change with them.
 
-    def __init__(self, pools: list[PoolModels], chance: Callable[[], float]) -> None:
+    `chance`: from 0 to 1; `now`: the clock of engines' breakers, in monotonic seconds.
+    """
+
+    def __init__(self, pools: list[PoolModels], chance: Callable[[], float], now: Callable[[], float]) -> None:
         self.pools = pools
         self._chance = chance
+        self._now = now
         self._known: dict[str, list[Choice]] = {}
 
     def __repr__(self) -> str:
@@ -138,11 +143,16 @@ class Models:
         return found
 
     def _among(self, found: list[Choice], session: str | None) -> Choice:
-        serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "")] or found
+        now = self._now()
+        serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "", now)] or found
         weights = [self.pools[one.pool].weight for one in serving]
-        if not (total := sum(weights)):
+        if not any(weights):
             return serving[0]
-        left = total * (self._chance() if session is None else _part(session))
+        if session is not None:
+            # The highest score: where a pool comes, goes or changes its weight, only its own conversations move.
+            scores = [weight / -log(_part(session, one.pool)) for one, weight in zip(serving, weights, strict=True)]
+            return serving[scores.index(max(scores))]
+        left = sum(weights) * self._chance()
         for one, weight in zip(serving, weights, strict=True):
             left -= weight
             if left < 0:
@@ -157,10 +167,11 @@ class Models:
         return [*names][:MAX_SHOWN]
 
 
-def _part(session: str) -> float:
-    """Return a number from 0 to 1, without 1, that is the same for a session in all processes."""
-    digest = blake2b(session.encode(errors="surrogatepass"), digest_size=6, person=b"pools").digest()
-    return int.from_bytes(digest, "big") / 2**48
+def _part(session: str, pool: int) -> float:
+    """Return a number between 0 and 1 that is the same for a session and a pool in all processes."""
+    name = session.encode(errors="surrogatepass")
+    digest = blake2b(name, digest_size=6, person=b"pools", salt=pool.to_bytes(2)).digest()
+    return (int.from_bytes(digest) + 0.5) / 2**48
 
 
 class Routes(Generic[T]):

@@ -70,7 +70,7 @@ class BodyReader:
     async def passed(self, dialect: Dialect, body: Body, client: Client, name: Rename | None = None) -> PassedBody:
         """Read the body of a request that one engine serves whole. Raises what `request` and `name` raise.
 
-        `name` returns the model's name at the engine, for the one that the client uses; None: it is the same.
+        `name`: see `wire.passthrough_body`.
         """
         light = read_if_quick(dialect, body, self._bounds, name)
         if light is not None:

@@ -28,6 +28,7 @@ _MOST_MS = 604_800_000
 """A week, as for all times in the settings."""
 MAX_SESSION = 256
 """Characters of a session's name. What follows makes no other session."""
+_NOBODY = frozenset({b"", b"null", b'""'})
 
 
 def noted(*session_headers: str | None) -> frozenset[bytes]:
@@ -35,10 +36,16 @@ def noted(*session_headers: str | None) -> frozenset[bytes]:
     return HINTS | {header.lower().encode("latin-1") for header in session_headers if header is not None}
 
 
-def session_in(lines: Sequence[tuple[bytes, bytes]], fields: Mapping[str, bytes | memoryview]) -> str | None:
+def session_in(lines: Sequence[tuple[bytes, bytes]], fields: Mapping[str, bytes]) -> str | None:
     """Return what names a conversation, for the choice of a pool: a header that is none of `HINTS`, or the body's `user`."""
-    named = next((value for name, value in lines if name not in HINTS), b"") or fields.get("user", b"")
-    return bytes(memoryview(named)[:MAX_SESSION]).decode("latin-1") or None
+    named = next((value for name, value in lines if name not in HINTS), b"")
+    return named[:MAX_SESSION].decode("latin-1") or user_in(fields)
+
+
+def user_in(fields: Mapping[str, bytes]) -> str | None:
+    """Return the `user` of a body as its JSON, at a bounded length; None if it names nobody."""
+    user = bytes(memoryview(fields.get("user", b""))[:MAX_SESSION])
+    return None if user in _NOBODY else user.decode("latin-1")
 
 
 def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None) -> Hints:

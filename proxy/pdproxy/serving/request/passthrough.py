@@ -35,7 +35,7 @@ from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import passed_demand, prioritized
-from pdproxy.serving.request.hints import timeout_of
+from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.open_leg import OpenPassedLeg
@@ -43,6 +43,7 @@ from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
+from pdproxy.wire.fields import Fields
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
@@ -113,10 +114,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
 
-    def _name(self, routes: Routes[Passthrough], model: str | None) -> str | None:
+    def _name(self, routes: Routes[Passthrough], model: str | None, fields: Fields) -> str | None:
         """Choose the pool, and return the engines' name of a model."""
         self.model = model
-        self._service, known = routes.of(model, self._incoming.session)
+        self._service, known = routes.of(model, self._incoming.session or user_in(fields))
         return known
 
     async def serve(self, body: PassedBody) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, PdproxyError
+from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, ModelNotFoundError, PdproxyError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import ServedAlone
@@ -161,14 +161,20 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def _routed(self, parsed: Parsed, routes: Routes[Service]) -> tuple[Parsed, Service]:
         """Choose the pool, and name the model as its engines do."""
-        session = session_in(self._incoming.hints, parsed.fields)
-        service, model = routes.of(parsed.model, session)
+        incoming = self._incoming
+        session = session_in(incoming.hints, parsed.fields)
+        try:
+            service, model = routes.of(parsed.model, session)
+        except ModelNotFoundError:
+            if incoming.route is not _INVOCATIONS or incoming.adapter is not None:
+                raise
+            service, model = routes.of(None, session)  # vLLM does not read the `model` of an invocation's body
         self._service = service
         if model != parsed.model and model is not None:
             name = msgspec.json.encode(model)
             parsed = msgspec.structs.replace(parsed, fields={**parsed.fields, "model": msgspec.Raw(name)}, model=model)
-            if self._incoming.adapter is not None:
-                self._incoming.adapter = model.encode("utf-8")
+            if incoming.adapter is not None:
+                incoming.adapter = model.encode("utf-8")
         return parsed, service
 
     async def _serve_one(self) -> None:
