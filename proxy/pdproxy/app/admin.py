@@ -138,11 +138,13 @@ class AdminServer:
     """Serves the admin API of a proxy on a socket."""
 
     def __init__(self, proxy: Proxy, at: AdminSocket, log: Log) -> None:
-        """Make one that does not serve yet. Requests that end from now on are shown."""
+        """Make one that does not serve yet. Requests that begin from now on are shown."""
         clock = proxy.front.clock
         now = clock.now
-        recent = Recent(now)
+        recent = self.recent = Recent(now)
         proxy.observers.add(recent)
+        for pool in proxy.pools:
+            pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
         kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
         service = AdminService(
             Entries([PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now),

@@ -5,7 +5,7 @@ Owns the answer to the client. The request's steps are those of `lifecycle`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, PdproxyError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
-from pdproxy.observe.events import ServedAlone
+from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
@@ -73,11 +73,11 @@ class Service:
         self.quotas = quotas
         self.bodies = bodies
         self.dispatcher = Dispatcher(resources)
-        self._lifecycle = Lifecycle(resources, admission, quotas)
+        self.lifecycle = Lifecycle(resources, admission, quotas)
 
     def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
-        return self._lifecycle.run(GeneratingRequest(self, incoming, output))
+        return self.lifecycle.run(GeneratingRequest(self, incoming, output))
 
 
 class GeneratingRequest(LiveRequest[ResponseWriter]):
@@ -283,6 +283,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             return
         self.status = error.status
         self.writer.whole(error.status, [*self.error_headers(error), *self._decision()], body)
+
+    def legs_so_far(self) -> Sequence[LegTimes]:
+        """Return those of the only exchange, or of a list's that have ended."""
+        return self.totals.legs or ([self._exchange.times()] if self._exchange and self.admitted is not None else [])
 
     def add_up(self) -> None:
         """Add the only exchange. Those of a list are added as they end."""

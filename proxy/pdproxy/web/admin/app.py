@@ -40,9 +40,9 @@ _SECONDS = parameter("seconds", "until its requests are ended (default: deadline
 _POOL = parameter("pool", "only engines of the pool with this name", "query")
 _PAIRS = parameter("pairs", "whether entries show pairs (default: true)", "query", "boolean")
 _RECENT = [
-    parameter("limit", f"how many at most (default: all that are kept, {KEPT})", "query", "integer"),
+    parameter("limit", f"how many at most, up to {KEPT} (default: all that are shown)", "query", "integer"),
     parameter("id", "only requests with this id", "query"),
-    parameter("outcome", "only requests with this outcome", "query"),
+    parameter("outcome", "only requests with this outcome; running: those that run", "query"),
 ]
 
 
@@ -148,7 +148,7 @@ def _add_others(app: FastAPI, service: AdminService) -> None:
         query = query_of(request, ("limit", "id", "outcome"))
         limit = number_of(query, "limit", KEPT, whole=True)
         found = service.recent.shown(
-            KEPT if limit is None else int(limit), request_id=query.get("id"), outcome=query.get("outcome")
+            2 * KEPT if limit is None else int(limit), request_id=query.get("id"), outcome=query.get("outcome")
         )
         return shown(RequestList(found))
 
@@ -159,7 +159,16 @@ def _add_others(app: FastAPI, service: AdminService) -> None:
     path = f"{BASE}/log_level"
     _route(app, "GET", path, level, "The log level", {200: LevelShown})
     _route(app, "PUT", path, set_level, "Set the log level", {200: LevelShown}, (400,), body=LogLevelOrder)
-    _route(app, "GET", f"{BASE}/requests", requests, "The last requests", {200: RequestList}, (400,), _RECENT)
+    _route(
+        app,
+        "GET",
+        f"{BASE}/requests",
+        requests,
+        "Requests that run, and the last ones",
+        {200: RequestList},
+        (400,),
+        _RECENT,
+    )
     _route(app, "GET", f"{BASE}/decisions", decisions, "The last decisions of the pools' placements", {200: None})
 
 

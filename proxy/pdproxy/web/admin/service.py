@@ -78,7 +78,7 @@ class EngineList(msgspec.Struct, frozen=True):
 
 
 class RequestList(msgspec.Struct, frozen=True):
-    """The last requests that have ended, the newest first."""
+    """Up to 256 requests that run, the longest-running first, and the last 256 that have ended, the newest first."""
 
     requests: list[RecentRequest]
 
