@@ -64,8 +64,9 @@ async def pools(
     *wanted: PoolOf,
     probes: float = 3600,
     chance: Callable[[], float] | None = None,
+    **more: Any,
 ) -> AsyncIterator[Pools]:
-    """Run pools. `probes`: seconds between probes; `chance`: of choices among pools and engines."""
+    """Run pools. `probes`: seconds between probes; `chance`: of choices among pools and engines; `more`: other settings."""
     notifier = any(one.notifies is not None for one in wanted)
     async with AsyncExitStack() as stack:
         engines: list[list[SimServer]] = []
@@ -83,6 +84,7 @@ async def pools(
             kv_ready=KvReady(notifier=notifier),
             health=Health(stalled_after=0),
             probes=Probes(interval=probes, scrape_interval=probes),
+            **more,
         )
         recorder = _Recorder()
         watch = Watch(observers=[recorder]) if chance is None else Watch(observers=[recorder], chance=chance)

@@ -112,11 +112,11 @@ async def test_addresses_of_a_name() -> None:
         node = Node(url="dns://engines.example:9", role="decode")
         server.records = {("engines.example", "A"): (0, ("127.0.0.8", "127.0.0.9"))}
         async with world(adjust=named(server, node)) as w:
-            sources = follow_names(w.proxy)
+            (source,) = follow_names(w.proxy).sources
             wanted = {"http://127.0.0.8:9", "http://127.0.0.9:9"}
             await until(lambda: wanted <= set(w.proxy.membership.members))
             assert {w.proxy.membership.members[url].source for url in wanted} == {node.url}
-            assert sources[0].shortcomings() == []
+            assert source.shortcomings() == []
 
 
 async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
@@ -191,7 +191,7 @@ async def test_a_decode_engine_names_its_prefill_engines() -> None:
             (node,) = settings.pool.dns_nodes
             adjusted = named(server, msgspec.structs.replace(node, sources=(url,)))(w.proxy.settings)
             w.proxy.settings = adjusted
-            (source,) = follow_names(w.proxy)
+            (source,) = follow_names(w.proxy).sources
             await until(lambda: source.counts["same"] >= 2)
             assert source.counts["changed"] == 1
             assert w.metric("pdproxy_member_changes_total", change="replaced") == 0

@@ -145,6 +145,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "probes.scrape_interval": (20.0, lambda p: (p.prober._scrape_every, p.pools[0].bootstraps.interval), (10, 20.0)),
     "observe.log_level": ("debug", lambda p: p.front.settings.observe.log_level, "info"),  # see `test_the_log_level`
     "pools[0].nodes": (NODES[1:], lambda p: [*p.engines], ["http://d:8000"]),
+    "pools[0].dns_nodes": (
+        (Node(url="dns://e:8000", role="decode"),),
+        lambda p: [name for name, _ in p.tasks.failures() if "://" in name],
+        ["dns://e:8000"],
+    ),
     "pools[0].models": (("a*",), lambda p: p.models.choose("abc", None), (0, "abc")),
     "pools[0].aliases": ({"fast": "tiny"}, lambda p: p.pools[0].service.routes.of("fast", None)[1], "tiny"),  # type: ignore[union-attr]
     "pools[0].weight": (3.0, lambda p: p.models.pools[0].weight, 3.0),
@@ -170,7 +175,7 @@ RESTART = {
 ALL_RESTART = ("listen", "continuations", "kv_ready", "registration", "dns")
 POOL_RESTART = {
     *("name", "connector", "dispatch", "remote_host", "lmcache", "cpu", "bootstrap_port", "tokenize", "tokenizer"),
-    *("kv_ready_port", "registration_port", "dns_nodes"),
+    *("kv_ready_port", "registration_port"),
     *("turns", "kv_events", "prefixes", "profile", "pair_within", "tls", "policy.placement"),
 }
 
@@ -186,13 +191,14 @@ def paths() -> Iterator[KeyPath]:
     yield ("pools", 0, "dns_nodes")
 
 
-def _with(tree: Any, path: KeyPath, value: object) -> Any:
+def changed(tree: Any, path: KeyPath, value: object) -> Any:
+    """Return settings with one changed."""
     if not path:
         return value
     first, *rest = path
     if isinstance(first, int):
-        return tuple(_with(one, tuple(rest), value) if at == first else one for at, one in enumerate(tree))
-    return msgspec.structs.replace(tree, **{first: _with(getattr(tree, first), tuple(rest), value)})
+        return tuple(changed(one, tuple(rest), value) if at == first else one for at, one in enumerate(tree))
+    return msgspec.structs.replace(tree, **{first: changed(getattr(tree, first), tuple(rest), value)})
 
 
 def settings(**pool: Any) -> Settings:
@@ -223,8 +229,7 @@ def test_the_table_has_every_setting() -> None:
 def test_what_needs_a_restart_is_named(path: KeyPath) -> None:
     """And its old value stays."""
     old = settings()
-    others: dict[str | int, object] = {"placement": "split", "dns_nodes": (Node(url="dns://d:8000", role="decode"),)}
-    found = changes(old, _with(old, path, others.get(path[-1], object())))
+    found = changes(old, changed(old, path, object() if path[-1] != "placement" else "split"))
     assert (found.used, found.at_once, found.restart) == (old, (), (spell_key(path),))
 
 
@@ -241,9 +246,9 @@ async def test_a_setting_is_used_at_once(name: str, tmp_path: Path) -> None:
     old = settings(policy=split) if name.startswith("pools[0].policy.") and "late" not in name else settings()
     if name == "pools[0].policy.prefill":
         old = settings(policy=msgspec.structs.replace(split, decode="prefix"))
-    new = _with(old, path, value)
+    new = changed(old, path, value)
     if name in ("auth.api_keys_file", "auth.admin_keys_file"):
-        new = _with(new, ("auth", name.removeprefix("auth.").removesuffix("_file")), ())
+        new = changed(new, ("auth", name.removeprefix("auth.").removesuffix("_file")), ())
     found = changes(old, new)
     assert (found.restart, name in found.at_once) == ((), True)
     levels: list[str] = []
@@ -264,13 +269,13 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
     old = settings()
     proxy = Proxy.build(old, Shelf())
     live = LiveSettings(proxy, lambda _: None)
-    new = _with(_with(old, ("limits", "max_inflight"), 7), ("auth", "engine_api_key"), "theirs")
+    new = changed(changed(old, ("limits", "max_inflight"), 7), ("auth", "engine_api_key"), "theirs")
     if what == "an engine":
         proxy.membership.add(Node(url="http://e:8000", role="decode"), "admin")
         other = Node(url="http://e:8000", role="decode", labels={"rack": "2"})
-        new = _with(new, ("pools", 0, "nodes"), (*NODES, Node(url="http://f:8000", role="decode"), other))
+        new = changed(new, ("pools", 0, "nodes"), (*NODES, Node(url="http://f:8000", role="decode"), other))
     else:
-        new = _with(new, ("auth", "api_keys_file"), str(tmp_path / "missing"))
+        new = changed(new, ("auth", "api_keys_file"), str(tmp_path / "missing"))
     before = [*proxy.engines]
     try:
         with pytest.raises(MembershipError if what == "an engine" else SettingsError):
@@ -278,7 +283,7 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
         assert [*proxy.engines] == before
         assert (proxy.admission.places, _engine_key(proxy)) == (1024, None)
         proxy.credentials.keys.check(b"Bearer old")
-        live.use(old, _with(old, ("limits", "max_inflight"), 8))
+        live.use(old, changed(old, ("limits", "max_inflight"), 8))
         assert proxy.admission.places == 8
     finally:
         await proxy.stop()
@@ -291,13 +296,13 @@ async def test_pools_change_together(tmp_path: Path) -> None:
     proxy = Proxy.build(old, Shelf())
     live = LiveSettings(proxy, lambda _: None)
     missing = msgspec.structs.replace(e, api_key_file=str(tmp_path / "missing"))
-    more = _with(old, ("pools", 0, "nodes"), (d, f))
+    more = changed(old, ("pools", 0, "nodes"), (d, f))
     try:
         with pytest.raises(SettingsError, match="missing"):
-            live.use(old, _with(more, ("pools", 1, "nodes"), (missing,)))
+            live.use(old, changed(more, ("pools", 1, "nodes"), (missing,)))
         await proxy.tasks.settle(5)
         assert [[*parts.engines] for parts in proxy.pools] == [[d.url], [e.url]]
-        live.use(old, _with(more, ("pools", 1, "weight"), 0.5))
+        live.use(old, changed(more, ("pools", 1, "weight"), 0.5))
         assert [[*parts.engines] for parts in proxy.pools] == [[d.url, f.url], [e.url]]
         assert [parts.models.weight for parts in proxy.pools] == [1.0, 0.5]
     finally:
@@ -310,8 +315,8 @@ async def test_an_engine_moves_to_another_pool_once_it_is_gone() -> None:
     old = Settings(pools=(Pool(name="a", nodes=(d, f)), Pool(name="b", nodes=(e,))))
     proxy = Proxy.build(old, Shelf())
     live = LiveSettings(proxy, lambda _: None)
-    without = _with(old, ("pools", 0, "nodes"), (d,))
-    moved = _with(without, ("pools", 1, "nodes"), (e, f))
+    without = changed(old, ("pools", 0, "nodes"), (d,))
+    moved = changed(without, ("pools", 1, "nodes"), (e, f))
     try:
         with pytest.raises(SettingsError, match="is an engine of another pool, or is still leaving it"):
             live.use(old, moved)
@@ -331,7 +336,7 @@ async def test_the_defaults_of_the_settings_stay() -> None:
     old = settings()
     proxy = Proxy.build(old, Shelf())
     try:
-        LiveSettings(proxy, lambda _: None).use(old, _with(old, ("deadlines", "total"), 7.0))
+        LiveSettings(proxy, lambda _: None).use(old, changed(old, ("deadlines", "total"), 7.0))
         assert proxy.settings.deadlines.total == 7.0
         assert (old.deadlines.total, Settings().deadlines.total) == (3600.0, 3600.0)
     finally:
@@ -344,14 +349,14 @@ async def test_limits_are_fitted_to_the_machine() -> None:
     proxy = Proxy.build(old, Shelf())
 
     def fit(given: Settings) -> Settings:
-        return _with(given, ("limits", "max_inflight"), min(3, given.limits.max_inflight))
+        return changed(given, ("limits", "max_inflight"), min(3, given.limits.max_inflight))
 
     try:
         live = LiveSettings(proxy, lambda _: None, fit)
-        more = _with(old, ("limits", "max_inflight"), 9)
+        more = changed(old, ("limits", "max_inflight"), 9)
         live.use(old, more)
         assert proxy.admission.places == 3
-        live.use(more, _with(more, ("deadlines", "queue"), 9.0))
+        live.use(more, changed(more, ("deadlines", "queue"), 9.0))
         assert proxy.admission.places == 3, "also where something else has changed"
     finally:
         await proxy.stop()
@@ -362,7 +367,7 @@ async def test_parts_that_are_not_there() -> None:
     old = settings(policy=PoolPolicy(), tokenize="off")
     proxy = Proxy.build(old, Shelf())
     try:
-        LiveSettings(proxy, lambda _: None).use(old, _with(old, ("deadlines", "tokenize"), 7.0))
+        LiveSettings(proxy, lambda _: None).use(old, changed(old, ("deadlines", "tokenize"), 7.0))
         assert proxy.pools[0].resources.tokenizing is None
         assert proxy.settings.deadlines.tokenize == 7.0
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
@@ -20,8 +21,10 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
+from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Facts, Node
+from pdproxy.transfer.contract import PushedToDecode
 from tests.fakes.registry import unused_client
 
 A, B, C = (Node(url=f"http://{name}:8000", role="decode") for name in "abc")
@@ -304,6 +307,19 @@ async def test_a_replaced_engine_keeps_its_breaker(w: World) -> None:
     w.members.apply("settings", [msgspec.structs.replace(A, role="aggregated"), B])
     assert w.engines[A.url].node.open_until == 0, "in another role it is another engine"
     assert seen == []
+
+
+async def test_a_replaced_engine_is_in_the_same_run(w: World) -> None:
+    """What waits there for KV that will not come is counted on; after a restart it is not, as before."""
+    stuck = StuckKv(w.engines.known, PushedToDecode())
+    for _ in range(2):
+        stuck.add(A.url, stuck.run_of(A.url), w.time)
+    assert stuck.snapshot(w.time) == {A.url: (2, 0.0)}
+    w.members.apply("settings", [msgspec.structs.replace(A, labels={"rack": "7"}), B])
+    stuck.add(A.url, stuck.run_of(A.url), w.time)
+    assert stuck.snapshot(w.time) == {A.url: (3, 0.0)}
+    w.ledger.mark_up(A.url, dataclasses.replace(EVIDENCE, started=2.0))
+    assert stuck.snapshot(w.time) == {}
 
 
 async def test_a_source_removes_only_its_own(w: World) -> None:

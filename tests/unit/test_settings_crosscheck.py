@@ -116,6 +116,7 @@ def test_pools_that_can_serve(roles: tuple[Role, ...]) -> None:
 
 P, D = "{url: 'http://p:1', role: prefill}", "{url: 'http://d:1', role: decode}"
 OTHER, ALONE = "{url: 'http://e:1', role: decode}", "{url: 'http://e:1', role: aggregated}"
+NAMED, SERVICE = "{url: 'dns://d:1', role: decode}", "{url: 'srv://_vllm._tcp.x', role: decode}"
 MORIIO = f"{{name: b, connector: moriio, registration_port: 7500, nodes: [{D}]}}"
 
 
@@ -131,6 +132,18 @@ MORIIO = f"{{name: b, connector: moriio, registration_port: 7500, nodes: [{D}]}}
             "pools[0].nodes[1] and pools[1].nodes[0]: two pools can't share the engine d:1",
         ),
         (f"[{{name: a, nodes: [{D}]}}, {{name: b}}]", "pools[1].nodes: no engine is configured"),
+        (
+            f"[{{name: a, nodes: [{NAMED}]}}, {{name: b, nodes: [{OTHER}, {NAMED.replace('dns:', 'DNSS:')}]}}]",
+            "pools[0].nodes and pools[1].nodes: two pools can't share the engine d:1",
+        ),
+        (
+            f"[{{name: a, nodes: [{SERVICE}]}}, {{name: b, nodes: [{OTHER}, {SERVICE}]}}]",
+            "pools[0].nodes and pools[1].nodes: two pools can't share the engine _vllm._tcp.x",
+        ),
+        (
+            f"[{{name: a, nodes: [{D}]}}, {{name: b, nodes: [{NAMED}]}}]",
+            "pools[0].nodes[0] and pools[1].nodes: two pools can't share the engine d:1",
+        ),
         (
             f"[{{name: a, connector: p2p-nccl, nodes: [{D}]}}, {{name: b, connector: p2p-nccl, nodes: [{OTHER}]}}]",
             "pools[0].registration_port and pools[1].registration_port: two pools can't share the port 30001",

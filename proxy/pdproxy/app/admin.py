@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
-from pdproxy.fleet.entries import Entries
+from pdproxy.fleet.entries import Entries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe import catalog_fleet
 from pdproxy.observe.logs import Log, set_level
@@ -138,19 +138,21 @@ class AdminServer:
     """Serves the admin API of a proxy on a socket."""
 
     def __init__(self, proxy: Proxy, at: AdminSocket, log: Log) -> None:
-        """Make one that does not serve yet. Requests that end from now on are shown."""
+        """Make one that does not serve yet. Requests that begin from now on are shown."""
         clock = proxy.front.clock
         now = clock.now
-        recent = Recent(now)
+        recent = self.recent = Recent(now)
         proxy.observers.add(recent)
-        kept = proxy.service.resources.decisions
+        for pool in proxy.pools:
+            pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
+        kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
         service = AdminService(
-            proxy.membership,
-            Entries(proxy.membership, proxy.engines, now),
+            Entries([PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now),
             recent,
-            kept.page if kept is not None else lambda: b"{}",
+            partial(kept[0].page, *kept[1:]) if kept else lambda: b"{}",
             log,
             partial(set_level, log, by=ADMIN),
+            proxy.models.serving,
         )
         self.serving = False
         self._at = at

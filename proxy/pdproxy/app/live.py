@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from pdproxy.app.dns import Names
 from pdproxy.app.engines import outlier_limits, policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
@@ -24,15 +25,22 @@ logger = logging.getLogger("pdproxy.settings")
 class LiveSettings:
     """The settings of one proxy. `fit` returns settings whose limits fit the machine, `set_log_level` sets that of the log.
 
+    `names`: those of DNS that the proxy follows, None: none.
+
     Of the settings that it is given, those that `settings.changes` names are read: all others are as they were at the start.
     """
 
     def __init__(
-        self, proxy: Parts, set_log_level: Callable[[str], None], fit: Callable[[Settings], Settings] = lambda one: one
+        self,
+        proxy: Parts,
+        set_log_level: Callable[[str], None],
+        fit: Callable[[Settings], Settings] = lambda one: one,
+        names: Names | None = None,
     ) -> None:
         self._proxy = proxy
         self._set_log_level = set_log_level
         self._fit = fit
+        self._names = names if names is not None else Names(proxy)
         self._half_applied = False
         """Whether the last engines failed: what could not be put back is had again with the next ones, also the same."""
 
@@ -63,6 +71,7 @@ class LiveSettings:
                     with naming_pool(at, pool.name, pools=len(new.pools)):
                         parts.membership.apply(SETTINGS, pool.nodes)
                     done.append((parts, before))
+            self._names.use(new.pools)
         except Exception:
             self._half_applied = True
             for parts, before in reversed(done):

@@ -28,7 +28,7 @@ from pdproxy.app import uncaught
 from pdproxy.app.admin import MAX_CONNECTIONS, AdminSocket, admin_socket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, settled
-from pdproxy.app.dns import follow_names
+from pdproxy.app.dns import Names, follow_names
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.signals import Ending, Hangups
@@ -206,9 +206,9 @@ async def _serve_until_signalled(
 
     def started(proxy: Proxy) -> None:
         serve_admin(proxy, admin, log)
-        follow_names(proxy)
+        names = follow_names(proxy)
         if source is not None and source.paths:
-            reloading = follow(proxy, source, log)
+            reloading = follow(proxy, source, log, names)
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
@@ -216,9 +216,9 @@ async def _serve_until_signalled(
     return await serve(settings, listener, ending, log, started)
 
 
-def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
-    """Have a proxy that was started follow the files of its settings."""
-    live = LiveSettings(proxy, partial(set_level, log), fit_files)
+def follow(proxy: Proxy, source: SettingsSource, log: Log, names: Names | None = None) -> Reloading:
+    """Have a proxy that was started follow the files of its settings. `names`: those of DNS that it follows, None: none."""
+    live = LiveSettings(proxy, partial(set_level, log), fit_files, names)
     reloading = Reloading(source, live, lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
     proxy.metrics.add_gauges(reloading.gauges())

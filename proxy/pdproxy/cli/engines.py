@@ -40,12 +40,13 @@ def add(commands: Commands) -> None:
         "list",
         list_engines,
         "show all engines",
-        "Show all engines: state, health, requests, pairs, who has added them, and what is wrong.",
-        "[--watch] [--json]",
+        "Show all engines: state, health, requests, pairs, pool, who has added them, and what is wrong.",
+        "[--pool NAME] [--watch] [--json]",
         "pdproxy engines list",
         "pdproxy engines list --watch --admin unix:/run/pdproxy/admin.sock",
         "pdproxy engines list --json | jq -r '.engines[].url'",
     )
+    listing.add_argument("--pool", metavar="NAME", help="only engines of this pool (default: of all)")
     listing.add_argument("--watch", action="store_true", help="show a live table until Ctrl-C (default: print it once)")
     listing.add_argument(
         "--interval",
@@ -60,13 +61,18 @@ def add(commands: Commands) -> None:
         add_engine,
         "add an engine",
         "Add an engine. It stays until the proxy ends, also when the settings are read again.",
-        "URL --role ROLE",
+        "URL --role ROLE [--pool NAME]",
         "pdproxy engines add 10.0.0.5:8300 --role decode",
-        "pdproxy engines add 10.0.0.5:8300 --role decode --label rack=7 --wait",
+        "pdproxy engines add 10.0.0.5:8300 --role decode --pool large --label rack=7 --wait",
         """pdproxy engines add 10.0.0.5:8300 --role decode --fields '{"facts": {"max_num_seqs": 64}}'""",
     )
     adding.add_argument("engine", metavar="URL", help="http://HOST:PORT, https://HOST:PORT or HOST:PORT (http)")
     adding.add_argument("--role", choices=ROLES, required=True, metavar="ROLE", help=f"{', '.join(ROLES)} (required)")
+    adding.add_argument(
+        "--pool",
+        metavar="NAME",
+        help="the pool that it comes into (default: the only one; with several it must be named)",
+    )
     adding.add_argument(
         "--label",
         metavar="NAME=VALUE",
@@ -168,13 +174,14 @@ def list_engines(client: AdminClient, arguments: argparse.Namespace) -> Any:
     """Print the engines, or show them live."""
     if arguments.json and arguments.watch:
         raise SettingsError("--watch: shows a table: leave out --json")
+    path = "/engines" if arguments.pool is None else f"/engines?pool={escaped(arguments.pool, safe='')}"
     if arguments.json:
-        return client.ask("GET", "/engines")
+        return client.ask("GET", path)
     # Imported here: the library of the table takes a while to load.
     from pdproxy.cli import engines_table
 
     def ask() -> list[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = client.ask("GET", "/engines")["engines"]
+        found: list[Mapping[str, Any]] = client.ask("GET", path)["engines"]
         return found
 
     if arguments.watch:
@@ -196,6 +203,8 @@ def add_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
             raise SettingsError('--fields: expected a JSON object, such as {"facts": {"max_num_seqs": 64}}')
     labels = dict(_label(text) for text in arguments.label)
     body = {**body, "url": with_scheme(arguments.engine), "role": arguments.role}
+    if arguments.pool is not None:
+        body["pool"] = arguments.pool
     if labels:
         body["labels"] = {**(body.get("labels") or {}), **labels}
     changed = client.ask("POST", "/engines", body)

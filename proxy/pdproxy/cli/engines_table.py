@@ -24,13 +24,17 @@ _COLOURS = {
 }
 WIDTH = 160
 """Columns where standard output is no terminal."""
-COLUMNS = ("id", "role", "engine", "state", "health", "requests", "pairs", "source", "what is wrong")
+COLUMNS = ("id", "role", "engine", "state", "health", "requests", "pairs", "pool", "source", "what is wrong")
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each engine, prefill engines first."""
+    """Return a row for each engine: pool by pool, prefill engines first."""
     order = ("prefill", "decode", "any", "aggregated")
-    found = sorted(entries, key=lambda one: order.index(one["role"]) if one["role"] in order else len(order))
+    pools = [*dict.fromkeys(one["pool"] for one in entries)]
+    found = sorted(
+        entries,
+        key=lambda one: (pools.index(one["pool"]), order.index(one["role"]) if one["role"] in order else len(order)),
+    )
     return [_row(entry) for entry in found]
 
 
@@ -56,6 +60,7 @@ def _row(entry: Mapping[str, Any]) -> tuple[str, ...]:
         entry["health"]["state"],
         str(entry["load"]["requests"]),
         shown,
+        entry["pool"],
         entry["source"],
         "; ".join(wrong),
     )
@@ -69,7 +74,7 @@ def table(entries: Sequence[Mapping[str, Any]], title: str | None = None) -> Tab
         made.add_column(
             name,
             justify="right" if name in ("requests", "pairs") else "left",
-            no_wrap=name not in ("what is wrong", "source"),
+            no_wrap=name not in ("what is wrong", "source", "pool"),
             overflow="fold",
         )
     for row in rows(entries):

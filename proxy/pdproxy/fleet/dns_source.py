@@ -35,8 +35,17 @@ Place = tuple[str, int | None]
 LookUp = Callable[[DnsName], Awaitable[Mapping[str, Records | LookupFailedError]]]
 
 
+def _nowhere(url: str) -> str | None:
+    """Return the name of another pool that an engine is in, where there is no other pool."""
+    return None
+
+
 class DnsSource:
-    """The engines of one name. `template`: their settings, whose URL is the name's. `chance`: from 0 to 1, for the jitter."""
+    """The engines of one name. `template`: their settings, whose URL is the name's. `chance`: from 0 to 1, for the jitter.
+
+    `elsewhere`: returns the name of another pool that has an engine, None if none has it. `are_new`: the engines of the first
+    answer begin slowly, too: others serve already.
+    """
 
     def __init__(
         self,
@@ -48,9 +57,14 @@ class DnsSource:
         dns: Dns,
         now: Callable[[], float],
         chance: Callable[[], float],
+        elsewhere: Callable[[str], str | None] = _nowhere,
+        *,
+        are_new: bool = False,
     ) -> None:
         self.name = name.url
-        self._template = template
+        self.template = template
+        self._elsewhere = elsewhere
+        self._are_new = are_new
         self._dns_name = name
         self._look_up = look_up
         self._membership = membership
@@ -87,6 +101,26 @@ class DnsSource:
         elif self.answered_at is None:
             found.append(f"{self.name}: has not been answered yet")
         return found + [f"{self.name}: {text}" for text in self._left_out]
+
+    def use(self, template: Node) -> None:
+        """Have its engines with other settings from now on. What fails changes nothing.
+
+        Raises:
+            SettingsError: an engine can't work with them.
+            MembershipError: as there.
+        """
+        before, self.template = self.template, template
+        try:
+            if self._applied is not None:
+                self._have()
+        except Exception:
+            self.template = before
+            raise
+
+    def give_up(self) -> None:
+        """Want no engine any more: those that it alone wants are drained and removed. It must not run any more."""
+        self._known.clear()
+        self._membership.apply(self.name, ())
 
     async def run(self) -> None:
         """Follow the name until cancelled."""
@@ -130,26 +164,32 @@ class DnsSource:
 
     def _apply(self) -> str | None:
         """Have the engines that are known. Return why that is not possible."""
-        nodes = [msgspec.structs.replace(self._template, url=url) for url in self.urls()]
-        if len(nodes) > MAX_PLACES:
+        if (count := len(self.urls())) > MAX_PLACES:
             self.counts["failed"] += 1
-            return f"names {len(nodes)} engines: {MAX_PLACES} at most"
-        wanted, self._left_out = [], []
-        for node in nodes:
-            member = self._membership.members.get(node.url)
-            if member is None or member.leaves or member.source == self.name or member.settings == node:
-                wanted.append(node)
-            else:  # it must not keep the others out
-                self._left_out.append(f"{node.url} was added by {member.source}, with other settings")
-        before, self._applied = self._applied, tuple(wanted)
+            return f"names {count} engines: {MAX_PLACES} at most"
+        before = self._applied
         try:
-            self._membership.apply(self.name, wanted, are_new=before is not None)
+            applied = self._have()
         except (SettingsError, MembershipError, ValueError) as error:
-            self._applied = before
             self.counts["failed"] += 1
             return truncate(error)
-        self.counts["empty" if not wanted else "same" if before == self._applied else "changed"] += 1
+        self.counts["empty" if not applied else "same" if before == applied else "changed"] += 1
         return None
+
+    def _have(self) -> tuple[Node, ...]:
+        """Have the engines that are known, and return them: all but those that others have."""
+        wanted, left_out = list[Node](), list[str]()
+        for url in self.urls():
+            node, member = msgspec.structs.replace(self.template, url=url), self._membership.members.get(url)
+            if (pool := self._elsewhere(url)) is not None:
+                left_out.append(f"{url} is an engine of pool {pool}")
+            elif member is None or member.leaves or member.source == self.name or member.settings == node:
+                wanted.append(node)
+            else:  # it must not keep the others out
+                left_out.append(f"{url} was added by {member.source}, with other settings")
+        self._membership.apply(self.name, wanted, are_new=self._are_new or self._applied is not None)
+        self._applied, self._left_out = tuple(wanted), left_out
+        return self._applied
 
     def _note(self, wrong: str | None) -> None:
         if wrong is not None and wrong != self._problem:

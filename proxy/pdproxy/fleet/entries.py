@@ -6,9 +6,10 @@ Owns the names and meanings of these fields, and an engine's short name.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +20,8 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.settings.crosscheck import engine_url
+from pdproxy.settings.errors import SettingsError
 
 ID_LENGTH = 12
 MAX_MODELS = 64
@@ -86,10 +89,11 @@ class EngineDrain(msgspec.Struct, frozen=True):
 
 
 class EngineEntry(msgspec.Struct, frozen=True):
-    """One engine of the pool."""
+    """One engine."""
 
     id: Annotated[str, Meta(description="its short name: the first 12 digits of the SHA-256 of its URL")]
     url: str
+    pool: Annotated[str, Meta(description="the name of its pool")]
     role: Annotated[str, Meta(description="prefill, decode, aggregated or any")]
     source: Annotated[
         str, Meta(description="who has added it: settings, admin, or a DNS name; only that one removes it")
@@ -110,29 +114,46 @@ class EngineEntry(msgspec.Struct, frozen=True):
     labels: dict[str, str]
 
 
-class Entries:
-    """The entries of a pool's members. `now`: monotonic seconds."""
+class PoolEngines(NamedTuple):
+    """The engines of one pool, and who wants them there."""
 
-    def __init__(self, membership: Membership, engines: EngineRegistry, now: Callable[[], float]) -> None:
-        self._membership = membership
-        self._engines = engines
+    name: str
+    membership: Membership
+    engines: EngineRegistry
+
+    def nodes(self) -> list[Node]:
+        """Return what the ledger knows of them."""
+        return [engine.node for engine in self.engines.values()]
+
+
+class Entries:
+    """The entries of all pools' members. An engine is in one pool at a time. `now`: monotonic seconds."""
+
+    def __init__(self, pools: Sequence[PoolEngines], now: Callable[[], float]) -> None:
+        self.pools = pools
         self._now = now
 
-    def find(self, name: str) -> str:
-        """Return the URL of a member by its id or its URL.
+    def find(self, name: str) -> tuple[PoolEngines, str]:
+        """Return a member's pool and its URL, by its id or its URL.
 
         Raises:
             UnknownMemberError: there is none.
         """
-        members = self._membership.members
-        for spelled in (name, name.rstrip("/")):
-            if spelled in members:
-                return spelled
+        spelled = name
+        with contextlib.suppress(SettingsError):
+            spelled = engine_url(name, ("url",))
+        for pool in self.pools:
+            if spelled in pool.membership.members:
+                return pool, spelled
         if len(name) == ID_LENGTH:
-            for url in members:
-                if engine_id(url) == name:
-                    return url
-        raise UnknownMemberError(f"{truncate(name)} is no engine of this pool")
+            for pool in self.pools:
+                for url in pool.membership.members:
+                    if engine_id(url) == name:
+                        return pool, url
+        raise UnknownMemberError(f"{truncate(name)} is no engine of {self._here()}")
+
+    def _here(self) -> str:
+        return "this pool" if len(self.pools) == 1 else "any pool"
 
     def entry(self, url: str) -> EngineEntry:
         """Return one engine's entry, with all its pairs.
@@ -140,34 +161,38 @@ class Entries:
         Raises:
             UnknownMemberError: there is no such member.
         """
-        nodes = self._nodes()
-        if url not in self._membership.members:
-            raise UnknownMemberError(f"{url} is no engine of this pool")
-        return self._entry(url, _pairs(self._engines[url].node, nodes, len(nodes)))
+        for pool in self.pools:
+            if url in pool.membership.members:
+                nodes = pool.nodes()
+                return self._entry(pool, url, _pairs(pool.engines[url].node, nodes, len(nodes)))
+        raise UnknownMemberError(f"{url} is no engine of {self._here()}")
 
-    async def all(self, *, pairs: bool = True) -> AsyncIterator[EngineEntry]:
-        """Yield all entries, in the order in which engines were added. Others get their turn in between."""
-        nodes = self._nodes()
-        compare = pairs and len(nodes) <= MAX_WITH_PAIRS
+    async def all(self, *, pairs: bool = True, of: PoolEngines | None = None) -> AsyncIterator[EngineEntry]:
+        """Yield all entries, or those `of` one pool: pool by pool, in the order in which engines were added.
+
+        Others get their turn in between.
+        """
         compared = 0
-        for url in list(self._membership.members):
-            compared += len(nodes) if compare else 1
-            if compared >= AT_ONCE:
-                compared = 0
-                await asyncio.sleep(0)
-            if url in self._membership.members:
-                yield self._entry(url, _pairs(self._engines[url].node, nodes, MAX_NOT_PAIRED) if compare else None)
+        for pool in self.pools if of is None else [of]:
+            nodes = pool.nodes()
+            compare = pairs and len(nodes) <= MAX_WITH_PAIRS
+            for url in list(pool.membership.members):
+                compared += len(nodes) if compare else 1
+                if compared >= AT_ONCE:
+                    compared = 0
+                    await asyncio.sleep(0)
+                if url in pool.membership.members:
+                    found = _pairs(pool.engines[url].node, nodes, MAX_NOT_PAIRED) if compare else None
+                    yield self._entry(pool, url, found)
 
-    def _nodes(self) -> list[Node]:
-        return [engine.node for engine in self._engines.values()]
-
-    def _entry(self, url: str, pairs: EnginePairs | None) -> EngineEntry:
-        now, member, engine = self._now(), self._membership.members[url], self._engines[url]
+    def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
+        now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
         node = engine.node
         evidence = node.evidence
         return EngineEntry(
             id=engine_id(url),
             url=url,
+            pool=pool.name,
             role=node.role.value,
             source=member.source,
             also_wanted_by=list(member.heirs),

@@ -297,6 +297,7 @@ class Membership:
             engine.buffer, old.buffer = old.buffer, None  # or it would be needed for as long as the new one is used
         if old.node.up and old.node.evidence is not None:
             self._ledger.mark_up(engine.url, old.node.evidence)
+            engine.node.run_number = old.node.run_number  # what waits there for KV still does
             reason = "its settings have changed"
             self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
         if engine.node.role is before.role:

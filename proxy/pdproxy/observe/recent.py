@@ -1,4 +1,4 @@
-"""The last requests that have ended, each with its timeline. For operators: nothing here reads them.
+"""The requests that run, and the last ones that have ended, each with its timeline. For operators: nothing here reads them.
 
 Owns their number, and what is kept of each: no prompt, no answer, no key.
 """
@@ -6,17 +6,20 @@ Owns their number, and what is kept of each: no prompt, no answer, no key.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
 
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import Event, LegFailed, LegTimes, RequestEnded, StreamContinued
 
 KEPT = 256
-"""Requests that are kept."""
+"""Requests that are kept once they have ended, and as many are shown of those that run."""
+RUNNING = "running"
 MAX_LEGS = 8
 """Prompts of one request whose engines and times are kept: a list of prompts may have thousands."""
 MAX_FAILURES = 16
@@ -54,29 +57,61 @@ class RecentPrompt(msgspec.Struct, frozen=True):
 
 
 class RecentRequest(msgspec.Struct, frozen=True):
-    """A request that has ended."""
+    """A request that runs or has ended."""
 
     id: str
-    ended_s: Annotated[float, Meta(description="seconds since it ended")]
+    ended_s: Annotated[float | None, Meta(description="seconds since it ended, null while it runs")]
+    phase: Annotated[
+        str | None,
+        Meta(
+            description="while it runs: waiting (its body is read, or it waits for a place), working (at engines, without data) "
+            "or streaming"
+        ),
+    ]
     method: str
     path: str
     model: str | None
-    status: int
-    outcome: Annotated[str, Meta(description="ok, client_left, or whose fault ended it")]
+    status: Annotated[int, Meta(description="0 while it is not known")]
+    outcome: Annotated[str, Meta(description="ok, client_left, whose fault ended it, or running")]
     error: str | None
     reason: Annotated[str | None, Meta(description="why it was refused for now")]
     stream: bool | None
     client: Annotated[str | None, Meta(description="the client's address")]
     key: Annotated[str | None, Meta(description="the name of its key")]
     tenant: str | None
-    queue_s: Annotated[float, Meta(description="seconds until it had a place")]
+    queue_s: Annotated[float, Meta(description="seconds until it had a place, or for which it waits")]
     first_s: Annotated[float | None, Meta(description="seconds until the first data of its stream")]
-    total_s: float
+    total_s: Annotated[float, Meta(description="seconds from its begin to its end, or until now")]
     prompt_tokens: int | None
     completion_tokens: int | None
     prompts: Annotated[list[RecentPrompt], Meta(description="the first 8 of a list")]
     prompt_count: int
     failures: Annotated[list[RecentFailure], Meta(description="the first 16 legs that failed")]
+
+
+class SoFar(NamedTuple):
+    """What is known of a request that runs. Times in monotonic seconds, None for what has not happened yet."""
+
+    request_id: str
+    method: str
+    endpoint: str
+    model: str | None
+    status: int
+    stream: bool | None
+    client: str | None
+    key: str | None
+    tenant: str | None
+    received: float
+    admitted: float | None
+    first: float | None
+    legs: Sequence[LegTimes]
+
+
+class Runs(Protocol):
+    """A request that runs."""
+
+    def so_far(self) -> SoFar:
+        """Return what is known of it."""
 
 
 class _Kept(NamedTuple):
@@ -91,6 +126,8 @@ class Recent:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
+        self.running: OrderedSet[Runs] = OrderedSet()
+        """The requests that run, in the order in which they came: whoever serves them adds and removes them."""
         self._ended: deque[_Kept] = deque(maxlen=KEPT)
         self._failures: OrderedDict[str, list[tuple[float, LegFailed | StreamContinued]]] = OrderedDict()
 
@@ -112,17 +149,51 @@ class Recent:
                 self._failures.popitem(last=False)
 
     def shown(
-        self, limit: int = KEPT, *, request_id: str | None = None, outcome: str | None = None
+        self, limit: int = 2 * KEPT, *, request_id: str | None = None, outcome: str | None = None
     ) -> list[RecentRequest]:
-        """Return the last requests, the newest first. `request_id`, `outcome`: only those that have it."""
-        found: list[RecentRequest] = []
-        for one in reversed(self._ended):
-            if request_id not in (None, one.event.request_id) or outcome not in (None, one.event.outcome):
-                continue
-            if len(found) == limit:
-                break
-            found.append(_shown(one, self._now() - one.at))
-        return found
+        """Return the requests that run, the longest-running first, and then those that have ended, the newest first.
+
+        `request_id`, `outcome`: only those that have it.
+        """
+        return list(islice(self._all(request_id, outcome), limit))
+
+    def _all(self, request_id: str | None, outcome: str | None) -> Iterator[RecentRequest]:
+        now = self._now()
+        if outcome in (None, RUNNING):
+            running = (one.so_far() for one in self.running)
+            wanted = (one for one in running if request_id in (None, one.request_id))
+            yield from (_running(one, now, self._failures.get(one.request_id, ())) for one in islice(wanted, KEPT))
+        for kept in reversed(self._ended):
+            if request_id in (None, kept.event.request_id) and outcome in (None, kept.event.outcome):
+                yield _shown(kept, now - kept.at)
+
+
+def _running(one: SoFar, now: float, failures: Sequence[tuple[float, LegFailed | StreamContinued]]) -> RecentRequest:
+    total, first = now - one.received, one.first
+    return RecentRequest(
+        id=one.request_id,
+        ended_s=None,
+        phase="waiting" if one.admitted is None else "working" if first is None else "streaming",
+        method=one.method,
+        path=one.endpoint,
+        model=None if one.model is None else truncate(one.model),
+        status=one.status,
+        outcome=RUNNING,
+        error=None,
+        reason=None,
+        stream=one.stream,
+        client=one.client,
+        key=one.key,
+        tenant=one.tenant,
+        queue_s=round(total if one.admitted is None else one.admitted - one.received, 4),
+        first_s=_rounded(None if first is None else first - one.received),
+        total_s=round(total, 4),
+        prompt_tokens=None,
+        completion_tokens=None,
+        prompts=[_prompt(times) for times in one.legs[:MAX_LEGS]],
+        prompt_count=len(one.legs),
+        failures=[_failure(at - one.received, failed) for at, failed in failures],
+    )
 
 
 def _shown(one: _Kept, age: float) -> RecentRequest:
@@ -131,6 +202,7 @@ def _shown(one: _Kept, age: float) -> RecentRequest:
     return RecentRequest(
         id=event.request_id,
         ended_s=round(age, 3),
+        phase=None,
         method=event.method,
         path=event.endpoint,
         model=None if event.model is None else truncate(event.model),

@@ -24,6 +24,7 @@ AT_ONCE: tuple[KeyPath, ...] = (
     ("probes",),
     ("observe", "log_level"),
     ("pools", 0, "nodes"),
+    ("pools", 0, "dns_nodes"),
     ("pools", 0, "models"),
     ("pools", 0, "aliases"),
     ("pools", 0, "weight"),

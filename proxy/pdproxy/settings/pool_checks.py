@@ -25,10 +25,16 @@ def check_pools(settings: Settings, found: Mistakes) -> None:
     if len(settings.pools) < 2:
         return
     _refuse_shared([(pool.name, ("pools", at, "name")) for at, pool in enumerate(settings.pools)], "the name", found)
-    urls = [
+    urls: list[tuple[str, KeyPath]] = [
         (node.url.partition("://")[2], ("pools", at, "nodes", place))  # one port is either with TLS or without
         for at, pool in enumerate(settings.pools)
         for place, node in enumerate(pool.nodes)
+    ]
+    # Names that DNS has: where in the list they were is not known any more.
+    urls += [
+        (node.url.partition("://")[2], ("pools", at, "nodes"))
+        for at, pool in enumerate(settings.pools)
+        for node in pool.dns_nodes
     ]
     _refuse_shared(urls, "the engine", found)
     _refuse_shared([*_sockets(settings)], "the port", found)
@@ -48,7 +54,7 @@ def _sockets(settings: Settings) -> Iterator[tuple[str, KeyPath]]:
     for at, pool in enumerate(settings.pools):
         key: KeyPath = ("pools", at)
         if pool.kv_events.enabled and pool.kv_events.host is not None:
-            most = max((node.facts.data_parallel_size for node in pool.nodes), default=1)
+            most = max((node.facts.data_parallel_size for node in pool.all_nodes), default=1)
             for port in range(pool.kv_events.port, pool.kv_events.port + most):
                 yield str(port), (*key, "kv_events")
         yield from ((str(port), (*key, name)) for port, name in _of_connector(settings.of_pool(pool), pool))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdproxy.fleet.membership import SETTINGS
 from pdproxy.lab.chaos.clients import Outcome, Visitors
 from pdproxy.lab.chaos.finding import Finding, shortened
 from pdproxy.lab.chaos.oracle import BODIES
@@ -19,7 +20,7 @@ _CALLS, _WITHIN, _TERM = 12, 1.6, 0.8
 """So many requests within so many seconds, and the second at which the proxy is asked to stop."""
 _CLIENTS: tuple[Client, ...] = ("plain", "plain", "plain", "kept", "pipelines", "leaves")
 _GONE = 6.0
-"""Seconds in which nothing of a removed engine is left: its leases and its last probe."""
+"""Seconds in which an engine is drained, and nothing of it is left: its leases and its last probe."""
 _LONGEST = DEADLINES.drain + DEADLINES.abandoned_prefill + 2 * DEADLINES.release + 2.0
 """Seconds in which a proxy that is asked to stop has ended."""
 
@@ -36,9 +37,12 @@ class Ending:
     async def remove(self, chance: random.Random) -> list[Finding]:
         """Remove an engine for good, and look for what is left of it."""
         engine = chance.choice(self._world.engines)
-        self._world.proxy.setup.remove(engine.url)
+        await self._world.in_proxy(self._take_out(engine.url))
         await asyncio.sleep(_GONE)
         return series_left(self._world.proxy.metrics.page().decode(), engine.url)
+
+    async def _take_out(self, url: str) -> None:
+        self._world.proxy.membership.remove(url, SETTINGS)
 
     async def stop(self, chance: random.Random) -> list[Finding]:
         """Ask the proxy to stop under load; by chance one engine stands still meanwhile."""

@@ -181,11 +181,12 @@ def quiet(world: World) -> list[Finding]:
         found.append(Finding("connections end", f"{proxy.connections.open} of clients are open"))
     for engine in world.engines:
         sim = engine.sim.engine
-        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV that will not come.
+        # Where engines push, nothing but a restart frees what a decode engine has reserved for KV that will not come. The proxy
+        # counts that for as long as it has the engine.
         stuck, _ = proxy.custodian.stuck.snapshot(proxy.custodian.now()).get(engine.url, (0, 0.0))
         if not sim.awaited and (usage := max(stats.kv_cache_usage for stats in sim.rank_stats)):
             found.append(Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks"))
-        if sim.handles or len(sim.awaited) > stuck:
+        if sim.handles or (len(sim.awaited) > stuck and engine.name not in world.taken_out):
             text = (
                 f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} pushes, {stuck} are lost"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from pdproxy.fleet.member import MembershipError
+from pdproxy.fleet.membership import SETTINGS
 from pdproxy.lab.chaos.schedule import Fault
 from pdproxy.lab.chaos.setup import PROXY
 from pdproxy.lab.chaos.soundness import Soundness
@@ -63,7 +65,7 @@ class Troubles:
             case "cut" | "half_cut" | "slow_link":
                 await self._disturb(fault, engine)
             case "remove":
-                await self._remove(engine, fault.seconds)
+                await self._remove(engine, fault)
 
     async def _back(self, engine: ChaosEngine, seconds: float) -> None:
         """Start an engine again after some seconds, as its supervisor would, unless something else did."""
@@ -89,14 +91,16 @@ class Troubles:
             else:
                 link.up(asyncio.get_running_loop())
 
-    async def _remove(self, engine: ChaosEngine, seconds: float) -> None:
-        """Take an engine out of the pool, and put it back."""
-        setup = self._world.proxy.setup
-        with contextlib.suppress(KeyError):  # another fault has removed it
-            setup.remove(engine.url)
-        await asyncio.sleep(seconds)
+    async def _remove(self, engine: ChaosEngine, fault: Fault) -> None:
+        """Take an engine out of the pool, and put it back: every second time it is drained first, for half of the time."""
+        self._world.taken_out.add(engine.name)
+        await self._world.in_proxy(self._take_out(engine, fault.seconds / 2, at_once=fault.number % 2 == 0))
+        await asyncio.sleep(fault.seconds)
         await self._world.in_proxy(self._add(engine))
 
+    async def _take_out(self, engine: ChaosEngine, seconds: float, *, at_once: bool) -> None:
+        with contextlib.suppress(MembershipError):  # another fault has removed it
+            self._world.proxy.membership.remove(engine.url, SETTINGS, at_once=at_once, seconds=seconds)
+
     async def _add(self, engine: ChaosEngine) -> None:
-        with contextlib.suppress(ValueError):  # it is there
-            self._world.proxy.setup.add(self._world.nodes[engine.name])
+        self._world.proxy.membership.add(self._world.nodes[engine.name], SETTINGS)

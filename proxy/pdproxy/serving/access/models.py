@@ -124,7 +124,11 @@ class Models:
             self._known[model] = found
         return found[0] if len(found) == 1 else self._among(found, session)
 
-    def _find(self, model: str) -> list[Choice]:
+    def serving(self, model: str) -> list[int]:
+        """Return the numbers of the pools that serve a model, also while nobody there is up: by engines, aliases or patterns."""
+        return [one.pool for one in self._named(model)]
+
+    def _named(self, model: str) -> list[Choice]:
         found = []
         for at, pool in enumerate(self.pools):
             if pool.lists(model):
@@ -134,6 +138,10 @@ class Models:
         if not found:
             fits = [pool.fit(model) for pool in self.pools]
             found = [Choice(at, model) for at, fit in enumerate(fits) if fit >= 0 and fit == max(fits)]
+        return found
+
+    def _find(self, model: str) -> list[Choice]:
+        found = self._named(model)
         if not found and len(self.pools) == 1:
             return [Choice(0, model)]  # its engines answer for themselves
         if not found:  # perhaps a pool that was never up has it: it answers that it is not

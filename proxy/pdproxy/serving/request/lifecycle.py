@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from pdproxy.kit.errors import (
@@ -25,7 +25,9 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.ids import mint, usable
-from pdproxy.observe.events import DeadlinePassed, RequestEnded
+from pdproxy.kit.ordered_set import OrderedSet
+from pdproxy.observe.events import DeadlinePassed, LegTimes, RequestEnded
+from pdproxy.observe.recent import Runs, SoFar
 from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
@@ -106,6 +108,28 @@ class LiveRequest(ABC, Generic[Writer]):
     def add_up(self) -> None:
         """Complete `totals` for the report. Called once, after the last engine was asked."""
 
+    @abstractmethod
+    def legs_so_far(self) -> Sequence[LegTimes]:
+        """Return the legs of each prompt of which something is known."""
+
+    def so_far(self) -> SoFar:
+        """Return what is known of it while it runs."""
+        return SoFar(
+            self.request_id,
+            self.method,
+            self.endpoint,
+            self.model,
+            self.status,
+            self.stream,
+            self.address,
+            self.key,
+            self.writer.client.label,
+            self.received,
+            self.admitted,
+            self.first,
+            self.legs_so_far(),
+        )
+
     def tokens_used(self) -> int | None:
         """Return the tokens of prompts and answers; None if engines have worked on it and reported none.
 
@@ -137,6 +161,8 @@ class Lifecycle:
         self._resources = resources
         self._admission = admission
         self._quotas = quotas
+        self.running: OrderedSet[Runs] | None = None
+        """The requests that run, None where nobody is shown them."""
 
     async def run(self, request: LiveRequest[Writer]) -> None:
         """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
@@ -145,6 +171,9 @@ class Lifecycle:
         place: Place | None = None
         use: Use | None = None
         total = resources.deadlines.total
+        running = self.running
+        if running is not None:
+            running.add(request)
         try:
             use = self._quotas.enter(request.key)
             serve = await request.read()
@@ -187,6 +216,8 @@ class Lifecycle:
                 if error is not None:
                     await request.answer_error(error)
             finally:
+                if running is not None:
+                    running.discard(request)
                 self._report(request, error)
                 if error is not None:
                     drop_traceback(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -69,11 +69,11 @@ class Passthrough:
         self.bodies = bodies
         self.routes: Routes[Passthrough] | None = None
         """Those of all pools, None where there is nothing to choose: one pool without aliases."""
-        self._lifecycle = Lifecycle(resources, admission, quotas)
+        self.lifecycle = Lifecycle(resources, admission, quotas)
 
     def serve(self, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
-        return self._lifecycle.run(PassthroughRequest(self, incoming, output))
+        return self.lifecycle.run(PassthroughRequest(self, incoming, output))
 
 
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
@@ -152,8 +152,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     and self._attempts < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
                 )
-                wait = getattr(error, "wait", None)
-                if wait is not None:
+                if (wait := getattr(error, "wait", None)) is not None:
                     resources.observers.notify(DeadlinePassed(wait.value, url))
                 resources.report_failure(leg_headers, url, "alone", error, will_retry=again)
                 if not again:
@@ -274,8 +273,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         dialect = self._incoming.entry.dialect
         try:
             if self.writer.begun:
-                sequence = self._stream.sequence if self._stream is not None else 0
-                await self.writer.write(failure_event(dialect, error, sequence))
+                await self.writer.write(failure_event(dialect, error, self._stream.sequence if self._stream else 0))
                 await self.writer.finish()
                 return
             self.status = error.status
@@ -291,6 +289,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         elif self._whole is not None:
             whole_s = self._whole - self._asked
         return LegTimes(decode=self._url, first_s=first_s, decode_s=decode_s, whole_s=whole_s, attempts=self._attempts)
+
+    def legs_so_far(self) -> Sequence[LegTimes]:
+        """Return those of the engine that was asked last."""
+        return [self.times()] if self._url is not None else []
 
     def add_up(self) -> None:
         """Add the engine that was asked last."""

@@ -5,7 +5,7 @@ Owns the answer to the client. The request's steps are those of `lifecycle`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, ModelNotFoundError, PdproxyError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
-from pdproxy.observe.events import ServedAlone
+from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
@@ -73,11 +73,11 @@ class Service:
         self.quotas = quotas
         self.bodies = bodies
         self.dispatcher = Dispatcher(resources)
-        self._lifecycle = Lifecycle(resources, admission, quotas)
+        self.lifecycle = Lifecycle(resources, admission, quotas)
 
     def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
-        return self._lifecycle.run(GeneratingRequest(self, incoming, output))
+        return self.lifecycle.run(GeneratingRequest(self, incoming, output))
 
 
 class GeneratingRequest(LiveRequest[ResponseWriter]):
@@ -161,8 +161,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def _routed(self, parsed: Parsed, routes: Routes[Service]) -> tuple[Parsed, Service]:
         """Choose the pool, and name the model as its engines do."""
-        incoming = self._incoming
-        session = session_in(incoming.hints, parsed.fields)
+        incoming, session = self._incoming, session_in(self._incoming.hints, parsed.fields)
         try:
             service, model = routes.of(parsed.model, session)
         except ModelNotFoundError:
@@ -171,8 +170,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             service, model = routes.of(None, session)  # vLLM does not read the `model` of an invocation's body
         self._service = service
         if model != parsed.model and model is not None:
-            name = msgspec.json.encode(model)
-            parsed = msgspec.structs.replace(parsed, fields={**parsed.fields, "model": msgspec.Raw(name)}, model=model)
+            fields = {**parsed.fields, "model": msgspec.Raw(msgspec.json.encode(model))}
+            parsed = msgspec.structs.replace(parsed, fields=fields, model=model)
             if incoming.adapter is not None:
                 incoming.adapter = model.encode("utf-8")
         return parsed, service
@@ -290,6 +289,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             return
         self.status = error.status
         self.writer.whole(error.status, [*self.error_headers(error), *self._decision()], body)
+
+    def legs_so_far(self) -> Sequence[LegTimes]:
+        """Return those of the only exchange, or of a list's that have ended."""
+        return self.totals.legs or ([self._exchange.times()] if self._exchange and self.admitted is not None else [])
 
     def add_up(self) -> None:
         """Add the only exchange. Those of a list are added as they end."""

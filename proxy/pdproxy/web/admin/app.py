@@ -22,6 +22,7 @@ from pdproxy.web.admin.service import (
     DrainOrder,
     EngineChanged,
     EngineList,
+    EngineOrder,
     LevelShown,
     LogLevelOrder,
     RequestList,
@@ -36,11 +37,12 @@ _AT_ONCE = parameter(
     "at_once", "true: it is removed now, and its requests go on; false: it is drained first", "query", "boolean"
 )
 _SECONDS = parameter("seconds", "until its requests are ended (default: deadlines.engine_drain)", "query", "number")
+_POOL = parameter("pool", "only engines of the pool with this name", "query")
 _PAIRS = parameter("pairs", "whether entries show pairs (default: true)", "query", "boolean")
 _RECENT = [
-    parameter("limit", f"how many at most (default: all that are kept, {KEPT})", "query", "integer"),
+    parameter("limit", f"how many at most, up to {KEPT} (default: all that are shown)", "query", "integer"),
     parameter("id", "only requests with this id", "query"),
-    parameter("outcome", "only requests with this outcome", "query"),
+    parameter("outcome", "only requests with this outcome; running: those that run", "query"),
 ]
 
 
@@ -77,8 +79,10 @@ def create_admin_app(service: AdminService) -> FastAPI:
 
 def _add_engines(app: FastAPI, service: AdminService) -> None:
     async def engines(request: Request) -> Response:
-        pairs = flag_of(query_of(request, ("pairs",)), "pairs", usual=True)
-        return shown(EngineList([entry async for entry in service.entries.all(pairs=pairs)]))
+        query = query_of(request, ("pairs", "pool"))
+        pairs = flag_of(query, "pairs", usual=True)
+        of = service.pool(query["pool"]) if "pool" in query else None
+        return shown(EngineList([entry async for entry in service.entries.all(pairs=pairs, of=of)]))
 
     async def engine(request: Request) -> Response:
         query_of(request, ())
@@ -105,7 +109,7 @@ def _add_engines(app: FastAPI, service: AdminService) -> None:
 
     one = f"{BASE}/engines/{{name:path}}"
     named = (400, 404, 409)
-    _route(app, "GET", f"{BASE}/engines", engines, "All engines", {200: EngineList}, (400,), [_PAIRS])
+    _route(app, "GET", f"{BASE}/engines", engines, "All engines", {200: EngineList}, (400,), [_POOL, _PAIRS])
     _route(
         app,
         "POST",
@@ -114,7 +118,7 @@ def _add_engines(app: FastAPI, service: AdminService) -> None:
         "Add an engine",
         {201: EngineChanged, 200: EngineChanged},
         (400, 409),
-        body="Node",
+        body=EngineOrder,
     )
     _route(app, "POST", f"{one}/drain", drain, "Drain an engine", {202: EngineChanged}, named, [_NAME], body=DrainOrder)
     _route(app, "POST", f"{one}/undrain", undrain, "Use an engine again", {200: EngineChanged}, named, [_NAME])
@@ -144,7 +148,7 @@ def _add_others(app: FastAPI, service: AdminService) -> None:
         query = query_of(request, ("limit", "id", "outcome"))
         limit = number_of(query, "limit", KEPT, whole=True)
         found = service.recent.shown(
-            KEPT if limit is None else int(limit), request_id=query.get("id"), outcome=query.get("outcome")
+            2 * KEPT if limit is None else int(limit), request_id=query.get("id"), outcome=query.get("outcome")
         )
         return shown(RequestList(found))
 
@@ -155,8 +159,17 @@ def _add_others(app: FastAPI, service: AdminService) -> None:
     path = f"{BASE}/log_level"
     _route(app, "GET", path, level, "The log level", {200: LevelShown})
     _route(app, "PUT", path, set_level, "Set the log level", {200: LevelShown}, (400,), body=LogLevelOrder)
-    _route(app, "GET", f"{BASE}/requests", requests, "The last requests", {200: RequestList}, (400,), _RECENT)
-    _route(app, "GET", f"{BASE}/decisions", decisions, "The last decisions of the pool's placement", {200: None})
+    _route(
+        app,
+        "GET",
+        f"{BASE}/requests",
+        requests,
+        "Requests that run, and the last ones",
+        {200: RequestList},
+        (400,),
+        _RECENT,
+    )
+    _route(app, "GET", f"{BASE}/decisions", decisions, "The last decisions of the pools' placements", {200: None})
 
 
 def _route(

@@ -10,18 +10,18 @@ import msgspec
 from fastapi import FastAPI
 
 from pdproxy.fleet.entries import EngineEntry
-from pdproxy.settings.schema import Node
 from pdproxy.web.admin.service import (
     DrainOrder,
     EngineChanged,
     EngineList,
+    EngineOrder,
     LevelShown,
     LogLevelOrder,
     RequestList,
 )
 
 _TEMPLATE = "#/components/schemas/{name}"
-_STRUCTS = (Node, DrainOrder, LogLevelOrder, EngineEntry, EngineList, EngineChanged, LevelShown, RequestList)
+_STRUCTS = (EngineOrder, DrainOrder, LogLevelOrder, EngineEntry, EngineList, EngineChanged, LevelShown, RequestList)
 _TEXT = {"type": "string"}
 _ERROR = {
     "type": "object",
@@ -63,7 +63,7 @@ def operation(
     if parameters:
         extra["parameters"] = list(parameters)
     if body is not None:
-        name = body if isinstance(body, str) else body.__name__
+        name = body.__name__
         extra["requestBody"] = {"required": name != "DrainOrder", "content": _content(name)}
     return found, extra
 

@@ -1,24 +1,24 @@
-"""What the admin API does with the engines of a pool. Owns what an engine that is added so may not have, and the answers' shapes.
+"""What the admin API does with engines. Owns what one that is added so may not have, and the shapes of answers.
 
 All of it is synchronous: an answer says what is the case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from pdproxy.fleet.entries import EngineEntry, Entries
+from pdproxy.fleet.entries import EngineEntry, Entries, PoolEngines
 from pdproxy.fleet.member import MembershipError
-from pdproxy.fleet.membership import ADMIN, Membership
+from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent, RecentRequest
 from pdproxy.settings.conform import conform
 from pdproxy.settings.crosscheck import engine_url
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import SettingsError, did_you_mean, quote
 from pdproxy.settings.probes import LogLevel
 from pdproxy.settings.schema import Node
 from pdproxy.settings.section import Section
@@ -29,6 +29,12 @@ _FILES = (("api_key_file",), ("tls", "ca"), ("tls", "certificate"), ("tls", "key
 """Settings of an engine that name files of this machine. Who may add engines need not be able to read them."""
 
 DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
+
+
+class EngineOrder(Node, frozen=True):
+    """An engine that is to be added: its settings, without those that name files, and its pool."""
+
+    pool: Annotated[str | None, Meta(description="the name of its pool, or nothing where there is one")] = None
 
 
 class DrainOrder(Section, frozen=True):
@@ -66,13 +72,13 @@ class EngineChanged(msgspec.Struct, frozen=True):
 
 
 class EngineList(msgspec.Struct, frozen=True):
-    """All engines of the pool, in the order in which they were added."""
+    """All engines, pool by pool, in the order in which they were added."""
 
     engines: list[EngineEntry]
 
 
 class RequestList(msgspec.Struct, frozen=True):
-    """The last requests that have ended, the newest first."""
+    """Up to 256 requests that run, the longest-running first, and the last 256 that have ended, the newest first."""
 
     requests: list[RecentRequest]
 
@@ -85,23 +91,51 @@ class LevelHolder(Protocol):
 
 
 class AdminService:
-    """One pool's. `decisions`: the last ones of its placement as JSON; `set_log_level(level)` has it used at once."""
+    """All pools'. `decisions`: the last ones of their placements as JSON; `set_log_level(level)` has it used at once.
+
+    `serving(model)` returns the numbers of the pools that serve a model.
+    """
 
     def __init__(
         self,
-        membership: Membership,
         entries: Entries,
         recent: Recent,
         decisions: Callable[[], bytes],
         log: LevelHolder,
         set_log_level: Callable[[str], None],
+        serving: Callable[[str], Sequence[int]],
     ) -> None:
-        self._membership = membership
         self.entries = entries
         self.recent = recent
         self.decisions = decisions
         self._log = log
         self._set_log_level = set_log_level
+        self._serving = serving
+
+    @property
+    def pools(self) -> list[str]:
+        """The names of all pools."""
+        return [pool.name for pool in self.entries.pools]
+
+    def serving(self, model: str) -> list[str]:
+        """Return the names of the pools that serve a model: by their engines, an alias or a pattern."""
+        return [self.entries.pools[at].name for at in self._serving(model)]
+
+    def pool(self, name: str | None, key: str = "pool") -> PoolEngines:
+        """Return the pool with a name, without one the only pool. `key`: where the name was read.
+
+        Raises:
+            BadRequestError: there is no such pool, or there are several, and none is named.
+        """
+        pools, names = self.entries.pools, self.pools
+        if name is None and len(pools) == 1:
+            return pools[0]
+        expected = f"expected {', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else f"expected {names[0]}"
+        if name is None:
+            raise BadRequestError(f"{key}: missing: there are several pools: {expected}")
+        if name not in names:
+            raise BadRequestError(f"{key}: {quote(name)} is no pool: {expected}{did_you_mean(name, names)}")
+        return pools[names.index(name)]
 
     def found(self, name: str) -> EngineEntry:
         """Return one engine, by its id or URL.
@@ -110,32 +144,35 @@ class AdminService:
             NotThereError: there is no such engine.
         """
         try:
-            return self.entries.entry(self.entries.find(name))
+            return self.entries.entry(self.entries.find(name)[1])
         except MembershipError as error:
             raise refusal(error) from None
 
     def has(self, name: str) -> bool:
         """Return whether there is an engine of this id or URL that stays."""
         try:
-            return not self._membership.members[self.entries.find(name)].leaves
+            pool, url = self.entries.find(name)
         except MembershipError:
             return False
+        return not pool.membership.members[url].leaves
 
     def add(self, fields: Mapping[str, Any]) -> tuple[int, EngineChanged]:
         """Add an engine. Return the status with the answer: 201 if it is new.
 
         Raises:
-            BadRequestError: its settings are wrong, or it can't work in this pool.
-            ConflictError: it is there with other settings, or there are too many.
+            BadRequestError: its settings are wrong, it can't work in this pool, or it names no pool though there are several.
+            ConflictError: it is there with other settings, or in another pool, or there are too many.
         """
         try:
-            plain = conform(dict(fields), Node, "")
+            plain = conform(dict(fields), EngineOrder, "")
             _refuse_files(plain)
+            pool = self.pool(plain.pop("pool", None))
             node = msgspec.convert(plain, Node)
             node = msgspec.structs.replace(node, url=engine_url(node.url, ("url",)))
-            before = self._membership.members.get(node.url)
+            self._refuse_others(node.url, pool)
+            before = pool.membership.members.get(node.url)
             source, left = (None, False) if before is None else (before.source, before.leaves)
-            member = self._membership.add(node, ADMIN)
+            member = pool.membership.add(node, ADMIN)
         except (SettingsError, MembershipError) as error:
             raise refusal(error) from None
         entry = self.entries.entry(member.url)
@@ -152,6 +189,12 @@ class AdminService:
         )
         return 200, EngineChanged("wanted", note, entry)
 
+    def _refuse_others(self, url: str, pool: PoolEngines) -> None:
+        for other in self.entries.pools:
+            if other is not pool and (member := other.membership.members.get(url)) is not None:
+                how = "still leaves" if member.leaves else "is an engine of"
+                raise ConflictError(f"{url} {how} pool {other.name}: an engine is in one pool at a time", member.source)
+
     def drain(self, name: str, fields: Mapping[str, Any]) -> EngineChanged:
         """Give an engine no more requests.
 
@@ -161,10 +204,10 @@ class AdminService:
         """
         try:
             order = msgspec.convert(conform(dict(fields), DrainOrder, ""), DrainOrder)
-            url = self.entries.find(name)
+            pool, url = self.entries.find(name)
             if not order.keep:
-                return self._removing(url, order.seconds)
-            self._membership.drain(url, ADMIN, seconds=order.seconds)
+                return self._removing(pool, url, order.seconds)
+            pool.membership.drain(url, ADMIN, seconds=order.seconds)
         except (SettingsError, MembershipError) as error:
             raise refusal(error) from None
         return EngineChanged("draining", "it gets no more requests until it is undrained", self.entries.entry(url))
@@ -177,11 +220,11 @@ class AdminService:
             ConflictError: it is not being drained, or is being removed.
         """
         try:
-            url = self.entries.find(name)
-            member = self._membership.members[url]
+            pool, url = self.entries.find(name)
+            member = pool.membership.members[url]
             if member.leaves:
                 raise ConflictError(f"{url} is being removed by {member.source}: add it to keep it", member.source)
-            self._membership.undrain(url, ADMIN)
+            pool.membership.undrain(url, ADMIN)
         except MembershipError as error:
             raise refusal(error) from None
         return EngineChanged("undrained", "it gets requests again", self.entries.entry(url))
@@ -194,17 +237,17 @@ class AdminService:
             ConflictError: another source has added it.
         """
         try:
-            url = self.entries.find(name)
+            pool, url = self.entries.find(name)
             if not at_once:
-                return self._removing(url, seconds)
-            if self._membership.remove(url, ADMIN, at_once=True):
+                return self._removing(pool, url, seconds)
+            if pool.membership.remove(url, ADMIN, at_once=True):
                 return EngineChanged("removed", "its requests go on until they end", None)
         except MembershipError as error:
             raise refusal(error) from None
         return self._kept(url)
 
-    def _removing(self, url: str, seconds: float | None) -> EngineChanged:
-        if not self._membership.remove(url, ADMIN, seconds=seconds):
+    def _removing(self, pool: PoolEngines, url: str, seconds: float | None) -> EngineChanged:
+        if not pool.membership.remove(url, ADMIN, seconds=seconds):
             return self._kept(url)
         note = "it gets no more requests, and is removed once nothing is left of those that it has"
         return EngineChanged("removing", note, self.entries.entry(url))

@@ -1,6 +1,7 @@
 """The routes with which vllm-router's engines are managed, with its shapes: what was written for it works here.
 
 Three things differ: an engine is drained before it is removed, one that is not there is a 404, and a role must fit the pool.
+Of several pools a new engine comes into the one that `labels.pool` names, or else the only one that serves its `model_id`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pdproxy.web.admin.service import AdminService
 ROLES = {"regular": "aggregated", "prefill": "prefill", "decode": "decode"}
 _NAMES = {role: name for name, role in ROLES.items()}
 _IGNORED = (
-    "model_id",
     "priority",
     "cost",
     "runtime",
@@ -32,7 +32,7 @@ _IGNORED = (
     "chat_template",
 )
 """Fields of vllm-router that change nothing here."""
-_KNOWN = ("url", "worker_type", "bootstrap_port", "labels", "api_key", *_IGNORED)
+_KNOWN = ("url", "worker_type", "bootstrap_port", "labels", "api_key", "model_id", *_IGNORED)
 
 
 def add_workers(app: FastAPI, service: AdminService) -> None:
@@ -40,11 +40,12 @@ def add_workers(app: FastAPI, service: AdminService) -> None:
 
     async def workers(request: Request) -> Response:
         query_of(request, ())
-        return JSONResponse(_listed([entry async for entry in service.entries.all(pairs=False)]))
+        entries = [entry async for entry in service.entries.all(pairs=False)]
+        return JSONResponse(_listed(entries, shows_pool=len(service.pools) > 1))
 
     async def worker(request: Request) -> Response:
         entry = service.found(_name(request))
-        found = _info(entry)
+        found = _info(entry, shows_pool=False)
         return JSONResponse({name: found[name] for name in ("url", "model_id", "is_healthy")})
 
     async def add(request: Request) -> Response:
@@ -65,12 +66,13 @@ def add_workers(app: FastAPI, service: AdminService) -> None:
         return JSONResponse({"urls": [entry.url async for entry in service.entries.all(pairs=False)]})
 
     async def add_url(request: Request) -> Response:
-        url = _url(request)
-        _add(service, {"url": url})
+        query = query_of(request, ("url", "pool"))
+        url = _url(query)
+        _add(service, {"url": url}, query.get("pool"))
         return PlainTextResponse(f"Successfully added worker: {url}")
 
     async def remove_url(request: Request) -> Response:
-        url = _url(request)
+        url = _url(query_of(request, ("url",)))
         changed = service.remove(url, at_once=False)
         return PlainTextResponse(f"Successfully removed worker: {url}: {changed.note}")
 
@@ -106,14 +108,14 @@ def _caught(
     return run
 
 
-def _add(service: AdminService, body: dict[str, Any]) -> None:
+def _add(service: AdminService, body: dict[str, Any], pool: str | None = None) -> None:
     for name in body:
         if name not in _KNOWN:
             raise BadRequestError(f"{quote(name)}: unknown key{did_you_mean(name, _KNOWN)}")
     url, kind = body.get("url"), body.get("worker_type") or "regular"
     if not isinstance(url, str):
         raise BadRequestError("url: missing: expected text")
-    if kind not in ROLES:
+    if not isinstance(kind, str) or kind not in ROLES:
         raise BadRequestError(f"worker_type: expected {' or '.join(ROLES)}")
     fields: dict[str, Any] = {"url": url, "role": ROLES[kind]}
     if body.get("labels"):
@@ -124,7 +126,24 @@ def _add(service: AdminService, body: dict[str, Any]) -> None:
         fields["facts"] = {"bootstrap": _bootstrap(url, port)}
     if service.has(url):
         raise BadRequestError(f"Worker {url} already exists")
-    service.add(fields)
+    if pool is None and len(service.pools) > 1:
+        pool = _pool(service, body)
+    service.add(fields if pool is None else {**fields, "pool": pool})
+
+
+def _pool(service: AdminService, body: dict[str, Any]) -> str:
+    """Return the name of the pool that a new engine comes into, where there are several."""
+    labels, model = body.get("labels"), body.get("model_id")
+    if isinstance(labels, dict) and "pool" in labels:
+        if not isinstance(name := labels["pool"], str):
+            raise BadRequestError("labels.pool: expected text")
+        return service.pool(name, "labels.pool").name
+    if isinstance(model, str) and len(found := service.serving(model)) == 1:
+        return found[0]
+    names = ", ".join(service.pools)
+    raise BadRequestError(
+        f"labels.pool: missing: there are several pools ({names}), and model_id is not what exactly one of them serves"
+    )
 
 
 def _bootstrap(url: str, port: object) -> str:
@@ -137,17 +156,21 @@ def _bootstrap(url: str, port: object) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _listed(entries: list[EngineEntry]) -> dict[str, Any]:
+def _listed(entries: list[EngineEntry], *, shows_pool: bool) -> dict[str, Any]:
     roles = [entry.role for entry in entries]
     stats = {
         "prefill_count": roles.count("prefill"),
         "decode_count": roles.count("decode"),
         "regular_count": len(roles) - roles.count("prefill") - roles.count("decode"),
     }
-    return {"workers": [_info(entry) for entry in entries], "total": len(entries), "stats": stats}
+    return {
+        "workers": [_info(entry, shows_pool=shows_pool) for entry in entries],
+        "total": len(entries),
+        "stats": stats,
+    }
 
 
-def _info(entry: EngineEntry) -> dict[str, Any]:
+def _info(entry: EngineEntry, *, shows_pool: bool) -> dict[str, Any]:
     return {
         "url": entry.url,
         "model_id": entry.models[0] if entry.models else "unknown",
@@ -158,7 +181,7 @@ def _info(entry: EngineEntry) -> dict[str, Any]:
         "priority": 50,
         "cost": 1.0,
         "id": entry.id,
-        "metadata": entry.labels,
+        "metadata": {**entry.labels, "pool": entry.pool} if shows_pool else entry.labels,
     }
 
 
@@ -166,11 +189,10 @@ def _name(request: Request) -> str:
     return str(request.path_params["name"])
 
 
-def _url(request: Request) -> str:
-    url = query_of(request, ("url",)).get("url")
-    if url is None:
+def _url(query: dict[str, str]) -> str:
+    if "url" not in query:
         raise BadRequestError("expected ?url=http://host:port")
-    return url
+    return query["url"]
 
 
 def _as_json(error: PdproxyError) -> Response:
