@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,32 @@ async def test_a_failure_is_1_and_json_is_one_object(capsys: pytest.CaptureFixtu
         assert [one["name"] for one in pair["results"]] == [check.name for check in CHECKS]
         assert set(pair["results"][0]) == {"name", "does", "verdict", "says", "seconds"}
         assert err == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_each_pool_has_its_report(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But one in which nothing is split. The exit code is the worst one."""
+    path = tmp_path / "pdproxy.yaml"
+    async with rig(p={"version": "0.31.0"}) as first, rig(p={"version": "0.31.0"}) as second:
+        pools = [
+            f"- {{name: {name}, nodes: [{{url: {one.p.url}, role: prefill}}, {{url: {one.d.url}, role: decode}}]}}"
+            for name, one in (("one", first), ("two", second))
+        ]
+        pools.append(f"- {{name: whole, nodes: [{{url: {first.plain.url}, role: aggregated}}]}}")
+        path.write_text("pools:\n" + "\n".join(pools) + "\n")
+        line = ["conformance", "--config", str(path), "--lease-watch", "0", *(["--json"] if form == "json" else [])]
+        assert await asyncio.to_thread(main, line) == 1
+        out = capsys.readouterr().out
+        urls = [(one.p.url, one.d.url) for one in (first, second)]
+        if form == "text":
+            assert [one for one in out.splitlines() if one.startswith("pool ")] == ["pool one", "pool two"]
+            assert out.count("DOES NOT CONFORM to nixl") == 2
+        else:
+            found = json.loads(out)
+            reports = {one["name"]: one["report"]["pairs"][0] for one in found["pools"]}
+            assert found["exit_code"] == 1
+            assert [(one["prefill"], one["decode"]) for one in reports.values()] == urls
+            assert list(reports) == ["one", "two"]
 
 
 async def test_an_engine_that_is_down_is_a_failure_and_no_error() -> None:

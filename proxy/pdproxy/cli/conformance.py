@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     group.add_argument(
         "--plain",
         metavar="URL",
-        help="an engine with the same model and no connector, to compare answers with (default: none)",
+        help="an engine with the first pool's model and no connector, to compare answers with (default: none)",
     )
     group.add_argument(
         "--timeout",
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.lab.check.report import Style
     from pdproxy.lab.conformance import report
     from pdproxy.lab.conformance.options import Options
-    from pdproxy.lab.conformance.runner import run as run_checks
+    from pdproxy.lab.conformance.runner import run_all
     from pdproxy.observe.logs import configure
 
     level = vars(arguments)["observe.log_level"]
@@ -74,15 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
     plain = None if arguments.plain is None else settings.pool.nodes[-1].url
     options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain)
     try:
-        found = asyncio.run(run_checks(settings, options))
+        reports = asyncio.run(run_all(settings, options))
     except KeyboardInterrupt:
         sys.stderr.write("pdproxy conformance: interrupted: KV of its requests is freed when the lease ends\n")
         return 130
     finally:
         log.close()
+    one = reports[settings.pool.name] if len(settings.pools) == 1 else None
     if arguments.json:
-        print(report.as_json(found).decode())
+        print((report.pools_as_json(reports) if one is None else report.as_json(one)).decode())
     else:
         style = Style(can_print("✓✗·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-        print(report.as_text(found, style), end="")
-    return report.exit_code(found)
+        print(report.pools_as_text(reports, style) if one is None else report.as_text(one, style), end="")
+    return report.exit_code(*reports.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -21,9 +21,10 @@ _VERDICT_TEXTS: dict[Verdict, str] = {
 }
 
 
-def exit_code(report: Report) -> int:
+def exit_code(*reports: Report) -> int:
     """Return 0 if everything that applies has passed, 1 if something failed, 3 if something could only not be judged."""
-    return FAILED if report.count("failed") else UNJUDGED if report.count("not_judged") else 0
+    failed, unjudged = (any(one.count(kind) for one in reports) for kind in ("failed", "not_judged"))
+    return FAILED if failed else UNJUDGED if unjudged else 0
 
 
 def verdict(report: Report) -> str:
@@ -49,6 +50,19 @@ def as_json(report: Report) -> bytes:
         "pairs": report.pairs,
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=2)
+
+
+def pools_as_text(reports: Mapping[str, Report], style: Style) -> str:
+    """Return the reports on several pools by their names."""
+    return "\n".join(f"pool {name}\n{as_text(report, style)}" for name, report in reports.items())
+
+
+def pools_as_json(reports: Mapping[str, Report]) -> bytes:
+    """Return the reports on several pools as one JSON object."""
+    pools = [{"name": name, "report": msgspec.Raw(as_json(report))} for name, report in reports.items()]
+    return msgspec.json.format(
+        msgspec.json.encode({"exit_code": exit_code(*reports.values()), "pools": pools}), indent=2
+    )
 
 
 def _pair(pair: PairResults, style: Style) -> Iterator[str]:

@@ -25,17 +25,36 @@ from pdproxy.lab.conformance.options import Options
 from pdproxy.lab.conformance.pair_under_test import PairUnderTest
 from pdproxy.lab.conformance.results import PairResults, Report, Result, Verdict, VerdictError
 from pdproxy.lab.conformance.stand import posted, settings_for, stand
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.schema import Node, Settings
 from pdproxy.settings.transfer_checks import pairs_to_try
+
+NO_PAIR = "conformance needs a prefill and a decode engine that work together"
 
 
 def _mark() -> str:
     return mint()[:12]
 
 
+async def run_all(settings: Settings, options: Options, checks: Sequence[Check] = CHECKS) -> dict[str, Report]:
+    """Test each pool that has a prefill engine, one after the other. Return the reports by the pools' names.
+
+    `options.plain` is an engine of the first one. Raises as `run`.
+    """
+    found: dict[str, Report] = {}
+    for at, pool in enumerate(settings.pools):
+        if len(settings.pools) > 1 and not any(node.prefills for node in pool.nodes):
+            continue  # nothing is split there
+        own = options if at == 0 else structs.replace(options, plain=None)
+        with naming_pool(at, pool.name, pools=len(settings.pools)):
+            found[pool.name] = await run(settings.of_pool(pool), own, checks)
+    if not found:
+        raise SettingsError(NO_PAIR)
+    return found
+
+
 async def run(settings: Settings, options: Options, checks: Sequence[Check] = CHECKS) -> Report:
-    """Test the settings' connector with their engines. `options.plain` is one of the settings' engines, too.
+    """Test the connector of the settings' only pool with its engines. `options.plain` is one of these, too.
 
     Raises:
         SettingsError: there is no pair, or the proxy can't be built or listen with these settings.
@@ -43,7 +62,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
     settings = await settled(settings, deadline=options.timeout)
     pairs = pairs_of(settings)
     if not pairs:
-        raise SettingsError("conformance needs a prefill and a decode engine that work together")
+        raise SettingsError(NO_PAIR)
     credentials = Credentials(settings)
     http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
     client = ApiClient(options.timeout + 1)  # longer than a check's own deadline, whose report says more

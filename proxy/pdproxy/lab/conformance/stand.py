@@ -70,7 +70,7 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, n
         settings,
         listen=structs.replace(where, tls=ListenTls(), cors=Cors()),
         auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
-        pools=(structs.replace(settings.pool, nodes=nodes, policy=PoolPolicy(), pair_within=()),),
+        pools=(structs.replace(settings.pool, nodes=nodes, policy=PoolPolicy(), pair_within=(), kv_ready_port=None),),
         limits=structs.replace(settings.limits, breaker_failures=_NEVER),
         health=structs.replace(settings.health, stalled_after=0.0),
         kv_ready=kv_ready,
