@@ -151,8 +151,9 @@ class World:
     def busy(self) -> list[str]:
         """What is not over yet."""
         proxy = self.proxy
-        found = [f"{n.url} has {n.requests} requests, {n.prompt_bytes} bytes" for n in proxy.ledger.nodes if n.requests]
-        found += [f"{n.url} owes {n.prompt_bytes} bytes" for n in proxy.ledger.nodes if n.prompt_bytes]
+        own = [(n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1]) for n in proxy.ledger.nodes]
+        found = [f"{url} has {requests} requests, {size} bytes" for url, requests, size in own if requests]
+        found += [f"{url} owes {size} bytes" for url, _, size in own if size]
         found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
         if proxy.custodian.orphans.count or len(proxy.custodian._tasks):
             found.append(repr(proxy.custodian))

@@ -172,7 +172,7 @@ RESTART = {
     "observe": ("log_format",),
 }
 """What needs a restart in the sections of which something is used at once."""
-ALL_RESTART = ("listen", "continuations", "kv_ready", "registration", "dns")
+ALL_RESTART = ("listen", "continuations", "kv_ready", "registration", "dns", "replicas")
 POOL_RESTART = {
     *("name", "connector", "dispatch", "remote_host", "lmcache", "cpu", "bootstrap_port", "tokenize", "tokenizer"),
     *("kv_ready_port", "registration_port"),

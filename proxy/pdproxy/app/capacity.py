@@ -12,7 +12,9 @@ from pdproxy.observe import catalog_refusals
 from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, RequestEnded
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.capacity import Load, Windows
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.serving.request.admission import Admission
 from pdproxy.settings.limits import AUTO, Limits
 from pdproxy.upstream.metrics_page import Scrape
@@ -63,7 +65,7 @@ class _PlacesOfPool:
 
     @property
     def inflight(self) -> int:
-        return sum(one.node.requests for one in self._engines.values() if one.node.role is not Role.PREFILL)
+        return sum(_own(one) for one in self._engines.values() if one.node.role is not Role.PREFILL)
 
     @property
     def serves(self) -> bool:
@@ -76,11 +78,13 @@ class _PlacesOfPool:
 class PoolCapacity:
     """Keeps the number of places at what the pool's engines can take, and has the ledger prefer engines with room.
 
+    `replicas`: how many proxies the engines have. Each has its part of a bound that is given, one request at least.
     A watcher of engines, and an observer.
     """
 
-    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places) -> None:
+    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places, replicas: int = 1) -> None:
         self._windows = Windows()
+        self._limits, self._replicas = limits, replicas
         self._bound_by(limits)
         self._engines = engines
         self._admission = admission
@@ -92,13 +96,19 @@ class PoolCapacity:
     def _bound_by(self, limits: Limits) -> None:
         self._learns = limits.engine_requests == AUTO
         fixed = None if isinstance(limits.engine_requests, str) else limits.engine_requests
-        self._windows.fixed = fixed or None
-        self._tokens = limits.engine_tokens
+        self._windows.fixed = max(1, round(fixed / self._replicas)) if fixed else None
+        self._tokens = -(-limits.engine_tokens // self._replicas)
 
     def configure(self, limits: Limits) -> None:
         """Use another number for each engine, or learn it. Windows that were learned before are used again."""
+        self._limits = limits
         self._bound_by(limits)
         self._resize()
+
+    def use_replicas(self, replicas: int) -> None:
+        """Note that the engines have another number of proxies."""
+        self._replicas = replicas
+        self.configure(self._limits)
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""
@@ -148,21 +158,23 @@ class PoolCapacity:
         usable = [_load(engine) for engine in self._engines.values() if engine.node.available]
         going = [engine for engine in self._engines.values() if engine.node.draining is not None]
         going += [engine for engine in self._engines.leaving if engine.url not in self._engines]
-        self._going = [engine for engine in going if engine.node.requests and engine.node.role is not Role.PREFILL]
+        self._going = [engine for engine in going if _own(engine) and engine.node.role is not Role.PREFILL]
         self._left = self._requests_left()
         places = self._windows.places(usable, self._admission.inflight - self._left)
         answering = sum(not load.prefills for load in usable) + len(self._going)
         self._admission.resize(None if places is None else places + self._left, self._tokens * max(answering, 1))
 
     def _requests_left(self) -> int:
-        return min(sum(engine.node.requests for engine in self._going), self._admission.inflight)
+        return min(sum(map(_own, self._going)), self._admission.inflight)
 
 
 class Scraped:
-    """Passes what engines report to the audit and to the pool's capacity."""
+    """Passes what engines report to the audit, to the pool's capacity, and to the ledger of one of several replicas."""
 
-    def __init__(self, auditor: Auditor) -> None:
+    def __init__(self, auditor: Auditor, ledger: Ledger, now: Callable[[], float]) -> None:
         self._auditor = auditor
+        self._ledger = ledger if isinstance(ledger, ReplicaLedger) else None
+        self._now = now
         self.capacity: PoolCapacity | None = None
         """None where there are no windows."""
 
@@ -171,7 +183,15 @@ class Scraped:
         self._auditor.scraped(engine, metrics)
         if self.capacity is not None:
             self.capacity.scraped(engine, metrics)
+        if self._ledger is not None:
+            count = None if metrics.waiting is None else metrics.running + metrics.waiting
+            self._ledger.reported(engine.url, count, self._now())
 
 
 def _load(engine: Engine) -> Load:
-    return Load(engine.url, engine.node.requests, prefills=engine.node.role is Role.PREFILL)
+    return Load(engine.url, _own(engine), prefills=engine.node.role is Role.PREFILL)
+
+
+def _own(engine: Engine) -> int:
+    """Return how many requests an engine has of this proxy."""
+    return engine.node.requests - engine.node.elsewhere[0]

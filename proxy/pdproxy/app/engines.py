@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.replica_ledger import kind_of_ledger
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load
@@ -103,14 +104,14 @@ def build_ledger(
 ) -> Ledger:
     """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes."""
     limits, pool = settings.limits, settings.pool
-    return Ledger(
+    return kind_of_ledger(settings)(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
         slow_start=settings.health.slow_start,
         policies=policies_of(pool),
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
-        placement=_placement(pool, profiles, cached),
+        placement=_placement(settings, profiles, cached, chance),
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
@@ -129,8 +130,11 @@ def build_outliers(limits: OutlierSettings) -> Outliers:
     return Outliers(outlier_limits(limits))
 
 
-def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placement | None:
+def _placement(
+    settings: Settings, profiles: Profiles, cached: Cached | None, chance: Callable[[], float]
+) -> Placement | None:
     """Return what decides whether a prompt is split, None where it is split whenever it can be."""
+    pool, replicas = settings.pool, settings.replicas
     make = placements.PLACEMENTS.get(pool.placement)
     if make is None:
         return None
@@ -140,6 +144,8 @@ def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placeme
         hardware=profiles.hardware,
         chunk=profiles.chunk,
         cached=cached,
+        replicas=replicas.at_first if replicas.several else None,
+        chance=chance,
     )
     return make(context)
 

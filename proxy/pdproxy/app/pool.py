@@ -106,7 +106,7 @@ class PoolParts:
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
         auditor = Auditor(engines, ledger, observers)
-        scraped = Scraped(auditor)
+        scraped = Scraped(auditor, ledger, now)
         derenders = bool(limits.continuations) and settings.continuations.parsed == "auto"
         prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now, derenders=derenders)
 
@@ -152,7 +152,10 @@ class PoolParts:
         shared = process.places
         if limits.engine_requests or limits.engine_tokens:
             scraped.capacity = PoolCapacity(
-                limits, engines, process.admission if shared is None else shared.of(engines)
+                limits,
+                engines,
+                process.admission if shared is None else shared.of(engines),
+                settings.replicas.at_first,
             )
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)

@@ -31,6 +31,7 @@ from pdproxy.app.detection import needs_detection, settled
 from pdproxy.app.dns import Names, follow_names
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
+from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure, set_level
@@ -207,6 +208,7 @@ async def _serve_until_signalled(
     def started(proxy: Proxy) -> None:
         serve_admin(proxy, admin, log)
         names = follow_names(proxy)
+        follow_replicas(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log, names)
             hangups.then = reloading.soon

@@ -148,10 +148,10 @@ class DnsSource:
         if not records:
             self.counts["failed"] += 1
             self._failures += 1
-            return self._spread(min(RETRY * 2 ** min(self._failures - 1, 10), LONGEST_RETRY))
+            return jittered(min(RETRY * 2 ** min(self._failures - 1, 10), LONGEST_RETRY), self._chance)
         self._failures = 0
         ttl = min(one.ttl for one in records.values())
-        return self._spread(min(max(ttl, self._dns.min_ttl), self._dns.max_ttl))
+        return jittered(min(max(ttl, self._dns.min_ttl), self._dns.max_ttl), self._chance)
 
     def _take(self, kind: str, places: Sequence[Place]) -> None:
         known = self._known.setdefault(kind, {})
@@ -200,5 +200,7 @@ class DnsSource:
             logger.info("%s is answered again", self.name)
         self._problem = wrong
 
-    def _spread(self, seconds: float) -> float:
-        return seconds * (1 + JITTER * (2 * self._chance() - 1))
+
+def jittered(seconds: float, chance: Callable[[], float]) -> float:
+    """Return a time that differs by `JITTER` at most. `chance`: from 0 to 1."""
+    return seconds * (1 + JITTER * (2 * chance() - 1))

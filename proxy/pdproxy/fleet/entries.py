@@ -202,7 +202,7 @@ class Entries:
             models=[] if evidence is None else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
-            load=EngineLoad(node.requests, node.prompt_bytes, node.window),
+            load=EngineLoad(node.requests - node.elsewhere[0], node.prompt_bytes - node.elsewhere[1], node.window),
             breaker=EngineBreaker(
                 node.failures,
                 round(max(0.0, node.open_until - now), 1),

@@ -19,12 +19,13 @@ MEMBER_CHANGES = Description(
     "changes",
     (Label("change", CHANGES),),
 )
+_ROLE = Label("role", text="the engine's role")
 NODE_INFO = Description(
     "pdproxy_node_info",
     Kind.GAUGE,
     "Always 1; the labels are an engine's role and its pool",
     "bool",
-    (NODE, Label("role", text="the engine's role"), Label("pool", text="the name of its pool")),
+    (NODE, _ROLE, Label("pool", text="the name of its pool")),
 )
 RELOADS = (
     ("applied", "what has changed is in force, but for what needs a restart"),
@@ -67,4 +68,14 @@ DNS_ANSWERS = Description(
 DNS_ENGINES = Description("pdproxy_dns_engines", Kind.GAUGE, "Engines that a name stands for", "engines", (_DNS_NAME,))
 DNS_AGE = Description(
     "pdproxy_dns_age_seconds", Kind.GAUGE, "Time since the last good answer about a name", "seconds", (_DNS_NAME,)
+)
+REPLICAS = Description(
+    "pdproxy_replicas", Kind.GAUGE, "Proxies in front of the same engines, with this one (replicas.count)", "proxies"
+)
+NODE_OTHERS = Description(
+    "pdproxy_node_other_requests",
+    Kind.GAUGE,
+    "Requests that an engine is estimated to have from other replicas, or from others' clients",
+    "requests",
+    (NODE, _ROLE),
 )

@@ -138,6 +138,8 @@ class Node:
     """Open leases."""
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
+    elsewhere: tuple[int, int] = (0, 0)
+    """Those of both numbers that are other processes' leases: 0 in a `Ledger`, estimates in a `ReplicaLedger`."""
     window: float | None = None
     """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0
@@ -195,8 +197,8 @@ class Node:
 
     @property
     def crowded(self) -> bool:
-        """Whether it has as many requests as it should: engines with room are better."""
-        return self.window is not None and self.requests >= self.window
+        """Whether it has as many of our requests as it should: engines with room are better."""
+        return self.window is not None and self.requests - self.elsewhere[0] >= self.window
 
     def usable(self, now: float) -> bool:
         """Return whether the engine is in use: it is available, and its breaker is not open."""

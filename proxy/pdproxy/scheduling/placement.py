@@ -82,6 +82,10 @@ class Placement(ABC):
         """Have another objective for the pool. `refuses`: whether a request is refused that can't be served within it."""
         return
 
+    def use_replicas(self, replicas: int) -> None:
+        """Note how many proxies the engines have now, if there may be several."""
+        return
+
     def status(self) -> str | None:
         """Return what an operator should know, such as that nothing was measured yet; None: nothing."""
         return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Placement
-from pdproxy.scheduling.policy import Cached
+from pdproxy.scheduling.policy import Cached, no_chance
 from pdproxy.scheduling.slo import NO_SLO, Slo
 
 AUTO = "auto"
@@ -28,7 +30,8 @@ class PlacementContext:
 
     `refuse_late`: whether a request is refused that no engine can serve within its objective. `hardware(url)`: how long an
     engine's work takes by its profile, None where it has none. `chunk(url)`: the most tokens of a step of that engine, by its
-    profile, None as before. `cached`: as in `PolicyContext`.
+    profile, None as before. `cached`, `chance`: as in `PolicyContext`. `replicas`: how many proxies the engines have, None if
+    this is the only one.
     """
 
     slo: Slo = NO_SLO
@@ -36,6 +39,8 @@ class PlacementContext:
     hardware: Callable[[str], Hardware | None] = _no_hardware
     chunk: Callable[[str], int | None] = lambda _: None
     cached: Cached | None = None
+    replicas: int | None = None
+    chance: Callable[[], float] = no_chance
 
 
 PlacementFactory = Callable[[PlacementContext], Placement]
@@ -52,7 +57,10 @@ def auto(context: PlacementContext) -> Placement:
     def times_of(node: Node) -> tuple[Hardware, int]:
         return context.hardware(node.url) or GENERIC, context.chunk(node.url) or _GENERIC_CHUNK
 
-    return Auto(
+    make: Callable[..., Auto] = Auto
+    if context.replicas is not None:
+        make = partial(SharedAuto, replicas=context.replicas, chance=context.chance)
+    return make(
         times_of,
         context.slo,
         cached=context.cached,

@@ -82,6 +82,10 @@ class Prefix(Policy):
         """See `Policy`."""
         self._least_load.closed(lease, verdict, now)
 
+    def load_changed(self, node: Node) -> None:
+        """See `Policy`."""
+        self._least_load.load_changed(node)
+
     def status(self) -> str | None:
         """See `Policy`."""
         if self._cached is not None:

@@ -22,6 +22,7 @@ from pdproxy.settings.limits import Limits
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.pool_checks import check_pools
+from pdproxy.settings.replicas import check_replicas
 from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 from pdproxy.transfer.registry import AUTO
@@ -47,6 +48,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
             check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
     if not found.within("dns"):
         check_servers(settings.dns, found)
+    if not found.within("replicas"):
+        check_replicas(settings.replicas, found)
     if not found.within("limits"):
         _refuse_bodies_without_space(settings.limits, found)
     if found.within("pools"):

@@ -24,6 +24,7 @@ from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
+from pdproxy.settings.replicas import ReplicaSettings
 from pdproxy.settings.section import Count, File, Host, Key, Port, Section, Text, names_of
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.turns import Turns
@@ -338,6 +339,9 @@ class Settings(Section, frozen=True):
     """How often engines are probed."""
     dns: Dns = Dns()
     """How engines are found that DNS names."""
+
+    replicas: ReplicaSettings = ReplicaSettings()
+    """Other proxies in front of the same engines."""
 
     observe: Observe = Observe()
     """Logs."""

@@ -23,7 +23,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import POLICIES
-from pdproxy.scheduling.policy import Ask, PolicyFactory
+from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory
 from pdproxy.scheduling.split import why_alone
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -42,10 +42,21 @@ class NoProgressError(ValueError):
 class Call:
     """A client's request: when it is due, in seconds, its tokens, and the keys of its prompt's whole units."""
 
-    __slots__ = ("due", "keys", "lease", "number", "output", "prefill", "prefill_lease", "prompt")
+    __slots__ = ("due", "keys", "lease", "ledger", "number", "output", "prefill", "prefill_lease", "prompt", "session")
+    ledger: Ledger
+    """That of the proxy that serves it."""
 
-    def __init__(self, number: int, due: float, prompt: int, output: int, keys: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        number: int,
+        due: float,
+        prompt: int,
+        output: int,
+        keys: Sequence[int] = (),
+        session: str | None = None,
+    ) -> None:
         self.number, self.due, self.prompt, self.output, self.keys = number, due, prompt, output, keys
+        self.session = session
         self.lease: Lease | None = None
         self.prefill_lease: Lease | None = None
         self.prefill: Work | None = None
@@ -88,21 +99,34 @@ class Cluster:
         self.memories = EngineMemories(
             {url: (engine.memory, shapes[self.roles[url]].unit_tokens) for url, engine in self.engines.items()}
         )
-        self.ledger = Ledger(
-            specs,
-            breaker_failures=3,
-            breaker_cooldown=10.0,
-            policies={role: POLICIES[one] if isinstance(one, str) else one for role, one in policies.items()},
-            chance=Random(0).random,
-            cached=self.memories.cached,
-            placement=None if placement is None else placement(self),
-        )
-        self._placed = placement is not None
-        for spec in specs:
-            block = shapes[spec.role].block_size
-            self.ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
+        self._specs, self._policies = specs, policies
+        self._make_placement, self._placed = placement, placement is not None
+        self.ledger = self.make_ledger()
         self._parsed = Parsed(Route.COMPLETIONS, {}, _MODEL, True, False, False, (), None, 0)
         self._calls: Iterable[Call] = iter(())
+
+    def make_ledger(
+        self, kind: type[Ledger] = Ledger, *, seed: int = 0, cached: Cached | None = None, **options: Any
+    ) -> Ledger:
+        """Return a ledger that knows all engines. `cached`: what it knows of their caches; None: all. `options`: of its kind."""
+        ledger = kind(
+            self._specs,
+            breaker_failures=3,
+            breaker_cooldown=10.0,
+            policies={role: POLICIES[one] if isinstance(one, str) else one for role, one in self._policies.items()},
+            chance=Random(seed).random,
+            cached=cached or self.memories.cached,
+            placement=None if self._make_placement is None else self._make_placement(self),
+            **options,
+        )
+        for spec in self._specs:
+            block = self.shapes[spec.role].block_size
+            ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
+        return ledger
+
+    def ledger_for(self, call: Call) -> Ledger:
+        """Return the ledger of the proxy that gets a request."""
+        return self.ledger
 
     def run(self, calls: Iterable[Call]) -> Records:
         """Serve all calls, which are in the order in which they are due. Return what was measured."""
@@ -134,12 +158,13 @@ class Cluster:
         """The proxy leases engines for a request."""
         self._progress = self.events
         self._next_call()
-        records, ledger = self.records, self.ledger
+        records, ledger = self.records, self.ledger_for(call)
+        call.ledger = ledger
         records.arrived(call.number, call.due, call.prompt, call.output)
         size = call.prompt * TEXT_BYTES
-        split = self._split(call, size)
+        split = self._split(ledger, call, size)
         if ledger.needs_details:
-            ask = Ask(_MODEL, size, now, None, self._parsed, call.prompt, call.keys)
+            ask = Ask(_MODEL, size, now, None, self._parsed, call.prompt, call.keys, call.session)
         else:
             ask = Ask(_MODEL, size, now, None, self._parsed)
         if self._placed:
@@ -168,9 +193,9 @@ class Cluster:
             call.prefill = Work(call, call.prompt, 1, call.keys)
             self._at(now + before, self._prefill, call)
 
-    def _split(self, call: Call, size: int) -> bool:
+    def _split(self, ledger: Ledger, call: Call, size: int) -> bool:
         prompt = Prompt(None, call.prompt, size)
-        block, template = self.ledger.block_size, self.ledger.template_tokens
+        block, template = ledger.block_size, ledger.template_tokens
         return why_alone(self._parsed, prompt, block_size=block, template_tokens=template) is None
 
     def _fits(self, lease: Lease, call: Call) -> bool:
@@ -181,7 +206,7 @@ class Cluster:
         """A request that is too long for an engine's memory: an engine refuses it."""
         for lease in (call.prefill_lease, call.lease):
             if lease is not None:
-                self.ledger.close(lease, Verdict.NEUTRAL, now)
+                call.ledger.close(lease, Verdict.NEUTRAL, now)
         self.records.refused(call.number)
 
     def _prefill(self, call: Call, now: float) -> None:
@@ -196,17 +221,17 @@ class Cluster:
     def _decode(self, call: Call, now: float) -> None:
         assert call.lease is not None
         assert call.prefill_lease is not None
-        self.ledger.close(call.prefill_lease, Verdict.GOOD, now)
+        call.ledger.close(call.prefill_lease, Verdict.GOOD, now)
         work = Work(call, call.prompt, call.output, call.keys, pulls=True)
         self.engines[call.lease.node.url].submit(work, now)
 
     def _answered(self, call: Call, now: float) -> None:
         assert call.lease is not None
-        self.ledger.close(call.lease, Verdict.GOOD, now, call.output)
+        call.ledger.close(call.lease, Verdict.GOOD, now, call.output)
 
     def _first(self, call: Call, now: float) -> None:
         assert call.lease is not None
-        self.ledger.began(call.lease, now)
+        call.ledger.began(call.lease, now)
 
     # -- what engines report
 

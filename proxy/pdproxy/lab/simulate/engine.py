@@ -37,6 +37,8 @@ class Engine:
         self._waiting: deque[Work] = deque()
         self._loaded_waiting: deque[Work] = deque()
         """Those whose KV came from elsewhere: they hold blocks, and go before the others."""
+        self._loading = 0
+        """Those whose KV is on its way."""
         self._decoding: dict[Work, None] = {}
         """In the order in which they began to run."""
         self._ends: list[tuple[int, int, Work]] = []
@@ -77,6 +79,12 @@ class Engine:
         self.memory.release(self._blocks(work.computed), work.held)
         if self._waiting or self._loaded_waiting:
             self._wake(now)
+
+    @property
+    def requests(self) -> int:
+        """Its requests, as vLLM reports them: those that run, and those that wait, for KV included."""
+        computing = len(self._chunks) or int(self._partial is not None)
+        return len(self._waiting) + len(self._loaded_waiting) + self._loading + len(self._decoding) + computing
 
     @property
     def idle(self) -> bool:
@@ -190,6 +198,7 @@ class Engine:
             if later:
                 work.pulls = False
                 self._pulls += 1
+                self._loading += 1
                 self._pulled_tokens += length - known
                 self._at(now + self._line.add(now, length - known), self._loaded, work)
                 continue
@@ -364,6 +373,7 @@ class Engine:
         self._remember(work)
         work.computed -= 1
         work.loaded = True
+        self._loading -= 1
         self._loaded_waiting.append(work)
         self._listener.pulled(work, now)
         self._wake(now)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from operator import attrgetter
+from random import Random
 from typing import TYPE_CHECKING
 
 from pdproxy.bench import slo as bench
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Candidates, Placed, Placement
 from pdproxy.scheduling.policy import Ask
@@ -26,11 +29,16 @@ def bounds_of(slo: bench.Slo | None = None) -> Slo:
     return NO_SLO if slo is None else Slo(slo.ttft, slo.tpot, slo.gap)
 
 
-def auto(slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True) -> MakePlacement:
+def auto(
+    slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True, replicas: int | None = None
+) -> MakePlacement:
     """Return what makes the placement `auto`. `hardware`: what it believes the engines to be; None: what they are.
 
-    `prefixes`: whether it knows what is in their caches.
+    `prefixes`: whether it knows what is in their caches. `replicas`: as how many proxies it chooses, None if it is
+    alone.
     """
+
+    numbers = count()
 
     def make(cluster: Cluster) -> Placement:
         believed = hardware or cluster.hardware
@@ -39,7 +47,9 @@ def auto(slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True) -
         def times_of(node: Node) -> tuple[Hardware, int]:
             return believed, cluster.shapes[node.role].max_num_batched_tokens
 
-        return Auto(times_of, slo, cached=cached)
+        if replicas is None:
+            return Auto(times_of, slo, cached=cached)
+        return SharedAuto(times_of, slo, cached=cached, replicas=replicas, chance=Random(next(numbers)).random)
 
     return make
 

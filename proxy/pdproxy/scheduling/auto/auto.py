@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
-from pdproxy.scheduling.auto.demand import Meter
+from pdproxy.scheduling.auto.demand import Demand, Meter
 from pdproxy.scheduling.auto.loads import EngineLoad, Leg
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept, typical
 from pdproxy.scheduling.auto.times import Times
@@ -112,6 +112,10 @@ class Auto(Placement):
             load = self._loads[node.url] = EngineLoad(node, times, assumed=assumed, corrects=self._corrects)
         return load
 
+    def _seen(self, node: Node) -> EngineLoad:
+        """Return an engine's load as decisions see it: here, as our own leases make it."""
+        return self._load(node)
+
     def _view(self, candidates: Candidates) -> View:
         view = self._views.get(candidates)
         if view is None:
@@ -122,7 +126,7 @@ class Auto(Placement):
                 if len(known) >= _MAX_VIEWS:
                     known.clear()
             if view is None:
-                view = self._views_by_nodes[nodes] = View(candidates, self._load)
+                view = self._views_by_nodes[nodes] = View(candidates, self._seen)
                 if view.models not in self._groups:
                     self._groups[view.models] = _Group(self.slo, self._weights)
             self._views[candidates] = view
@@ -246,14 +250,17 @@ class Auto(Placement):
             found = self._costs[slo] = Costs(slo, self._weights)
         return found
 
-    @staticmethod
-    def _review(now: float, view: View, group: _Group) -> None:
+    def _review(self, now: float, view: View, group: _Group) -> None:
         if len(view.free) < group.most_free:
             return
         group.most_free, group.reviewed = len(view.free), now
         times = typical(view.free)
-        demand = group.meter.demand(now, times)
+        demand = self._of_all(group.meter.demand(now, times))
         group.kept.review(now, view.free, demand, times, len(view.fixed_prefill), len(view.all) - len(view.free))
+
+    def _of_all(self, demand: Demand | None) -> Demand | None:
+        """Return what all requests ask of the engines. `demand`: what those that were placed here ask."""
+        return demand
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
@@ -285,7 +292,7 @@ class Auto(Placement):
             load, look, choice = self._load(node), None, None
             output = self.outputs.expected(tokens, limit_of(ask.parsed))
         else:
-            load, output = look.load, choice.output
+            load, output = look.load.own, choice.output
         times = load.times
         if role is Role.DECODE:
             longer = times.pull_s(tokens - look.cached if look is not None else tokens)

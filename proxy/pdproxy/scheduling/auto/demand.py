@@ -36,6 +36,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     output: float
     """Tokens of its answer."""
 
+    def of_all(self, replicas: int) -> Demand:
+        """Return that of so many replicas, of which each has as much."""
+        return msgspec.structs.replace(self, rate=self.rate * replicas)
+
 
 class Meter:
     """Measures the demand. A request costs a few additions; the rest is done when somebody asks."""

@@ -98,6 +98,7 @@ class EngineLoad:
         "kept",
         "node",
         "outputs",
+        "own",
         "pending_s",
         "pending_steps",
         "prefill",
@@ -113,6 +114,8 @@ class EngineLoad:
 
     def __init__(self, node: Node, times: Times, *, assumed: bool = False, corrects: bool = True) -> None:
         self.node, self.url, self.times, self.corrects = node, node.url, times, corrects
+        self.own: EngineLoad = self
+        """What our own leases make of it: what becomes of these is noted there."""
         self.assumed = assumed
         """Whether its times are generic ones."""
         self._unseen: list[tuple[float, int, Leg]] = []

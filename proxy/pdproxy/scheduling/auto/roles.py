@@ -213,5 +213,5 @@ class Kept:
             if (
                 not more
             ):  # what its sequences waited for was the prefill for others: only what is waiting now is to come
-                load.delay, load.delay_at = load.pending_s / MEMORY_S, now
+                load.own.delay, load.own.delay_at = load.own.pending_s / MEMORY_S, now
         self.count += change if more else -change
