@@ -1,26 +1,31 @@
 """CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger, without engines.
 
-Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5]
+Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1]
 
 Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU per request, the least of
 some runs, and how much `auto` adds: with an SLO by which requests are served whole, and with one by which most are split.
-Prompts share prefixes with none, one or all of the engines.
+Prompts share prefixes with none, one or all of the engines. --replicas: as one of so many proxies.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import random
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
 
 OPEN = 4
@@ -40,10 +45,13 @@ class Known:
         return self._found
 
 
-def ledger_of(roles: list[Role], placement: Placement | None) -> Ledger:
+def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1) -> Ledger:
     """Return a ledger with engines of these roles, all up."""
+    make: Callable[..., Ledger] = Ledger
+    if replicas > 1:
+        make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
     specs = [NodeSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
-    ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    ledger = make(specs, breaker_failures=3, breaker_cooldown=10.0, placement=placement)
     for spec in specs:
         ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
     return ledger
@@ -78,8 +86,12 @@ def main() -> None:
     parser.add_argument("--engines", type=int, nargs="*", default=[16, 200])
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--replicas", type=int, default=1)
     arguments = parser.parse_args()
-    profile = load("h200-8b")
+    profile, replicas = load("h200-8b"), arguments.replicas
+    make: Callable[..., Auto] = Auto
+    if replicas > 1:
+        make = partial(SharedAuto, replicas=replicas, chance=random.random)
     print("engines  prefixes  requests  least_load    auto   added  (us of CPU per request)")
     for engines in arguments.engines:
         plain, split = [Role.AGGREGATED] * engines, [Role.PREFILL, Role.DECODE] * (engines // 2)
@@ -90,11 +102,14 @@ def main() -> None:
                 fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
-                    ledger = ledger_of(plain if whole else split, None)
+                    ledger = ledger_of(plain if whole else split, None, replicas)
                     least = min(least, seconds(ledger, engines, arguments.requests, fixed))
-                    auto = Auto(lambda _: (profile.hardware, 2048), slo, cached=Known(found).cached)
-                    ours = min(ours, seconds(ledger_of([Role.ANY] * engines, auto), engines, arguments.requests, ()))
-                assert auto.splits < arguments.requests / 10 if whole else auto.splits > arguments.requests / 4
+                    auto = make(lambda _: (profile.hardware, 2048), slo, cached=Known(found).cached)
+                    ours = min(
+                        ours, seconds(ledger_of([Role.ANY] * engines, auto, replicas), engines, arguments.requests, ())
+                    )
+                if replicas == 1:  # the load of several may be too much for splitting
+                    assert auto.splits < arguments.requests / 10 if whole else auto.splits > arguments.requests / 4
                 print(
                     f"{engines:7}  {name:8}  {kind:8} {least * 1e6:11.1f} {ours * 1e6:7.1f} {(ours - least) * 1e6:7.1f}",
                     flush=True,
