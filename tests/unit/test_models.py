@@ -13,7 +13,6 @@ from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.serving.access.models import MAX_KEPT, Choice, Models, PoolModels, Routes
 from pdproxy.wire.errors import error_body
 
-
 NOW = 100.0
 
 
