@@ -205,6 +205,13 @@ WRONG: list[tuple[str, str, object, int, str]] = [
         "facts.profile",
     ),
     ("POST", "/engines", {"url": "http://127.0.0.1:9", "role": "decode", "sources": ["http://x:1"]}, 400, "no prefill"),
+    (
+        "POST",
+        "/engines",
+        {"url": "http://127.0.0.1:9", "role": "decode", "labels": {"a": "x" * 4096}},
+        400,
+        "labels: more",
+    ),
     ("POST", "/engines", [1], 400, "expected a JSON object"),
     ("POST", "/engines", b"{", 400, "no JSON"),
     ("POST", "/engines", b"[" * 60_000, 400, "no JSON"),

@@ -14,8 +14,10 @@ from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.schema import Node
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 from tests.fakes.admin import BASE, Admin, admin
@@ -114,6 +116,10 @@ async def test_an_engine_is_in_one_pool(new: SimServer) -> None:
         theirs = await api.post("/engines", fields(w.engines[0][0], pool="pool 1"))
         assert (theirs.status, theirs.json["error"]["owner"]) == (409, "settings")
         assert "is an engine of pool pool 0" in theirs.json["error"]["message"]
+        with_tls = {"url": w.engines[0][0].url.replace("http:", "https:"), "role": "aggregated", "pool": "pool 1"}
+        assert (await api.post("/engines", with_tls)).status == 409
+        with pytest.raises(SettingsError, match="is an engine of another pool"):
+            w.world.proxy.pools[1].membership.add(Node(url=with_tls["url"], role="aggregated"), "test")
         assert (await api.post("/engines", fields(new, pool="pool 0"))).status == 201
         held = {new.url}
         w.world.proxy.pools[0].engines.keep_known(lambda: held)

@@ -205,6 +205,8 @@ async def test_keys_and_tls(ours: Side, tmp_path: Path, capsys: pytest.CaptureFi
         assert len(json.loads(out)["engines"]) == 2
         assert "didn't provide an API key" in err
         assert "its certificate is not trusted" in err
+        own = ["--ca", str(ours.authority), "--admin-key-file", str(keys)]
+        assert await asyncio.to_thread(main, [*words, *own]) == 0
         config = tmp_path / "x.yaml"
         tls = f"{{certificate: {ours.certificate}, key: {ours.key}}}"
         config.write_text(f"listen: {{admin: '0.0.0.0:{api.port}', tls: {tls}}}\nauth: {{admin_keys_file: {keys}}}\n")
@@ -277,3 +279,25 @@ async def test_a_real_process(tmp_path: Path) -> None:
         serving.send_signal(signal.SIGTERM)
         assert await serving.wait() == 0
     assert not at.exists()
+
+
+@pytest.mark.parametrize("sent", [b"{}", b"[]", b"null", b'{"engines": [{}]}', b'{"engines": [3]}'])
+@pytest.mark.parametrize("words", [["list"], ["list", "--watch"], ["drain", "x:1"], ["remove", "x:1", "--wait"]])
+async def test_json_of_something_else(sent: bytes, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, no traceback."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(sent) + sent)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    code = await asyncio.to_thread(main, ["engines", *words, "--admin", address])
+    server.close()
+    err = capsys.readouterr().err
+    assert code == 1
+    assert (
+        err
+        == f"pdproxy engines {words[0]}: {address}: its answer can't be read: is it the admin API, of this version?\n"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
@@ -217,3 +219,37 @@ async def test_many_proxies_do_not_ask_at_once(w: World, names: Names) -> None:
         made = DnsSource(TEMPLATE, NAME, names.look_up, w.members, w.observers, Dns(), lambda: w.time, lately)
         waits.append(await made.look())
     assert waits == pytest.approx([9, 11])
+
+
+async def test_targets_that_no_engine_can_have(w: World, names: Names) -> None:
+    """They keep no other target out, and are named."""
+    name = dns_name("srv://_vllm._tcp.x", ("url",))
+    template = Node(url=name.url, role="decode")
+    source = DnsSource(template, name, names.look_up, w.members, w.observers, Dns(), lambda: w.time, lambda: 0.5)
+    wrong = ["a\\032b", "x/y", "a@b", "0:0::1", "ö"]
+    names.found = {"SRV": Records(tuple((host, 80) for host in [*wrong, "good.example"]), 9)}
+    await source.look()
+    assert set(w.members.members) == {"http://good.example:80"}
+    assert len(source.shortcomings()) == len(wrong)
+    assert all(text.endswith("can't be an engine's URL") for text in source.shortcomings())
+
+
+async def test_an_answer_to_a_name_that_was_given_up(w: World, names: Names) -> None:
+    """It changes nothing, also where the library that asks loses the cancellation."""
+    asked, answered = asyncio.Event(), asyncio.Event()
+
+    async def look_up(name: DnsName) -> Found:
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await answered.wait()
+        return await names.look_up(name)
+
+    source = DnsSource(TEMPLATE, NAME, look_up, w.members, w.observers, Dns(), lambda: w.time, lambda: 0.5)
+    names.are("10.0.0.1")
+    task = w.tasks.keep(source.run, source.name)
+    await asked.wait()
+    w.tasks.end(task)
+    source.give_up()
+    await asyncio.wait([task], timeout=30)
+    assert task.done()
+    assert not w.members.members

@@ -13,6 +13,7 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.dns_source import DnsSource, LookUp
 from pdproxy.observe import catalog_fleet
 from pdproxy.observe.metrics import Gauge
+from pdproxy.settings.crosscheck import both_schemes
 from pdproxy.settings.dns import dns_name
 from pdproxy.settings.schema import Node, Pool
 from pdproxy.upstream.resolver import Resolver
@@ -120,8 +121,9 @@ def follow_names(proxy: Parts, look_up: LookUp | None = None, chance: Callable[[
 
 
 def _pool_of(url: str, pools: Sequence[PoolParts]) -> str | None:
-    """Return the name of the pool that an engine is in, None if it is in none of these."""
-    return next((pool.name for pool in pools if url in pool.membership.members), None)
+    """Return the name of the pool that an engine is in, with or without TLS; None if it is in none of these."""
+    spelled = both_schemes(url)
+    return next((pool.name for pool in pools if any(one in pool.membership.members for one in spelled)), None)
 
 
 def _gauges(names: Names, now: Callable[[], float]) -> list[Gauge]:

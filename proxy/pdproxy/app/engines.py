@@ -22,7 +22,7 @@ from pdproxy.scheduling.outliers import OutlierLimits, Outliers
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.slo import Slo
-from pdproxy.settings.crosscheck import checked_node, checked_nodes, engine_url
+from pdproxy.settings.crosscheck import both_schemes, checked_node, checked_nodes, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
 from pdproxy.settings.outliers import OutlierSettings
@@ -221,7 +221,7 @@ class EngineSetup:
         return found
 
     def _check_other_pools(self, url: str) -> None:
-        if url not in self._nodes and self._credentials.knows(url):
+        if any(one not in self._nodes and self._credentials.knows(one) for one in both_schemes(url)):
             raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
 
     def _check_files(self, node: Node) -> None:

@@ -18,10 +18,10 @@ import msgspec
 from pdproxy.cli.reading import seconds
 from pdproxy.settings.admin import AdminAddress, AdminPlace, place_of
 from pdproxy.settings.errors import SettingsError, quote
-from pdproxy.settings.files import read_keys
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import EngineTls, Settings
 from pdproxy.settings.tls import engine_context
+from pdproxy.settings.yaml_file import spell_file
 
 BASE = "/admin/v1"
 HTTPS = "https://"
@@ -52,7 +52,8 @@ def add_admin_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--admin-key-file",
         metavar="FILE",
-        help="file with the key (default: the first one of auth.admin_keys or auth.admin_keys_file)",
+        help="file whose first key is sent; lines are key or name:key (default: the first one of auth.admin_keys or "
+        "auth.admin_keys_file)",
     )
     group.add_argument(
         "--config",
@@ -90,7 +91,7 @@ class AdminClient:
         Raises:
             SettingsError: no proxy is named, or a file can't be used.
         """
-        key = read_keys("--admin-key-file", arguments.admin_key_file)[0] if arguments.admin_key_file else None
+        key = _first_of("--admin-key-file", arguments.admin_key_file) if arguments.admin_key_file else None
         if arguments.admin is not None:
             key = key or os.environ.get("PDPROXY_AUTH__ADMIN_KEYS", "").split(",")[0].strip() or None
             return cls(*_of_option(arguments.admin, arguments.ca), key, arguments.timeout)
@@ -208,7 +209,18 @@ def _first_key(settings: Settings) -> str | None:
         return auth.admin_keys[0]
     if auth.admin_keys_file is None:
         return None
+    return _first_of("auth.admin_keys_file", auth.admin_keys_file)
+
+
+def _first_of(setting: str, path: str) -> str:
+    """Return the first key of a file, which may be the proxy's own: lines are `key` or `name:key`.
+
+    Raises:
+        SettingsError: it can't be read, or holds no key.
+    """
     from pdproxy.settings.key_lines import read_key_lines
 
-    found = read_key_lines("auth.admin_keys_file", auth.admin_keys_file)
-    return found[0].key if found else None
+    found = read_key_lines(setting, path)
+    if not found:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
+    return found[0].key

@@ -163,6 +163,11 @@ def _done(run: Callable[[AdminClient, argparse.Namespace], Any], arguments: argp
     except AdminFailed as error:
         sys.stderr.write(f"{arguments.prog}: {client.place}: {error}\n")
         return 1
+    except (LookupError, TypeError, AttributeError):  # JSON of something else
+        sys.stderr.write(
+            f"{arguments.prog}: {client.place}: its answer can't be read: is it the admin API, of this version?\n"
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
     if arguments.json and shown is not None:

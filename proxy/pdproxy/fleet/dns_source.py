@@ -18,6 +18,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.settings.crosscheck import engine_url
 from pdproxy.settings.dns import Dns, DnsName
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Node
@@ -33,6 +34,14 @@ JITTER = 0.1
 """The share by which times are changed at random: many proxies begin at the same time."""
 Place = tuple[str, int | None]
 LookUp = Callable[[DnsName], Awaitable[Mapping[str, Records | LookupFailedError]]]
+
+
+def _is_usable(url: str) -> bool:
+    """Return whether an engine can have a URL that was made of an answer. The targets of service records may be any bytes."""
+    try:
+        return engine_url(url, ("url",)) == url
+    except SettingsError:
+        return False
 
 
 def _nowhere(url: str) -> str | None:
@@ -79,6 +88,7 @@ class DnsSource:
         self._problem_since = 0.0
         self._left_out: list[str] = []
         self._failures = 0
+        self._is_over = False
         self.answered_at: float | None = None
         """When the last good answer came."""
         self.counts: Counter[str] = Counter()
@@ -118,19 +128,22 @@ class DnsSource:
             raise
 
     def give_up(self) -> None:
-        """Want no engine any more: those that it alone wants are drained and removed. It must not run any more."""
+        """Want no engine any more: what it alone wants is drained and removed. An answer that comes now changes nothing."""
+        self._is_over = True
         self._known.clear()
         self._membership.apply(self.name, ())
 
     async def run(self) -> None:
-        """Follow the name until cancelled."""
-        while True:
+        """Follow the name until cancelled, or given up."""
+        while not self._is_over:
             pause = await self.look()
             await asyncio.sleep(pause)
 
     async def look(self) -> float:
         """Ask once, and have the engines that were answered. Return in how many seconds to ask again."""
         found = await self._look_up(self._dns_name)
+        if self._is_over:  # `asyncio.wait_for` loses a cancellation that comes together with the answer
+            return 0.0
         failures = {kind: one for kind, one in found.items() if isinstance(one, LookupFailedError)}
         records = {kind: one for kind, one in found.items() if isinstance(one, Records)}
         if any(one.late for one in failures.values()):
@@ -181,7 +194,9 @@ class DnsSource:
         wanted, left_out = list[Node](), list[str]()
         for url in self.urls():
             node, member = msgspec.structs.replace(self.template, url=url), self._membership.members.get(url)
-            if (pool := self._elsewhere(url)) is not None:
+            if not _is_usable(url):
+                left_out.append(f"{truncate(url)} can't be an engine's URL")
+            elif (pool := self._elsewhere(url)) is not None:
                 left_out.append(f"{url} is an engine of pool {pool}")
             elif member is None or member.leaves or member.source == self.name or member.settings == node:
                 wanted.append(node)

@@ -260,6 +260,12 @@ def engine_url(url: str, path: KeyPath, where: str = "") -> str:
     return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}"
 
 
+def both_schemes(url: str) -> list[str]:
+    """Return an engine's URL with http and with https: one port is either."""
+    rest = url.partition("://")[2]
+    return [f"{scheme}://{rest}" for scheme in _PORTS]
+
+
 def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> Node:
     """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
     if node.sources and not node.decodes:

@@ -17,7 +17,7 @@ from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent, RecentRequest
 from pdproxy.settings.conform import conform
-from pdproxy.settings.crosscheck import engine_url
+from pdproxy.settings.crosscheck import both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote
 from pdproxy.settings.probes import LogLevel
 from pdproxy.settings.schema import Node
@@ -27,6 +27,8 @@ from pdproxy.web.admin.errors import ConflictError, refusal
 LASTS = "it stays until this process ends, also when the settings are read again: name it in the settings to keep it for longer"
 _FILES = (("api_key_file",), ("tls", "ca"), ("tls", "certificate"), ("tls", "key"), ("facts", "profile"))
 """Settings of an engine that name files of this machine. Who may add engines need not be able to read them."""
+MAX_LABELS = 4096
+"""Characters of an engine's labels: lists show those of thousands of engines."""
 
 DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 
@@ -166,6 +168,8 @@ class AdminService:
         try:
             plain = conform(dict(fields), EngineOrder, "")
             _refuse_files(plain)
+            if sum(map(len, [*plain.get("labels", {}), *plain.get("labels", {}).values()])) > MAX_LABELS:
+                raise BadRequestError(f"labels: more than {MAX_LABELS} characters")
             pool = self.pool(plain.pop("pool", None))
             node = msgspec.convert(plain, Node)
             node = msgspec.structs.replace(node, url=engine_url(node.url, ("url",)))
@@ -191,9 +195,11 @@ class AdminService:
 
     def _refuse_others(self, url: str, pool: PoolEngines) -> None:
         for other in self.entries.pools:
-            if other is not pool and (member := other.membership.members.get(url)) is not None:
-                how = "still leaves" if member.leaves else "is an engine of"
-                raise ConflictError(f"{url} {how} pool {other.name}: an engine is in one pool at a time", member.source)
+            for one in both_schemes(url):
+                if other is not pool and (member := other.membership.members.get(one)) is not None:
+                    how = "still leaves" if member.leaves else "is an engine of"
+                    text = f"{one} {how} pool {other.name}: an engine is in one pool at a time"
+                    raise ConflictError(text, member.source)
 
     def drain(self, name: str, fields: Mapping[str, Any]) -> EngineChanged:
         """Give an engine no more requests.
