@@ -19,6 +19,7 @@ from pdproxy.app.parts import Parts
 from pdproxy.app.prefixes import build_knowledge, build_prefixes
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
 from pdproxy.app.registrations import build_registrations
+from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.tokens import TRANSFORMERS, Library, build_tokens
 from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
@@ -39,14 +40,12 @@ from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.clients import Clients
-from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.lost_pushes import LostPushes
-from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
@@ -75,10 +74,12 @@ class Proxy(Parts):
         log: Log | None = None,
         clock: Clock | None = None,
         index: Index | None = None,
+        share: Share | Alone = ALONE,
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
-        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no policy does.
+        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no policy does. `share`: what
+        this worker shares with others.
 
         Raises:
             SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
@@ -89,7 +90,8 @@ class Proxy(Parts):
 
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool)
-        ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None, watch.chance)
+        cached = knowledge.cached if knowledge is not None else None
+        ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger)
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
         engines.watch(MetricsOfEngines(metrics))
@@ -139,7 +141,7 @@ class Proxy(Parts):
 
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(
+        admission = share.admission(
             limits.max_inflight,
             limits.max_queue,
             deadlines.queue,
@@ -228,7 +230,7 @@ class Proxy(Parts):
             observers.add(registrations.known)
             wrong.append(registrations.known.shortcomings)
 
-        quotas = Quotas(credentials.keys.limits, now)
+        quotas = share.quotas(credentials.keys.limits, now)
         passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies, quotas)
         session_header = pool.policy.session_header if ledger.needs_details else None
         service = Service(resources, admission, credentials.keys, bodies, passthrough, quotas, session_header)

@@ -16,10 +16,11 @@ from pdproxy.settings.conform import conform
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv_events import check_kv_events
-from pdproxy.settings.limits import Limits
+from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
+from pdproxy.settings.worker_checks import check_workers
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
 _PORTS = {"http": 80, "https": 443}
@@ -40,6 +41,7 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
     if not found.within("limits"):
         _refuse_bodies_without_space(settings.limits, found)
+    check_workers(settings, found)
     if found.within("pools"):
         return settings
     if len(settings.pools) > 1:
@@ -134,7 +136,7 @@ def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath)
 
 
 def _refuse_bodies_without_space(limits: Limits, found: Mistakes) -> None:
-    minimum = limits.max_body_bytes + -(-limits.max_body_bytes // 7)  # an eighth of it is kept for small bodies
+    minimum = least_buffered_bytes(limits)
     if limits.max_buffered_bytes < minimum:
         text = (
             f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no space for a body of limits.max_body_bytes = "

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from msgspec import Meta
+
 from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
@@ -31,6 +33,7 @@ OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
+Workers = Annotated[int, Meta(ge=1, le=64)]
 
 
 class ListenTls(Section, frozen=True):
@@ -73,6 +76,9 @@ class Listen(Section, frozen=True):
 
     port: Port = 8000
     """TCP port. The default of `vllm serve`, so that clients need no change."""
+
+    workers: Workers = 1
+    """Processes that serve clients: each uses one core at most. With several, a further process supervises them."""
 
     trusted_proxies: tuple[Text, ...] = ()
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
