@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Client
 from tests.fakes.engine import Reply
 from tests.fakes.ports import free_port
-from tests.fakes.process import Served, served
+from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, completion, until
 
@@ -135,3 +136,47 @@ def test_a_port_that_is_taken_is_refused() -> None:
         listen_together("127.0.0.1", port, 2)
     for one in first:
         one.close()
+
+
+async def test_metrics_and_readiness_are_those_of_all(tmp_path: Path) -> None:
+    """Counts are exact, whoever is asked, also after a worker was killed that had reported them."""
+
+    async def counted(count: int) -> bool:
+        pages = [await proxy.metric("pdproxy_requests_total", outcome="ok") for _ in range(4)]
+        return pages == [count] * 4
+
+    with (tmp_path / "log").open("wb") as log:
+        async with served(log, workers=2) as proxy:
+            await _serves(proxy, 20)
+            assert await counted(20)
+            assert await proxy.metric("pdproxy_workers") == 2
+            assert await proxy.metric("pdproxy_phase_seconds_count", phase="total") == 20
+            assert await proxy.metric("pdproxy_node_up", node=proxy.prefill.url) == 1
+            ready = (await proxy.ask("GET", "/ready")).json
+            assert ready == {"ready": True, "state": "ok", "reason": None, "details": []}
+            await asyncio.sleep(1.5)  # each has reported
+            os.kill(proxy.workers()[0], signal.SIGKILL)
+            await until_metric(proxy, "pdproxy_worker_restarts_total", 1)
+            await until_metric(proxy, "pdproxy_workers", 2)
+            assert await counted(20)
+            await _serves(proxy, 5)
+            assert await counted(25)
+            proxy.prefill.stop()
+            ready = await _state(proxy, "degraded")
+            assert ready["ready"] is True
+            assert any(proxy.prefill.url in detail for detail in ready["details"])
+
+
+async def until_metric(proxy: Served, name: str, value: float) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while await proxy.metric(name) != value:
+            await asyncio.sleep(0.05)
+
+
+async def _state(proxy: Served, state: str) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            found: dict[str, Any] = (await proxy.ask("GET", "/ready")).json
+            if found["state"] == state:
+                return found
+            await asyncio.sleep(0.05)

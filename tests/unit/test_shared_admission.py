@@ -75,7 +75,7 @@ async def test_who_has_waited_longest_is_next() -> None:
     first.leave()
     newcomer = asyncio.create_task(workers.enter(0, "newcomer"))
     for name in ("a", "b", "c", "d", "newcomer"):
-        await until(lambda: name in workers.places)
+        await until(lambda name=name: name in workers.places)  # type: ignore[misc]
         workers.places[name].leave()
     await asyncio.gather(*tasks, newcomer)
     assert workers.order == ["first", "a", "b", "c", "d", "newcomer"]

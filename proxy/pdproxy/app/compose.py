@@ -248,9 +248,8 @@ class Proxy(Parts):
             connections=connections,
             clock=clock,
             observers=observers,
-            readiness=readiness,
+            shown=share.shown(admission, readiness, metrics),
             models=partial(models, engines, admin, now, own_keys=own_keys),
-            metrics=metrics,
             telemetry=notices.telemetry,
             decisions=decisions,
         )

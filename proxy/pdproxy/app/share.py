@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdproxy.app.shown import Shown, ShownOfAll
+from pdproxy.app.siblings import Siblings
 from pdproxy.kit import shared_places
+from pdproxy.kit.links import Message
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling import shared_ledger
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_ledger import SharedLedger
@@ -25,6 +29,7 @@ from pdproxy.serving.access.shared_quotas import SharedQuotas
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.shared_admission import SharedAdmission
 from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.web.app import Readiness
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -51,9 +56,9 @@ class Shared:
         for table in (self.loads, self.places, self.quotas):
             table.clear(number)
 
-    def of(self, number: int, now: Callable[[], float] = time.monotonic) -> Share:
-        """Return a worker's part."""
-        return Share(self, number, now)
+    def of(self, number: int, send: Callable[[Message], None], now: Callable[[], float] = time.monotonic) -> Share:
+        """Return a worker's part. `send`: sends its parent a message."""
+        return Share(self, number, send, now)
 
 
 class Alone:
@@ -62,6 +67,7 @@ class Alone:
     ledger = Ledger
     admission = Admission
     quotas = Quotas
+    shown = Shown
 
     def start(self, tasks: TaskOwner) -> None:
         """There is nobody to follow."""
@@ -74,14 +80,16 @@ ALONE = Alone()
 
 
 class Share:
-    """A worker's part. `number`: of the worker."""
+    """A worker's part. `number`: of the worker; `send`: sends its parent a message."""
 
-    def __init__(self, shared: Shared, number: int, now: Callable[[], float]) -> None:
+    def __init__(self, shared: Shared, number: int, send: Callable[[Message], None], now: Callable[[], float]) -> None:
         self.number = number
         self._shared = shared
         self._now = now
 
+        self.siblings = Siblings(send)
         self._ledger: SharedLedger | None = None
+        self._shown: ShownOfAll | None = None
         self._admission: SharedAdmission | None = None
 
     def __repr__(self) -> str:
@@ -91,12 +99,16 @@ class Share:
         """Follow the other workers, in tasks of this owner."""
         if self._admission is not None:
             self._admission.start()
+        if self._shown is not None:
+            self._shown.start(tasks)
         tasks.keep(self._follow, "shared load")
 
     def stop(self) -> None:
         """Follow them no more."""
         if self._admission is not None:
             self._admission.stop()
+        if self._shown is not None:
+            self._shown.report()  # nothing is counted any more
 
     async def _follow(self) -> None:
         while True:
@@ -125,3 +137,11 @@ class Share:
         """Return the worker's limits of keys. The arguments: those of `Quotas`."""
         table = self._shared.quotas
         return SharedQuotas(limits, now, column=table.column(self.number), others=table.others(self.number))
+
+    def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
+        """Return what clients are shown of all workers. The arguments: those of `Shown`."""
+        assert isinstance(admission, SharedAdmission)
+        self._shown = ShownOfAll(
+            admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
+        )
+        return self._shown

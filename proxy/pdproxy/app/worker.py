@@ -20,7 +20,7 @@ from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import follow, serve
-from pdproxy.app.share import Share
+from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.ids import name_worker
 from pdproxy.kit.links import Link, LinkError, Message
@@ -99,20 +99,21 @@ def work(
     listener: socket.socket,
     log: Log,
     end: socket.socket,
-    share: Share,
+    shared: Shared,
+    number: int,
 ) -> int:
     """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the supervisor.
 
-    `share`: what this worker shares with the others.
+    `shared`: what all workers share; `number`: that of this one.
     """
     uncaught.install()
-    name_worker(share.number)
+    name_worker(number)
     if source is not None:
         # What is compared with the files later must have been divided as well.
         read = source.read
         source = replace(source, first=of_worker(source.first), read=lambda: of_worker(read()))
     try:
-        return uvloop.run(_serve(of_worker(settings), source, listener, log, end, share))
+        return uvloop.run(_serve(of_worker(settings), source, listener, log, end, shared, number))
     except SettingsError as error:
         end.setblocking(True)
         link = Link(end)
@@ -129,11 +130,14 @@ async def _serve(
     listener: socket.socket,
     log: Log,
     end: socket.socket,
-    share: Share,
+    shared: Shared,
+    number: int,
 ) -> int:
     asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
     ending, hangups = Ending(), Hangups()
     orders = Orders(end, ending, hangups)
+    share = shared.of(number, orders.send)
+    orders.then = share.siblings.received
     ending.take_signals(signal.SIGTERM)
     asked_early = asyncio.Event()
     if source is not None and source.paths:

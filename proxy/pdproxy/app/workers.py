@@ -16,9 +16,11 @@ from pdproxy.app import worker
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
 from pdproxy.app.share import Shared
+from pdproxy.app.shown import add_up
 from pdproxy.kit.frames import frames
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
+from pdproxy.kit.switchboard import Switchboard
 from pdproxy.observe.logs import Log, configure
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
@@ -71,9 +73,9 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
             if at != number:
                 listener.close()
         log.name_worker(number)
-        return worker.work(settings, source, listeners[number], log, end, shared.of(number))
+        return worker.work(settings, source, listeners[number], log, end, shared, number)
 
-    supervisor = Supervisor(count, work, lambda _: Parent(shared), _drain_seconds(settings))
+    supervisor = Supervisor(count, work, lambda supervisor: Parent(shared, supervisor), _drain_seconds(settings))
     try:
         return supervisor.run()
     except RefusedError as error:
@@ -86,15 +88,18 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
 class Parent(Watcher):
     """What the supervisor does for the workers besides keeping them."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, supervisor: Supervisor) -> None:
         self._shared = shared
+        self._switchboard = Switchboard(supervisor, add_up)
 
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """See `Watcher`."""
+        self._switchboard.received(worker, message)
 
     def died(self, number: int) -> None:
         """See `Watcher`."""
         self._shared.clear(number)
+        self._switchboard.died(number)
 
     def ready(self, worker: WorkerProcess) -> None:
         """See `Watcher`."""
