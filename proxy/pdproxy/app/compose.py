@@ -43,7 +43,6 @@ from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
-from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.request.body_reader import BodyReader, readers
@@ -120,7 +119,7 @@ class Proxy(Parts):
         outliers = build_outliers(settings.outliers)
         exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
-        custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        custodian = share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)

@@ -14,18 +14,24 @@ from typing import Any
 
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
-from pdproxy.kit import shared_places
+from pdproxy.kit import heirs, shared_places
+from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.links import Message
 from pdproxy.kit.shared_places import SharedPlaces
+from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.metrics import Metrics
+from pdproxy.observe import catalog_workers
+from pdproxy.observe.metrics import Gauge, Metrics
 from pdproxy.scheduling import shared_ledger
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.serving.access import shared_quotas
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.shared_quotas import SharedQuotas
+from pdproxy.serving.kv import shared_custodian
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.shared_admission import SharedAdmission
 from pdproxy.settings.key_lines import KeyLimits
@@ -48,6 +54,7 @@ class Shared:
         self.loads = SharedTable(workers, MAX_ENGINES, shared_ledger.MEASURES)
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
         self.quotas = SharedTable(workers, MAX_KEYS, shared_quotas.MEASURES, shared_quotas.KEPT)
+        self.custody = SharedRecords(workers, shared_custodian.UNITS)
         # Where the system has no such counters, waiting workers look every few milliseconds.
         self.wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)] if hasattr(os, "eventfd") else []
 
@@ -67,6 +74,7 @@ class Alone:
     ledger = Ledger
     admission = Admission
     quotas = Quotas
+    custodian = Custodian
     shown = Shown
 
     def start(self, tasks: TaskOwner) -> None:
@@ -90,6 +98,8 @@ class Share:
         self.siblings = Siblings(send)
         self._ledger: SharedLedger | None = None
         self._shown: ShownOfAll | None = None
+        self._custodian: SharedCustodian | None = None
+        self._send = send
         self._admission: SharedAdmission | None = None
 
     def __repr__(self) -> str:
@@ -109,6 +119,14 @@ class Share:
             self._admission.stop()
         if self._shown is not None:
             self._shown.report()  # nothing is counted any more
+
+    def received(self, message: Message) -> None:
+        """Process a message of the parent that is not for the process itself."""
+        if message.kind != ADOPT:
+            self.siblings.received(message)
+        elif self._custodian is not None:
+            self._custodian.adopt(heirs.decode(message.body))
+            self._send(Message(ADOPTED, message.number))
 
     async def _follow(self) -> None:
         while True:
@@ -138,9 +156,17 @@ class Share:
         table = self._shared.quotas
         return SharedQuotas(limits, now, column=table.column(self.number), others=table.others(self.number))
 
+    def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:
+        """Return the worker's custodian. The arguments: those of `Custodian`."""
+        self._custodian = SharedCustodian(*arguments, area=self._shared.custody.area(self.number), **options)
+        return self._custodian
+
     def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
         """Return what clients are shown of all workers. The arguments: those of `Shown`."""
         assert isinstance(admission, SharedAdmission)
+        if (custodian := self._custodian) is not None:
+            unshared = Gauge(catalog_workers.UNSHARED, lambda: [((), custodian.without_space)])
+            metrics.add_gauges([unshared])
         self._shown = ShownOfAll(
             admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
         )

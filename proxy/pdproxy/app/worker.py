@@ -137,7 +137,7 @@ async def _serve(
     ending, hangups = Ending(), Hangups()
     orders = Orders(end, ending, hangups)
     share = shared.of(number, orders.send)
-    orders.then = share.siblings.received
+    orders.then = share.received
     ending.take_signals(signal.SIGTERM)
     asked_early = asyncio.Event()
     if source is not None and source.paths:

@@ -18,6 +18,7 @@ from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
 from pdproxy.app.share import Shared
 from pdproxy.app.shown import add_up
 from pdproxy.kit.frames import frames
+from pdproxy.kit.heirs import ADOPTED, Heirs
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
 from pdproxy.kit.switchboard import Switchboard
@@ -91,18 +92,24 @@ class Parent(Watcher):
     def __init__(self, shared: Shared, supervisor: Supervisor) -> None:
         self._shared = shared
         self._switchboard = Switchboard(supervisor, add_up)
+        self._heirs = Heirs(supervisor, shared.custody)
 
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """See `Watcher`."""
-        self._switchboard.received(worker, message)
+        if message.kind == ADOPTED:
+            self._heirs.adopted(worker, message)
+        else:
+            self._switchboard.received(worker, message)
 
     def died(self, number: int) -> None:
         """See `Watcher`."""
         self._shared.clear(number)
         self._switchboard.died(number)
+        self._heirs.died(number)
 
     def ready(self, worker: WorkerProcess) -> None:
         """See `Watcher`."""
+        self._heirs.hand_on()
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:

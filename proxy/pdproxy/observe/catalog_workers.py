@@ -10,6 +10,12 @@ WORKERS = Description(
     "Workers whose numbers are on this page. Fewer than listen.workers: one is being started, or does not answer",
     "processes",
 )
+UNSHARED = Description(
+    "pdproxy_kv_handles_unshared_total",
+    Kind.COUNTER,
+    "KV handles that had no space in the memory that outlives a worker: if it is killed, their KV is left to its own time",
+    "handles",
+)
 RESTARTS = Description(
     "pdproxy_worker_restarts_total",
     Kind.COUNTER,
