@@ -18,17 +18,18 @@ from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.ports import free_port
+from tests.fakes.several import WORKERS
 
 PATIENCE = 180.0
-WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
-"""How many workers a proxy of these tests has, where a test does not say it."""
 SERVE = textwrap.dedent(
     """
     import sys
     from functools import partial
     from pdproxy.observe import logs
     from pdproxy.settings.schema import Auth, Deadlines, Listen, Node, Observe, Pool, Settings
+    from pdproxy.kit import supervisor
     port, prefill, decode, log_format, max_bytes, workers = sys.argv[1:]
+    supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
     if int(workers) > 1:
         from pdproxy.app.workers import run
     else:

@@ -41,9 +41,8 @@ class SharedLedger(Ledger):
             for node in self._of_key.values():
                 self._read(node)
         else:
-            for key in changed:
-                if (node := self._of_key.get(key)) is not None:
-                    self._read(node)
+            for one in [self._of_key[key] for key in changed if key in self._of_key]:
+                self._read(one)
 
     def add(self, spec: NodeSpec) -> Node:
         """See `Ledger`."""

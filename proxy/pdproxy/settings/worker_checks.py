@@ -23,18 +23,20 @@ def check_workers(settings: Settings, found: Mistakes) -> None:
     """Refuse what works with one worker only. Mistakes are added to `found`."""
     if settings.listen.workers == 1:
         return
-    where = found.source(_KEY) or found.source(_POOL)
-    if len(settings.pools) == 1 and not found.within("pools"):
-        for key, text in _of_pool(settings.pool):
-            found.add(_KEY, f"{spell_key(key)}: {text} works with one worker only{found.source(key) or where}")
+    where = found.source(_KEY)
+    usable = not found.within("pools")
+    for key, text in refused(settings if usable else msgspec.structs.replace(settings, pools=())):
+        found.add(_KEY, f"{spell_key(key)}: {text} works with one worker only{found.source(key) or where}")
+
+
+def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
+    """Return the settings that work with one worker only, and their values."""
+    wrong = _of_pool(settings.pool) if len(settings.pools) == 1 else []
     others = {
         ("kv_ready", "notifier"): settings.kv_ready.notifier,
         ("limits", "engine_requests"): settings.limits.engine_requests,
     }
-    for path, value in others.items():
-        if value:
-            text = str(value).lower()
-            found.add(_KEY, f"{spell_key(path)}: {text} works with one worker only{found.source(path) or where}")
+    return wrong + [(path, str(value).lower()) for path, value in others.items() if value]
 
 
 def _of_pool(pool: Pool) -> list[tuple[KeyPath, str]]:

@@ -87,7 +87,8 @@ class SharedAdmission(Admission):
     def _left(self, place: Place, ended: Ended) -> None:
         self._read()
         super()._left(place, ended)
-        self._read()  # whoever waits here may come first now, or last
+        if self._queue.waiting or self._shared.waiting:
+            self._read()  # whoever waits here may come first now, or last
         self._show()
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
