@@ -42,7 +42,7 @@ def engine_gauges(
     """Return the gauges of all engines of a pool. Each is read at every scrape. `pool`: its name."""
 
     def inflight() -> Samples:
-        return [((url, one.node.role.value), one.node.requests) for url, one in engines.items()]
+        return [((url, one.node.role.value), one.node.requests - one.node.elsewhere[0]) for url, one in engines.items()]
 
     def up() -> Samples:
         at = now()

@@ -79,6 +79,11 @@ class LeastLoad(Policy):
         if self._places:
             self._write(lease.node)
 
+    def load_changed(self, node: Node) -> None:
+        """See `Policy`."""
+        if self._places:
+            self._write(node)
+
     def _write(self, node: Node) -> None:
         if self._by_bytes:
             load = (node.prompt_bytes << _LOAD_BITS) + node.requests

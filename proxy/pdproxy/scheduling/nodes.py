@@ -138,6 +138,8 @@ class Node:
     """Open leases."""
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
+    elsewhere: tuple[int, int] = (0, 0)
+    """Those of both numbers that belong to other workers' leases (`SharedLedger`)."""
     window: float | None = None
     """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0

@@ -83,6 +83,10 @@ class Policy(ABC):
         """A lease on an engine of this role was closed, at `now` in monotonic seconds."""
         return
 
+    def load_changed(self, node: Node) -> None:
+        """The counters of an engine have changed otherwise: by the leases of another worker."""
+        return
+
     def status(self) -> str | None:
         """Return what an operator should know, such as that the policy lacks what it ranks by; None: nothing."""
         return None

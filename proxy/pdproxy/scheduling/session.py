@@ -73,6 +73,10 @@ class Session(Policy):
         """See `Policy`."""
         self._least_load.closed(lease, verdict, now)
 
+    def load_changed(self, node: Node) -> None:
+        """See `Policy`."""
+        self._least_load.load_changed(node)
+
     def _most(self, nodes: Sequence[Node]) -> float:
         """Return the number of requests from which on an engine gets no more: there is always an engine below it."""
         return BOUND * max(1.0, (sum([node.requests for node in nodes]) + 1) / len(nodes))
