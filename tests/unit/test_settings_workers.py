@@ -7,6 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.worker import one_workers
+from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.listen import Listen
@@ -38,6 +41,8 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
         ("kv_ready: {notifier: true}", "kv_ready.notifier: true"),
         ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
         ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),
+        ("limits: {engine_tokens: 8}", "limits.engine_tokens: 8"),
+        ("listen: {admin: 127.0.0.1:9}", "listen.admin: 127.0.0.1:9"),
     ],
 )
 def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str) -> None:
@@ -73,4 +78,16 @@ def test_limits_are_divided() -> None:
     large = msgspec.structs.replace(limits, max_buffered_bytes=1 << 40)
     assert of_each(large, 4).max_buffered_bytes == 1 << 38
     settings = Settings(listen=Listen(workers=4), limits=limits)
-    assert of_worker(settings).limits == each
+    assert of_worker(settings, 4).limits == each
+
+
+def test_files_are_divided_by_the_workers_that_run() -> None:
+    """A number of workers that has changed in the file needs a restart: until then limits are divided as before."""
+    first = Settings(listen=Listen(workers=2), limits=Limits(max_connections=100))
+    changed = Settings(listen=Listen(workers=4), limits=Limits(max_connections=200))
+    source = one_workers(SettingsSource(first, lambda: changed, ()), 2)
+    assert source.first.limits.max_connections == 50
+    assert source.read().limits.max_connections == 100
+    found = changes(source.first, source.read())
+    assert found.restart == ("listen.workers",)
+    assert "limits.max_connections" in found.at_once

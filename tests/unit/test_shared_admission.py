@@ -161,6 +161,36 @@ async def test_fewer_places_of_one_hold_for_all() -> None:
     workers.close()
 
 
+async def test_an_operator_changes_the_places() -> None:
+    """Fewer hold once any worker has read the settings, more once all have: also within a minute, and for those that wait."""
+    workers = Workers(2, 3)
+
+    def configure(number: int, places: int) -> None:
+        workers.all[number].configure(places, 8, 60.0, 0, 1.0, by_priority=True)
+        workers.all[number].look()
+
+    configure(0, 1)
+    await workers.enter(1)
+    waits = asyncio.create_task(workers.enter(1, "waits"))
+    await until(lambda: workers.all[1].waiting)
+    configure(1, 1)
+    configure(0, 4)
+    workers.all[1].look()
+    assert (workers.all[1].inflight, workers.all[1].waiting) == (1, 1)
+    configure(1, 4)
+    await waits
+    assert [one.places for one in workers.all] == [1, 4], "the first one has not looked yet"
+    workers.all[0].look()
+    assert workers.all[0].places == 4
+    for number in (0, 1):
+        await workers.enter(number)
+    late = asyncio.create_task(workers.enter(0, "late"))
+    await until(lambda: workers.all[0].waiting)
+    late.cancel()
+    await asyncio.wait([late])
+    workers.close()
+
+
 async def test_many_requests_at_many_workers() -> None:
     """All are served, and never more at once than there are places; each worker serves some."""
     workers = Workers(4, 5, queue=1000)

@@ -11,17 +11,19 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import uvloop
 
 from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
+from pdproxy.app.dns import follow_names
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import follow, serve
 from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
+from pdproxy.fleet.dns_source import DnsSource
 from pdproxy.kit.ids import name_worker
 from pdproxy.kit.links import Link, LinkError, Message
 from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD
@@ -110,10 +112,11 @@ def work(
     name_worker(number)
     if source is not None:
         # What is compared with the files later must have been divided as well.
-        read = source.read
-        source = replace(source, first=of_worker(source.first), read=lambda: of_worker(read()))
+        source = one_workers(source, settings.listen.workers)
     try:
-        return uvloop.run(_serve(of_worker(settings), source, listener, log, end, shared, number))
+        return uvloop.run(
+            _serve(of_worker(settings, settings.listen.workers), source, listener, log, end, shared, number)
+        )
     except SettingsError as error:
         end.setblocking(True)
         link = Link(end)
@@ -122,6 +125,11 @@ def work(
     finally:
         listener.close()
         log.close()
+
+
+def one_workers(source: SettingsSource, workers: int) -> SettingsSource:
+    """Return a source of the settings of one of so many workers."""
+    return replace(source, first=of_worker(source.first, workers), read=lambda: of_worker(source.read(), workers))
 
 
 async def _serve(
@@ -144,6 +152,7 @@ async def _serve(
         hangups.then = asked_early.set
 
     async def started(proxy: Proxy) -> None:
+        names = follow_names(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log)
             hangups.then = reloading.soon
@@ -152,15 +161,15 @@ async def _serve(
         # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.deadlines.probe):
-                await _probed(proxy, ending)
+                await _probed(proxy, names, ending)
         orders.send(Message(READY))
 
     return await serve(settings, listener, ending, log, started, share)
 
 
-async def _probed(proxy: Proxy, ending: Ending) -> None:
-    """Wait until all engines were probed."""
-    while not all(node.probed for node in proxy.ledger.nodes):
+async def _probed(proxy: Proxy, names: Sequence[DnsSource], ending: Ending) -> None:
+    """Wait until all engines were probed, also those that DNS names. A name that can't be answered is not waited for."""
+    while not all(name.counts for name in names) or not all(node.probed for node in proxy.ledger.nodes):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_EVERY):
                 await ending.requested.wait()

@@ -36,6 +36,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_build_info": Rule.MOST,
         "pdproxy_capacity": Rule.MOST,
         "pdproxy_connections": Rule.SUM,
+        "pdproxy_dns_age_seconds": Rule.MOST,
+        "pdproxy_dns_engines": Rule.MOST,
         "pdproxy_engines_kept_for_prefill": Rule.MOST,
         "pdproxy_held_bytes": Rule.SUM,
         "pdproxy_inflight": Rule.SUM,
@@ -54,6 +56,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_member_changes_total": Rule.MOST,
         "pdproxy_settings_reloads_total": Rule.MOST,
         "pdproxy_node_inflight": Rule.SUM,
+        "pdproxy_node_info": Rule.MOST,
         # The part of the workers that see it so.
         "pdproxy_node_state": Rule.MEAN,
         "pdproxy_node_up": Rule.MEAN,

@@ -80,6 +80,6 @@ def of_each(limits: Limits, workers: int) -> Limits:
     )
 
 
-def of_worker(settings: Settings) -> Settings:
-    """Return the settings of one worker."""
-    return msgspec.structs.replace(settings, limits=of_each(settings.limits, settings.listen.workers))
+def of_worker(settings: Settings, workers: int) -> Settings:
+    """Return the settings of one of so many workers, whatever number these settings ask for: that needs a restart."""
+    return msgspec.structs.replace(settings, limits=of_each(settings.limits, workers))

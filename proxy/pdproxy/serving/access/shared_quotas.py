@@ -14,10 +14,12 @@ from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.serving.access.quotas import Account, Bucket, Quotas, Use
 from pdproxy.settings.key_lines import KeyLimits
 
-REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SEEN, TOKENS_SEEN, SINCE = range(8)
-MEASURES = 8
+REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SINCE, TOKENS_SINCE, *_ = range(10)
+REQUESTS_SEEN, TOKENS_SEEN, SHOWN = range(7, 10)
+MEASURES = 10
 """Numbers of the table for each key's name: requests and tokens that were used in this worker, and requests that are served; the
-levels of both buckets, the use in all workers that is charged to them, and when that was, in nanoseconds."""
+levels of both buckets and since when these hold, the use in all workers that is charged to them, and when they were written.
+Times are in nanoseconds."""
 KEPT = frozenset(range(MEASURES)) - {INFLIGHT}
 """What stays when a worker is gone."""
 _SCALE = 1_000_000
@@ -70,23 +72,24 @@ class SharedQuotas(Quotas):
         others = self._others.each(used.key)
         account.elsewhere = sum([one[INFLIGHT] for one in others])
         # Of two that were shown at the same time, the one with more use in it is the later one.
-        newest = max([self._column.read(used.key), *others], key=lambda one: (one[SINCE], one[REQUESTS_SEEN]))
-        if not newest[SINCE]:
+        newest = max([self._column.read(used.key), *others], key=lambda one: (one[SHOWN], one[REQUESTS_SEEN]))
+        if not newest[SHOWN]:
             return
         requests, tokens = self._total(used, others)
-        self._go_on(account.requests, newest[REQUESTS_LEFT] - (requests - newest[REQUESTS_SEEN]), newest[SINCE])
-        self._go_on(account.tokens, newest[TOKENS_LEFT] - (tokens - newest[TOKENS_SEEN]), newest[SINCE])
+        self._go_on(
+            account.requests, newest[REQUESTS_LEFT] - (requests - newest[REQUESTS_SEEN]), newest[REQUESTS_SINCE]
+        )
+        self._go_on(account.tokens, newest[TOKENS_LEFT] - (tokens - newest[TOKENS_SEEN]), newest[TOKENS_SINCE])
 
     def show(self, used: _Used, account: Account) -> None:
         """Show the others what a name has used here."""
-        levels = [0, 0]
-        now = self._now()
+        levels, since = [0, 0], [0, 0]
         for at, bucket in enumerate((account.requests, account.tokens)):
-            if bucket is not None:
-                bucket.fill(now)
-                levels[at] = round(bucket.level * _SCALE)
+            if bucket is not None:  # not filled: where the limit caps it depends on when that is done
+                levels[at], since[at] = round(bucket.level * _SCALE), round(bucket.since * 1e9)
         seen = self._total(used, self._others.each(used.key))
-        numbers = (used.requests, used.tokens, account.inflight, *levels, *seen, max(1, int(now * 1e9)))
+        shown = max(1, int(self._now() * 1e9))
+        numbers = (used.requests, used.tokens, account.inflight, *levels, *since, *seen, shown)
         self._column.write(used.key, numbers)
 
     @staticmethod

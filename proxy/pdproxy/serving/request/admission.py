@@ -58,8 +58,9 @@ class Admission:
         self._output_weight = output_weight
         self._by_priority = by_priority
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
-        self._wanted = self._max_inflight = max_inflight  # wanted: places, but for the limit
-        self._max_tokens, self._engines_tokens = max_tokens, 0
+        self._max_inflight, self._max_tokens = max_inflight, max_tokens
+        self._engines_places: int | None = None
+        self._engines_tokens = 0
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
@@ -109,14 +110,12 @@ class Admission:
 
     def resize(self, places: int | None, tokens: int = 0) -> None:
         """Change the number of places, at most `max_inflight` (None: that), and their tokens, at most `max_tokens` (0: that)."""
-        self._wanted = self._max_inflight if places is None else min(places, self._max_inflight)
-        self._engines_tokens = tokens
+        self._engines_places, self._engines_tokens = places, tokens
         self._resize()
 
     def configure(self, places: int, queue: int, timeout: float, tokens: int, weight: float, by_priority: bool) -> None:
         """Use these limits from now on, see the class. Requests that have a place or wait for one keep what they have."""
         self._output_weight, self._by_priority, self._timeout = weight, by_priority, timeout
-        self._wanted = min(self._wanted, places) if self._wanted < self._max_inflight else places
         self._max_inflight, self._max_tokens = places, tokens
         self._queue.max_waiting = queue
         self._resize()
@@ -245,7 +244,8 @@ class Admission:
         self._served_at = now
 
     def _resize(self) -> None:
-        places = int(min(self._wanted, self._limit.places))
+        places = self._max_inflight if self._engines_places is None else min(self._engines_places, self._max_inflight)
+        places = int(min(places, self._limit.places))
         tokens = min(self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens)
         if (places, tokens) != (self._queue.places, self._queue.max_size):
             self._queue.resize(places, tokens)

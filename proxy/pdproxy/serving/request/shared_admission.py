@@ -110,7 +110,8 @@ class SharedAdmission(Admission):
         super()._add_up(now, taken + self._shared.taken)
 
     def _resize(self) -> None:
-        places = int(min(self._wanted, self._limit.places))
+        places = self._max_inflight if self._engines_places is None else min(self._engines_places, self._max_inflight)
+        places = int(min(places, self._limit.places))
         if places != self._own_places:
             self._own_places, self._learned = places, self._clock.now()
         self._read()
