@@ -109,6 +109,25 @@ def test_a_new_worker_gives_nobody_a_new_minute() -> None:
     assert refused.value.reason is Reason.KEY_REQUESTS
 
 
+def test_a_limit_that_changes_changes_what_is_left() -> None:
+    """By the difference, and once, whichever worker is asked first; a limit that is new begins with a whole minute."""
+    workers = Workers(2, a=KeyLimits(rpm=2))
+    assert len(_admitted(workers, 2)) == 2
+    workers.limits = {"a": KeyLimits(rpm=5)}
+    assert len(_admitted(workers, 2)) == 3
+    workers.limits = {"a": KeyLimits(rpm=1)}
+    with pytest.raises(LimitError):
+        workers.enter(0)
+    workers.now += 300
+    assert len(_admitted(workers, 2)) == 1
+    workers.limits = {"a": KeyLimits(tpm=60)}
+    use = workers.enter(1)
+    assert use is not None
+    use.charge(60)
+    with pytest.raises(LimitError):
+        workers.enter(0)
+
+
 def test_more_names_than_slots_count_for_themselves() -> None:
     """Their limits hold in each worker alone."""
     workers = Workers(2, **{f"k{number}": KeyLimits(rpm=2) for number in range(40)})

@@ -14,12 +14,12 @@ from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.serving.access.quotas import Account, Bucket, Quotas, Use
 from pdproxy.settings.key_lines import KeyLimits
 
-REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SINCE, TOKENS_SINCE, *_ = range(10)
-REQUESTS_SEEN, TOKENS_SEEN, SHOWN = range(7, 10)
-MEASURES = 10
+REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SINCE, TOKENS_SINCE = range(7)
+REQUESTS_LIMIT, TOKENS_LIMIT, REQUESTS_SEEN, TOKENS_SEEN, SHOWN = range(7, 12)
+MEASURES = 12
 """Numbers of the table for each key's name: requests and tokens that were used in this worker, and requests that are served; the
-levels of both buckets and since when these hold, the use in all workers that is charged to them, and when they were written.
-Times are in nanoseconds."""
+levels of both buckets, since when these hold and for which limits (0: none), the use in all workers that is charged to them, and
+when they were written. Times are in nanoseconds."""
 KEPT = frozenset(range(MEASURES)) - {INFLIGHT}
 """What stays when a worker is gone."""
 _SCALE = 1_000_000
@@ -76,20 +76,21 @@ class SharedQuotas(Quotas):
         if not newest[SHOWN]:
             return
         requests, tokens = self._total(used, others)
-        self._go_on(
-            account.requests, newest[REQUESTS_LEFT] - (requests - newest[REQUESTS_SEEN]), newest[REQUESTS_SINCE]
-        )
-        self._go_on(account.tokens, newest[TOKENS_LEFT] - (tokens - newest[TOKENS_SEEN]), newest[TOKENS_SINCE])
+        level = newest[REQUESTS_LEFT] - (requests - newest[REQUESTS_SEEN])
+        self._go_on(account.requests, level, newest[REQUESTS_SINCE], newest[REQUESTS_LIMIT])
+        level = newest[TOKENS_LEFT] - (tokens - newest[TOKENS_SEEN])
+        self._go_on(account.tokens, level, newest[TOKENS_SINCE], newest[TOKENS_LIMIT])
 
     def show(self, used: _Used, account: Account) -> None:
         """Show the others what a name has used here."""
-        levels, since = [0, 0], [0, 0]
+        levels, since, limits = [0, 0], [0, 0], [0, 0]
         for at, bucket in enumerate((account.requests, account.tokens)):
             if bucket is not None:  # not filled: where the limit caps it depends on when that is done
                 levels[at], since[at] = round(bucket.level * _SCALE), round(bucket.since * 1e9)
+                limits[at] = bucket.per_minute
         seen = self._total(used, self._others.each(used.key))
         shown = max(1, int(self._now() * 1e9))
-        numbers = (used.requests, used.tokens, account.inflight, *levels, *since, *seen, shown)
+        numbers = (used.requests, used.tokens, account.inflight, *levels, *since, *limits, *seen, shown)
         self._column.write(used.key, numbers)
 
     @staticmethod
@@ -102,9 +103,9 @@ class SharedQuotas(Quotas):
         return requests, tokens
 
     @staticmethod
-    def _go_on(bucket: Bucket | None, level: int, since: int) -> None:
-        if bucket is not None:
-            bucket.level, bucket.since = level / _SCALE, since / 1e9
+    def _go_on(bucket: Bucket | None, level: int, since: int, limit: int) -> None:
+        if bucket is not None and limit:  # a limit that has changed since then changes what is left
+            bucket.level, bucket.since = level / _SCALE + (bucket.per_minute - limit), since / 1e9
 
 
 class _SharedUse(Use):
