@@ -384,14 +384,20 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     passthrough = PassthroughAsgi(
         never, ClientIdentifier(clients, Keys()), clients, BodyBudget(1, observers), frozenset(), max_body=1
     )
-    metrics = b"pdproxy_requests_total 1.0\n"
+
+    async def ready() -> Readiness:
+        return Readiness(State.OK, None, [])
+
+    async def metrics() -> bytes:
+        return b"pdproxy_requests_total 1.0\n"
+
     app = create_app(
         Answers(
             lambda key: None,
             lambda: 0,
-            lambda: Readiness(State.OK, None, []),
+            ready,
             models,
-            lambda: metrics,
+            metrics,
             passthrough,
             Cors(),
         )

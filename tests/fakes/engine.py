@@ -100,7 +100,7 @@ class FakeEngine:
         self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
         self.moves_kv = True
-        self._loaded: set[int] = set()
+        self._loaded: dict[int, Request] = {}  # kept: the id of one that is gone would be that of a later one
 
     # -- where it is
 
@@ -330,7 +330,7 @@ class FakeEngine:
         """A scripted answer has used the request's handle; counted once."""
         if not self._decodes(request) or id(request) in self._loaded or request.kv is None:
             return
-        self._loaded.add(id(request))
+        self._loaded[id(request)] = request
         self.books.ended(str(request.kv.get("remote_request_id")), "loaded")
         self.by_source["external_kv_transfer" if self.moves_kv else "local_compute"] += len(self.ids(request))
         self.books.free(request.kv)

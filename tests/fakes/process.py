@@ -7,10 +7,10 @@ import contextlib
 import os
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,21 +18,27 @@ from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.ports import free_port
+from tests.fakes.several import WORKERS
 
-PATIENCE = 60.0
+PATIENCE = 180.0
 SERVE = textwrap.dedent(
     """
     import sys
     from functools import partial
-    from pdproxy.app.server import run
     from pdproxy.observe import logs
+    from pdproxy.kit import supervisor
     from pdproxy.settings.listen import Listen
     from pdproxy.settings.schema import Auth, Deadlines, Node, Observe, Pool, Settings
-    port, prefill, decode, log_format, max_bytes = sys.argv[1:]
+    port, prefill, decode, log_format, max_bytes, workers = sys.argv[1:]
+    supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
+    if int(workers) > 1:
+        from pdproxy.app.workers import run
+    else:
+        from pdproxy.app.server import run
     logs.LineWriter = partial(logs.LineWriter, max_bytes=int(max_bytes))
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
     sys.exit(run(Settings(
-        listen=Listen(port=int(port)),
+        listen=Listen(port=int(port), workers=int(workers)),
         pools=(Pool(nodes=nodes),),
         deadlines=Deadlines(drain=5),
         observe=Observe(log_format=log_format),
@@ -48,6 +54,12 @@ class Served:
         self.process = process
         self.port = port
         self.prefill, self.decode = engines
+        self.books = engines[0].books
+
+    def workers(self) -> list[int]:
+        """The process ids of its workers, in no order."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
 
     async def ask(self, method: str, path: str, body: object = b"") -> Answer:
         """One request on a connection of its own."""
@@ -76,15 +88,24 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    stderr: int | IO[bytes] | None, *, log_format: str = "text", max_bytes: int = 4 << 20
+    stderr: int | IO[bytes] | None,
+    *,
+    log_format: str = "text",
+    max_bytes: int = 4 << 20,
+    workers: int = WORKERS,
+    facts: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Served]:
-    """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed."""
+    """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed.
+
+    `facts`: of both engines, where they differ from the usual ones.
+    """
     books = Books()
-    engines = [FakeEngine("prefill", books), FakeEngine("decode", books)]
+    engines = [FakeEngine(role, books, **(facts or {})) for role in ("prefill", "decode")]
     for engine in engines:
         await engine.listen()
     port = free_port()
-    arguments = [sys.executable, "-c", SERVE, str(port), *(one.url for one in engines), log_format, str(max_bytes)]
+    given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers)]
+    arguments = [sys.executable, "-c", SERVE, *given]
     if stderr is None:
         arguments = ["sh", "-c", 'exec "$@" 2>&-', "sh", *arguments]
     process = await asyncio.create_subprocess_exec(

@@ -17,9 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
+from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
+from pdproxy.observe.snapshot import merged, page_of
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.listen import Cors, Listen
@@ -31,6 +33,7 @@ from pdproxy.web.app import create_app
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
+from tests.fakes.several import Several, workers_for
 from tests.fakes.tokenizer import Shelf
 from tests.sim.engines import plain
 
@@ -99,12 +102,19 @@ class World:
         self.decode = [engine for engine in engines if engine.role == "decode"]
         self.aggregated = [engine for engine in engines if engine.role == "aggregated"]
         self.anything = [engine for engine in engines if engine.role == "any"]
+        self.others: list[Proxy] = []
+        """The other workers of a proxy that has several."""
         self.port = 0
         self.tls: ssl.SSLContext | None = None
         """What clients connect with."""
         self.server: uvicorn.Server | None = None
         self._recorder = recorder
         self._clients: list[Client] = []
+
+    @property
+    def workers(self) -> list[Proxy]:
+        """All proxies: one, but in runs with several workers."""
+        return [self.proxy, *self.others]
 
     async def client(self, *, receive_buffer: int | None = None, address: str = "127.0.0.1") -> Client:
         """A new connection to the proxy."""
@@ -128,7 +138,8 @@ class World:
 
     async def probe(self) -> None:
         """Have every engine probed and its counters read, now."""
-        await asyncio.gather(*(self.proxy.prober.probe(engine, scrape=True) for engine in self.proxy.engines.values()))
+        every = [(proxy, engine) for proxy in self.workers for engine in proxy.engines.values()]
+        await asyncio.gather(*(proxy.prober.probe(engine, scrape=True) for proxy, engine in every))
 
     def events(self, kind: type[_E]) -> list[_E]:
         """The events of one kind so far."""
@@ -143,14 +154,22 @@ class World:
         """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
         return sum(
             sample.value
-            for family in text_string_to_metric_families(self.proxy.metrics.page().decode())
+            for family in text_string_to_metric_families(self._page().decode())
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    def _page(self) -> bytes:
+        if not self.others:
+            return self.proxy.metrics.page()
+        return page_of(merged(one.metrics.snapshot() for one in self.workers))
+
     def busy(self) -> list[str]:
         """What is not over yet."""
-        proxy = self.proxy
+        return [text for proxy in self.workers for text in self._busy(proxy)]
+
+    @staticmethod
+    def _busy(proxy: Proxy) -> list[str]:
         own = [(n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1]) for n in proxy.ledger.nodes]
         found = [f"{url} has {requests} requests, {size} bytes" for url, requests, size in own if requests]
         found += [f"{url} owes {size} bytes" for url, _, size in own if size]
@@ -251,40 +270,57 @@ async def world(
         health=Health(stalled_after=0),
         probes=Probes(interval=3600, scrape_interval=3600),
     )
-    proxy = Proxy.build(adjust(settings), library or Shelf(), clock=clock)
-    proxy.observers._observers += (recorder,)
+    settings, library = adjust(settings), library or Shelf()
+    count = workers_for(settings)
+    several = Several(count, clock.now if clock is not None else time.monotonic) if count > 1 else None
+    shares: list[Share | Alone] = [ALONE] if several is None else [*several.shares]
+    proxy, *others = [Proxy.build(settings, library, clock=clock, share=share) for share in shares]
     made = World(proxy, books, engines, recorder)
+    made.others = others
+    for one in made.workers:
+        one.observers._observers += (recorder,)
     made.tls = client_tls
     if before is not None:
         before(made)
     if not strangers:
-        proxy.custodian.contacts.met = lambda prefill, decode: True  # type: ignore[method-assign]
-        for one in (*made.prefill, *made.anything):
+        for worker in made.workers:
+            worker.custodian.contacts.met = lambda prefill, decode: True  # type: ignore[method-assign]
+        for engine in (*made.prefill, *made.anything):
             for other in (*made.decode, *made.aggregated, *made.anything):
-                if other is not one:
-                    other.meet(one)
+                if other is not engine:
+                    other.meet(engine)
+    for worker, share in zip(made.workers, shares, strict=True):
+        share.start(worker.tasks)
+        if probed:
+            worker.start()
     if probed:
-        proxy.start()
-        await until(lambda: all(node.probed for node in proxy.ledger.nodes))
-    server = made.server = await _serve(proxy, made)
+        await until(lambda: all(node.probed for worker in made.workers for node in worker.ledger.nodes))
+    servers = [await _serve(worker, made, made.port, together=count > 1) for worker in made.workers]
+    made.server = servers[0]
     try:
         yield made
         if not leaves:
             await made.settled()
     finally:
-        for listener in server.servers:
-            listener.close()
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
+        for server in servers:
+            for listener in server.servers:
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
         for client in made._clients:
             client.close()
         await asyncio.sleep(0)
-        await proxy.custodian.settle(0)
-        await proxy.stop()
+        for worker, share in zip(made.workers, shares, strict=True):
+            await worker.custodian.settle(0)
+            share.stop()
+            await worker.stop()
         for engine in engines:
             await engine.close()
-        if server.server_state.tasks:
-            await asyncio.wait(set(server.server_state.tasks), timeout=2)
+        for server in servers:
+            if server.server_state.tasks:
+                await asyncio.wait(set(server.server_state.tasks), timeout=2)
+        if several is not None:
+            several.close()
 
 
 class _Late:
@@ -300,14 +336,16 @@ class _Late:
         await self._app(scope, receive, send)
 
 
-async def _serve(proxy: Proxy, made: World, port: int = 0) -> uvicorn.Server:
-    """Start uvicorn as the server process does, without its main loop."""
+async def _serve(proxy: Proxy, made: World, port: int = 0, *, together: bool = False) -> uvicorn.Server:
+    """Start uvicorn as the server process does, without its main loop. `together`: others listen at the port, too."""
     config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if together:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind(("127.0.0.1", port))
     made.port = listener.getsockname()[1]
     await server.startup(sockets=[listener])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdproxy.observe.catalog import METRICS
 from pdproxy.observe.description import Description, Label
+from pdproxy.observe.snapshot import RULES, Rule
 from tests.reference.markdown import NOTE, cell, code, table
 
 _HEAD = f"""# Metrics
@@ -13,12 +14,15 @@ _HEAD = f"""# Metrics
 `GET /metrics` shows these in Prometheus' text format, and those of the process itself (`process_*`, `python_*`, as of
 `prometheus_client`). A histogram has the series `_bucket`, `_sum` and `_count`. [Monitoring](../guide/monitoring.md) shows which
 question each answers.
+
+With [several workers](../guide/workers.md) the page is one for all. `workers` says how their numbers become one: `sum`, `most`,
+`least`, or `mean`, the part of the workers for which it is so.
 """
 
 
-def _row(one: Description) -> tuple[str, str, str, str, str]:
+def _row(one: Description) -> tuple[str, str, str, str, str, str]:
     labels = ", ".join(code(label.name) for label in one.labels)
-    return code(one.name), one.kind.value, one.unit, labels, cell(one.text)
+    return code(one.name), one.kind.value, one.unit, labels, RULES.get(one.name, Rule.SUM).value, cell(one.text)
 
 
 def _values(one: Description, label: Label) -> list[tuple[str, str]]:
@@ -32,6 +36,6 @@ def _section(one: Description) -> str:
 
 def page() -> str:
     """Return the page."""
-    overview = table(("metric", "type", "unit", "labels", "counts"), [_row(one) for one in METRICS])
+    overview = table(("metric", "type", "unit", "labels", "workers", "counts"), [_row(one) for one in METRICS])
     sections = "\n".join(_section(one) for one in METRICS if one.labels)
     return f"{_HEAD}\n{overview}\n## Labels\n\n{sections}"

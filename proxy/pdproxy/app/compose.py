@@ -10,6 +10,7 @@ from pdproxy.app.gauges import memory_gauges, state_gauges
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
+from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.kv_events import Index
@@ -34,15 +35,17 @@ class Proxy(Parts):
         log: Log | None = None,
         clock: Clock | None = None,
         index: Index | None = None,
+        share: Share | Alone = ALONE,
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
-        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no policy does.
+        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no policy does. `share`: what
+        this worker shares with others.
 
         Raises:
             SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
         """
-        proxy = cls.of(settings, library, watch, log, clock)
+        proxy = cls.of(settings, library, watch, log, clock, share)
         settings = proxy.settings
         for at, own in enumerate(settings.pools):
             with naming_pool(at, own.name, pools=len(settings.pools)):
@@ -73,9 +76,8 @@ class Proxy(Parts):
             connections=proxy.connections,
             clock=proxy.clock,
             observers=proxy.observers,
-            readiness=readiness,
             models=proxy.list_models,
-            metrics=metrics,
+            shown=share.shown(proxy.admission, readiness, metrics),
             telemetry=Telemetry(posted) if posted else None,
         )
         return proxy

@@ -101,10 +101,15 @@ def build_ledger(
     profiles: Profiles,
     cached: Cached | None = None,
     chance: Callable[[], float] = random.random,
+    make: Callable[..., Ledger] = Ledger,
 ) -> Ledger:
-    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes."""
+    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
+
+    `make`: makes one of several workers', instead of a `Ledger`.
+    """
     limits, pool = settings.limits, settings.pool
-    return kind_of_ledger(settings)(
+    kind = kind_of_ledger(settings) if make is Ledger else make
+    return kind(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pdproxy.app.shown import Shown
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
-from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
@@ -17,7 +17,7 @@ from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.schema import Settings
-from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.app import Answers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.connection_bounds import ConnectionBounds
@@ -33,7 +33,7 @@ from pdproxy.web.unread_answers import UnreadAnswers
 
 @dataclass(slots=True, kw_only=True)
 class Front:
-    """The parts that serve clients. `readiness`, `models` and `telemetry`: see `web.app.Answers`.
+    """The parts that serve clients. `models` and `telemetry`: see `web.app.Answers`.
 
     `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
     """
@@ -50,9 +50,8 @@ class Front:
     connections: Connections
     clock: Clock
     observers: Observers
-    readiness: Callable[[], Readiness]
+    shown: Shown
     models: Callable[[bytes | None], Awaitable[bytes]]
-    metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
     tenants: Tenants = field(init=False)
     bounds: ConnectionBounds = field(init=False)
@@ -124,10 +123,10 @@ class Front:
         """Return what the FastAPI routes answer with."""
         return Answers(
             self.keys.check,
-            lambda: self.admission.inflight + self.admission.waiting,
-            self.readiness,
+            self.shown.load,
+            self.shown.readiness,
             self.models,
-            self.metrics.page,
+            self.shown.metrics,
             self.asgi,
             self.settings.listen.cors,
             self.telemetry,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog, catalog_decisions, catalog_health, catalog_refusals
+from pdproxy.observe import catalog, catalog_decisions, catalog_health, catalog_refusals, catalog_workers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.placement import Placement, PlacementState
@@ -76,6 +76,7 @@ def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> lis
             return [((), 0)]  # the page is read outside of an event loop
 
     return [
+        Gauge(catalog_workers.WORKERS, lambda: [((), 1)]),
         Gauge(catalog.TASKS, running),
         Gauge(catalog.TASK_RESTARTS, failures),
         Gauge(catalog.LINES_DROPPED, lambda: [((), log.dropped if log is not None else 0)]),

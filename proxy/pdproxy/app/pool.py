@@ -96,7 +96,8 @@ class PoolParts:
 
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool)
-        ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None, watch.chance)
+        cached = knowledge.cached if knowledge is not None else None
+        ledger = build_ledger(settings, profiles, cached, watch.chance, process.share.ledger)
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
         models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
@@ -120,7 +121,7 @@ class PoolParts:
         outliers = build_outliers(settings.outliers)
         exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
-        custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        custodian = process.share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)

@@ -10,6 +10,7 @@ from pdproxy.app.capacity import SharedPlaces
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.gauges import process_gauges, request_gauges
 from pdproxy.app.heartbeat import Heartbeat
+from pdproxy.app.share import Alone, Share
 from pdproxy.app.tokens import Library
 from pdproxy.app.watch import Watch
 from pdproxy.fleet.engines import EngineRegistry
@@ -36,10 +37,11 @@ from pdproxy.wire.body_bounds import Bounds as BodyBounds
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """What all pools share. `watch`, `library`: see `Proxy.build`; `registries`: those of the pools, each adds its own."""
+    """What all pools share. `watch`, `library`, `share`: see `Proxy.build`. `registries`: each pool adds its own."""
 
     settings: Settings
     watch: Watch
+    share: Share | Alone
     library: Library
     credentials: Credentials
     registries: list[EngineRegistry]
@@ -67,7 +69,15 @@ class Process:
         return self.clock.now
 
     @classmethod
-    def of(cls, settings: Settings, library: Library, watch: Watch, log: Log | None, clock: Clock | None) -> Self:
+    def of(
+        cls,
+        settings: Settings,
+        library: Library,
+        watch: Watch,
+        log: Log | None,
+        clock: Clock | None,
+        share: Share | Alone,
+    ) -> Self:
         """Make them. Arguments and errors are those of `Proxy.build`."""
         settings = own(settings)
         limits, deadlines = settings.limits, settings.deadlines
@@ -81,7 +91,7 @@ class Process:
         lines = LogObserver(log)
         observers = Observers([metrics, lines])
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(
+        admission = share.admission(
             limits.max_inflight,
             limits.max_queue,
             deadlines.queue,
@@ -112,6 +122,7 @@ class Process:
         return cls(
             settings=settings,
             watch=watch,
+            share=share,
             library=library,
             credentials=credentials,
             registries=registries,
@@ -127,7 +138,7 @@ class Process:
             body_budget=BodyBudget(limits.max_buffered_bytes, observers),
             unread_answers=UnreadAnswers(limits.max_buffered_answer_bytes, observers),
             connections=Connections(limits.max_connections, observers),
-            quotas=Quotas(credentials.keys.limits, clock.now),
+            quotas=share.quotas(credentials.keys.limits, clock.now),
             models=models,
             places=SharedPlaces(admission) if len(settings.pools) > 1 else None,
             heartbeat=Heartbeat(observers),

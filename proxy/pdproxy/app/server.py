@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -32,6 +32,7 @@ from pdproxy.app.dns import Names, follow_names
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.replicas import follow_replicas
+from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure, set_level
@@ -108,8 +109,8 @@ def _listen_and_serve(settings: Settings, log: Log, source: SettingsSource | Non
         return uvloop.run(_serve_until_signalled(settings, listener, log, source, admin))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 is any free one.
+def listen(host: str, port: int, *, together: bool = False) -> socket.socket:
+    """Return a listening socket; port 0 is any free one. `together`: others of this user may listen there, too.
 
     Raises:
         OSError: the port is taken, or the address is not of this machine.
@@ -118,6 +119,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if together:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         listener.listen(2048)
         listener.set_inheritable(False)
@@ -248,11 +251,13 @@ async def serve(
     listener: socket.socket,
     ending: Ending,
     log: Log | None = None,
-    started: Callable[[Proxy], None] = lambda _: None,
+    started: Callable[[Proxy], Awaitable[None] | None] = lambda _: None,
+    share: Share | Alone = ALONE,
 ) -> int:
     """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`.
 
-    `started`: called once with the proxy, before it gets requests.
+    `started`: called once with the proxy, before it gets requests. What it returns is awaited; connections wait meanwhile.
+    `share`: what this worker shares with others.
 
     Raises:
         SettingsError: the engines show that the settings are wrong, or a file can't be used.
@@ -261,10 +266,12 @@ async def serve(
     if found is None:
         return INTERRUPTED if ending.at_once.is_set() else 0
     settings = found
-    proxy = Proxy.build(settings, log=log)
+    proxy = Proxy.build(settings, log=log, share=share)
     server = _Server(uvicorn_config(proxy))
     proxy.start()
-    started(proxy)
+    share.start(proxy.tasks)
+    if (waits := started(proxy)) is not None:
+        await waits
     for warning in proxy.credentials.warnings():
         logger.warning("%s", warning)
     scheme = "http" if proxy.credentials.listen is None else "https"
@@ -284,6 +291,7 @@ async def serve(
         server.force_exit = ending.at_once.is_set()
         await serving
     end_requested.cancel()
+    share.stop()
     await proxy.stop()
     if not ending.requested.is_set():
         failure = serving.exception()

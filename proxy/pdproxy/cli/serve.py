@@ -38,7 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.app.reloading import SettingsSource
-    from pdproxy.app.server import run as run_server
 
     source = SettingsSource(settings, lambda: settings_from(arguments), files, stamps)
+    if settings.listen.workers > 1:
+        from pdproxy.app.workers import run as run_workers
+
+        return run_workers(settings, source)
+    from pdproxy.app.server import run as run_server
+
     return run_server(settings, source)

@@ -93,6 +93,12 @@ GROUPS: tuple[FlagGroup, ...] = (
             _flag("--host", "HOST", "listen.host", "address to listen on; 0.0.0.0: all of IPv4 (default: 127.0.0.1)"),
             _flag("--port", "PORT", "listen.port", "TCP port to listen on (default: 8000)"),
             _flag(
+                "--workers",
+                "N",
+                "listen.workers",
+                "processes that serve clients, each on one core at most; some settings work with one only (default: 1)",
+            ),
+            _flag(
                 "--admin",
                 "ADDRESS",
                 "listen.admin",

@@ -8,11 +8,20 @@ import re
 _USABLE = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 
 
+_worker = ""
+
+
+def name_worker(number: int) -> None:
+    """Have all ids that this process makes from now on begin with the number of its worker, in two hex digits."""
+    global _worker
+    _worker = f"{number:02x}"
+
+
 def mint(digits: int = 32) -> str:
     """Return a fresh request id of so many hex digits, 32 at least."""
     if digits <= 32:
-        return os.urandom(16).hex()
-    return os.urandom((digits + 1) // 2).hex()[:digits]
+        return _worker + os.urandom(16).hex()[len(_worker) :]
+    return _worker + os.urandom((digits + 1) // 2).hex()[len(_worker) : digits]
 
 
 def usable(candidate: str | None) -> str | None:

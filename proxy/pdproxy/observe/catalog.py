@@ -17,6 +17,7 @@ from pdproxy.observe import (
     catalog_prefixes,
     catalog_refusals,
     catalog_turns,
+    catalog_workers,
 )
 from pdproxy.observe.description import NODE, Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
@@ -383,6 +384,7 @@ _FILES = (
     catalog_prefixes,
     catalog_refusals,
     catalog_turns,
+    catalog_workers,
 )
 _OTHERS = [value for one in _FILES for value in vars(one).values()]
 METRICS: tuple[Description, ...] = tuple(

@@ -46,6 +46,8 @@ class Formatter(logging.Formatter):
         self._clock = clock
         self._second = 0
         self._shown = self._zone = ""
+        self.always: Fields = {}
+        """Fields at the end of each line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -117,6 +119,8 @@ class TextFormatter(Formatter):
             elif type(value) not in _NUMBERS:
                 value = _quoted(str(value))
             line += f" {name}={value}"
+        for name, value in self.always.items():
+            line += f" {name}={value}"
         return line
 
 
@@ -134,6 +138,7 @@ class JsonFormatter(Formatter):
             "logger": logger,
             "message": message,
             **fields,
+            **self.always,
         }
         return msgspec.json.encode(line, enc_hook=str).decode()
 

@@ -61,6 +61,10 @@ class Log:
         self._writer = writer
         self._formatter = formatter
 
+    def name_worker(self, number: int) -> None:
+        """Name a worker in all lines from now on."""
+        self._formatter.always = {"worker": number}
+
     @property
     def dropped(self) -> int:
         """How many lines were dropped."""

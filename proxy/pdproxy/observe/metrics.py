@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import add
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from pdproxy.observe import (
     catalog,
@@ -56,6 +56,7 @@ from pdproxy.observe.events import (
     TurnReleased,
     TurnReused,
 )
+from pdproxy.observe.snapshot import Buckets, Series, Snapshot, families
 
 MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
@@ -81,15 +82,6 @@ class _Histogram:
     def add(self, buckets: Sequence[int], total: float) -> None:
         self.buckets = [a + b for a, b in zip(self.buckets, buckets, strict=True)]
         self.total += total
-
-    def samples(self) -> list[tuple[str, float]]:
-        """Return cumulative (upper bound, count) pairs, as Prometheus expects them."""
-        found: list[tuple[str, float]] = []
-        count = 0
-        for bound, bucket in zip([*(f"{b:g}" for b in self.bounds), "+Inf"], self.buckets, strict=True):
-            count += bucket
-            found.append((bound, count))
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,25 +325,22 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. Called by the registry."""
+        return families(self.snapshot())
+
+    def snapshot(self) -> Snapshot:
+        """Return all metrics but the process's own, as they are now."""
+        values: dict[str, Series] = {}
+        histograms: dict[str, dict[tuple[str, ...], Buckets]] = {}
         for one in METRICS:
-            names = one.label_names
-            if (histograms := self._histograms.get(one.name)) is not None:
-                histogram = HistogramMetricFamily(one.name, one.text, labels=names)
-                for labels, kept in histograms.items():
-                    histogram.add_metric(labels, kept.samples(), kept.total)
-                yield histogram
-                continue
-            kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
-            family = kind(one.name, one.text, labels=names)
-            gauge = self._gauges.get(one.name)
-            if one in _OF_LEGS:
+            if (kept := self._histograms.get(one.name)) is not None:
+                histograms[one.name] = {labels: Buckets(each.buckets, each.total) for labels, each in kept.items()}
+            elif one in _OF_LEGS:
                 at = _OF_LEGS.index(one)
-                samples: Iterable[tuple[tuple[str, ...], float]] = [(key, kept[at]) for key, kept in self._legs.items()]
+                values[one.name] = {key: each[at] for key, each in self._legs.items()}
             else:
-                samples = self._counts.get(one.name, {}).items() if gauge is None else gauge.read()
-            for labels, number in samples:
-                family.add_metric(labels, number)
-            yield family
+                gauge = self._gauges.get(one.name)
+                values[one.name] = dict(self._counts.get(one.name, {}) if gauge is None else gauge.read())
+        return Snapshot(values, histograms)
 
 
 _OF_LEGS = (catalog.NODE_LEGS, catalog.NODE_SECONDS)

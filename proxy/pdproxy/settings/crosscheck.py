@@ -18,13 +18,14 @@ from pdproxy.settings.dns import check_servers, dns_name, is_dns, stand_in_url
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv_events import check_kv_events
-from pdproxy.settings.limits import Limits
+from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.pool_checks import check_pools
 from pdproxy.settings.replicas import check_replicas
 from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
+from pdproxy.settings.worker_checks import check_workers
 from pdproxy.transfer.registry import AUTO
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
@@ -52,6 +53,7 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         check_replicas(settings.replicas, found)
     if not found.within("limits"):
         _refuse_bodies_without_space(settings.limits, found)
+    check_workers(settings, found)
     if found.within("pools"):
         return settings
     pools = settings.pools or (Pool(),)
@@ -190,7 +192,7 @@ def _checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node], path
 
 
 def _refuse_bodies_without_space(limits: Limits, found: Mistakes) -> None:
-    minimum = limits.max_body_bytes + -(-limits.max_body_bytes // 7)  # an eighth of it is kept for small bodies
+    minimum = least_buffered_bytes(limits)
     if limits.max_buffered_bytes < minimum:
         text = (
             f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no space for a body of limits.max_body_bytes = "

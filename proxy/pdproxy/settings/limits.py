@@ -172,3 +172,8 @@ class Limits(Section, frozen=True):
     breaker_cooldown: Seconds = 5.0
     """Seconds for which an engine stays excluded: long enough to notice a restart, short enough to use it again soon. Then it
     gets one request at a time, until one is good (`health.slow_start`)."""
+
+
+def least_buffered_bytes(limits: Limits) -> int:
+    """Return how many bytes `max_buffered_bytes` must be for the largest body: an eighth of it is kept for small bodies."""
+    return limits.max_body_bytes + -(-limits.max_body_bytes // 7)

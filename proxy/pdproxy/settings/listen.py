@@ -5,8 +5,14 @@ Owns names, units, bounds and defaults.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from pdproxy.settings.admin import AdminAddress
 from pdproxy.settings.section import File, Host, Port, Section, Text
+
+Workers = Annotated[int, Meta(ge=1, le=64)]
 
 
 class ListenTls(Section, frozen=True):
@@ -49,6 +55,9 @@ class Listen(Section, frozen=True):
 
     port: Port = 8000
     """TCP port. The default of `vllm serve`, so that clients need no change."""
+
+    workers: Workers = 1
+    """Processes that serve clients: each uses one core at most. With several, a further process supervises them."""
 
     trusted_proxies: tuple[Text, ...] = ()
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in

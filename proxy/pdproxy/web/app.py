@@ -52,9 +52,9 @@ class Answers:
 
     authorize: Callable[[bytes | None], None]
     load: Callable[[], int]
-    readiness: Callable[[], Readiness]
+    readiness: Callable[[], Awaitable[Readiness]]
     models: Callable[[bytes | None], Awaitable[bytes]]
-    metrics: Callable[[], bytes]
+    metrics: Callable[[], Awaitable[bytes]]
     passthrough: PassthroughAsgi
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
@@ -99,7 +99,7 @@ def create_app(answers: Answers) -> FastAPI:
 
     @app.get("/ready", summary="Whether a request could be served", tags=["operation"])
     async def ready() -> Response:
-        state = answers.readiness()
+        state = await answers.readiness()
         is_ready = state.state is not State.NOT_READY
         body = {"ready": is_ready, "state": state.state.value, "reason": state.reason, "details": state.details}
         return JSONResponse(body, 200 if is_ready else 503)
@@ -114,7 +114,7 @@ def create_app(answers: Answers) -> FastAPI:
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["operation"])
     async def metrics() -> Response:
-        return Response(answers.metrics(), headers={"content-type": PROMETHEUS})
+        return Response(await answers.metrics(), headers={"content-type": PROMETHEUS})
 
     @app.get("/v1/models", summary="The models that the engines serve", tags=["OpenAI"])
     async def models(request: Request) -> Response:

@@ -15,7 +15,7 @@ from pdproxy.settings.key_lines import KeyLimits
 _MINUTE = 60.0
 
 
-class _Bucket:
+class Bucket:
     """So much per minute. `level`: what is left, below 0 for a debt."""
 
     __slots__ = ("level", "per_minute", "since")
@@ -26,23 +26,27 @@ class _Bucket:
         self.since = now
 
     def fill(self, now: float) -> None:
+        """Add what has come since the last call."""
         self.level = min(self.level + (now - self.since) * self.per_minute / _MINUTE, float(self.per_minute))
         self.since = now
 
     def seconds_until(self, level: float) -> float:
+        """Return when it will have filled to a level."""
         return (level - self.level) * _MINUTE / self.per_minute
 
 
-class _Account:
+class Account:
     """What the keys of one name have used."""
 
-    __slots__ = ("inflight", "limits", "requests", "tokens")
+    __slots__ = ("elsewhere", "inflight", "limits", "requests", "tokens")
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.inflight = 0
+        self.elsewhere = 0
+        """Requests that other workers serve."""
         self.limits = limits
-        self.requests = _Bucket(limits.rpm, now) if limits.rpm is not None else None
-        self.tokens = _Bucket(limits.tpm, now) if limits.tpm is not None else None
+        self.requests = Bucket(limits.rpm, now) if limits.rpm is not None else None
+        self.tokens = Bucket(limits.tpm, now) if limits.tpm is not None else None
 
     def change(self, limits: KeyLimits, now: float) -> None:
         """Follow changed limits: what was used counts on."""
@@ -51,11 +55,11 @@ class _Account:
         self.tokens = _changed(self.tokens, limits.tpm, now)
 
 
-def _changed(bucket: _Bucket | None, per_minute: int | None, now: float) -> _Bucket | None:
+def _changed(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
     if per_minute is None:
         return None
     if bucket is None:
-        return _Bucket(per_minute, now)
+        return Bucket(per_minute, now)
     bucket.fill(now)
     bucket.level += per_minute - bucket.per_minute
     bucket.per_minute = per_minute
@@ -67,7 +71,7 @@ class Use:
 
     __slots__ = ("_account", "_charged")
 
-    def __init__(self, account: _Account) -> None:
+    def __init__(self, account: Account) -> None:
         self._account = account
         self._charged = 0.0
 
@@ -90,7 +94,7 @@ class Quotas:
     def __init__(self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]) -> None:
         self._limits = limits
         self._now = now
-        self._accounts: dict[str, _Account] = {}
+        self._accounts: dict[str, Account] = {}
         self._seen: Mapping[str, KeyLimits] = {}
 
     def __repr__(self) -> str:
@@ -107,10 +111,8 @@ class Quotas:
             self._follow(limits)
         if key is None or (own := limits.get(key)) is None:
             return None
-        account = self._accounts.get(key)
-        if account is None:
-            account = self._accounts[key] = _Account(own, self._now())
-        if own.inflight is not None and account.inflight >= own.inflight:
+        account = self._account(key, own)
+        if own.inflight is not None and account.inflight + account.elsewhere >= own.inflight:
             raise LimitError(f"{own.inflight} requests of this key are being served", Reason.KEY_INFLIGHT)
         now = self._now()
         requests, tokens = account.requests, account.tokens
@@ -126,7 +128,17 @@ class Quotas:
                 raise LimitError(text, Reason.KEY_REQUESTS, retry_after=requests.seconds_until(1.0))
             requests.level -= 1
         account.inflight += 1
+        return self._begun(key, account)
+
+    def _begun(self, key: str, account: Account) -> Use:
         return Use(account)
+
+    def _account(self, key: str, own: KeyLimits) -> Account:
+        """Return the account of a name."""
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = Account(own, self._now())
+        return account
 
     def _follow(self, limits: Mapping[str, KeyLimits]) -> None:
         """Follow limits that have changed. A name that is gone is forgotten once it has no requests."""

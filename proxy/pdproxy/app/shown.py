@@ -1,0 +1,148 @@
+"""What an operator is shown, of one process or of all workers: `/ready`, `/metrics` and `/load`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdproxy.app.readiness import MAX_DETAILS
+from pdproxy.app.siblings import Siblings
+from pdproxy.kit.links import Message
+from pdproxy.kit.switchboard import REPORT
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe import catalog_workers
+from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
+from pdproxy.serving.request.admission import Admission
+from pdproxy.web.app import Readiness, State
+
+REPORT_EVERY = 1.0
+"""Seconds between two reports of a worker's counts: what a killed one has counted since its last report is lost."""
+
+
+class Shown:
+    """What a process that serves alone shows."""
+
+    def __init__(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> None:
+        self._admission = admission
+        self._own_readiness = readiness
+        self._own_metrics = metrics
+
+    def load(self) -> int:
+        """Return the number of requests that are served or wait."""
+        return self._admission.inflight + self._admission.waiting
+
+    async def readiness(self) -> Readiness:
+        """Return whether a request could be served now."""
+        return self._own_readiness()
+
+    async def metrics(self) -> bytes:
+        """Return the page of all metrics."""
+        return self._own_metrics.page()
+
+
+class ShownOfAll(Shown):
+    """What one of several workers shows: of all of them. `number`: its own; `everywhere`: the requests of all."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        readiness: Callable[[], Readiness],
+        metrics: Metrics,
+        siblings: Siblings,
+        number: int,
+        everywhere: Callable[[], int],
+    ) -> None:
+        super().__init__(admission, readiness, metrics)
+        self._siblings = siblings
+        self._number = number
+        self._everywhere = everywhere
+        siblings.answers["metrics"] = lambda: encode(self._snapshot())
+        siblings.answers["ready"] = lambda: _encode_ready(self._own_readiness())
+
+    def load(self) -> int:
+        """See `Shown`."""
+        return self._everywhere()
+
+    async def readiness(self) -> Readiness:
+        """See `Shown`. Connections come to all workers: one that is not ready makes the whole degraded."""
+        answers = await self._siblings.ask("ready")
+        found = {self._number: self._own_readiness()}
+        found |= {number: _decode_ready(answer) for number, answer in answers.of.items()}
+        silent = [f"worker {number} does not answer" for number in answers.silent]
+        return together(found, silent)
+
+    async def metrics(self) -> bytes:
+        """See `Shown`."""
+        answers = await self._siblings.ask("metrics")
+        every = [self._snapshot(), *(decode(one) for one in answers.of.values())]
+        page = merged([*every, decode(answers.past)] if answers.past else every)
+        page.values[catalog_workers.RESTARTS.name] = {(): answers.restarts}
+        return page_of(page)
+
+    def start(self, tasks: TaskOwner) -> None:
+        """Report the counts to the parent from now on, in a task of this owner."""
+        tasks.keep(self._report, "report")
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY)
+            self.report()
+
+    def report(self) -> None:
+        """Report the counts to the parent."""
+        self._siblings.send(Message(REPORT, body=encode(self._snapshot().without_levels())))
+
+    def _snapshot(self) -> Snapshot:
+        found = self._own_metrics.snapshot()
+        found.process = of_process()
+        return found
+
+
+def add_up(past: bytes, report: bytes) -> bytes:
+    """Return the counts of dead workers with those of one more."""
+    return encode(merged([*([decode(past)] if past else []), decode(report)]))
+
+
+def together(found: dict[int, Readiness], silent: Sequence[str] = ()) -> Readiness:
+    """Return the answer of all workers: ready if all are, not ready if none is, else degraded.
+
+    What only some of them say is shown with their numbers. `silent`: sentences on those that have not answered.
+    """
+    states = [one.state for one in found.values()]
+    reasons = {number: one.reason for number, one in found.items() if one.reason is not None}
+    if len(reasons) == len(found):
+        return Readiness(State.NOT_READY, next(iter(reasons.values())), _details(found))
+    details = [*silent, *(f"worker {number}: {reason}" for number, reason in reasons.items()), *_details(found)]
+    is_ok = not silent and all(state is State.OK for state in states)
+    return Readiness(State.OK if is_ok else State.DEGRADED, None, details[:MAX_DETAILS])
+
+
+def _details(found: dict[int, Readiness]) -> list[str]:
+    counts = Counter(detail for one in found.values() for detail in dict.fromkeys(one.details))
+    shown: dict[str, None] = {}
+    for number, one in found.items():
+        for detail in one.details:
+            shown[detail if counts[detail] == len(found) else f"worker {number}: {detail}"] = None
+    return list(shown)
+
+
+class _Ready(msgspec.Struct, array_like=True):
+    state: str
+    reason: str | None
+    details: list[str]
+
+
+_ready_decoder = msgspec.msgpack.Decoder(_Ready)
+
+
+def _encode_ready(one: Readiness) -> bytes:
+    return msgspec.msgpack.encode(_Ready(one.state.value, one.reason, one.details))
+
+
+def _decode_ready(data: bytes) -> Readiness:
+    one = _ready_decoder.decode(data)
+    return Readiness(State(one.state), one.reason, one.details)

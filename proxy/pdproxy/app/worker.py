@@ -1,0 +1,176 @@
+"""One worker of several: a proxy as it would run alone, that takes its orders from the supervisor and not from signals.
+
+Owns the worker's end of the link: what the supervisor sends, and the end of this process if the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import uvloop
+
+from pdproxy.app import uncaught
+from pdproxy.app.compose import Proxy
+from pdproxy.app.dns import follow_names
+from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.server import follow, serve
+from pdproxy.app.share import Shared
+from pdproxy.app.signals import Ending, Hangups
+from pdproxy.fleet.dns_source import DnsSource
+from pdproxy.kit.ids import name_worker
+from pdproxy.kit.links import Link, LinkError, Message
+from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD
+from pdproxy.observe.logs import Log
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.worker_checks import of_worker
+
+logger = logging.getLogger("pdproxy.workers")
+
+LOOK_EVERY = 0.01
+"""Seconds between two looks whether the engines were probed."""
+
+
+class Orders:
+    """The worker's end of the link, in its event loop. Other messages than the supervisor's own go to `then`."""
+
+    def __init__(self, end: socket.socket, ending: Ending, hangups: Hangups) -> None:
+        self._link = Link(end)
+        self._ending = ending
+        self._hangups = hangups
+        self._loop = asyncio.get_running_loop()
+        self.then: Callable[[Message], None] = lambda _: None
+        self._loop.add_reader(self._link.fileno(), self._read)
+
+    def __repr__(self) -> str:
+        return f"<Orders over {self._link!r}>"
+
+    def send(self, message: Message) -> None:
+        """Send the supervisor a message."""
+        try:
+            self._link.send(message)
+            if self._link.unsent:
+                self._loop.add_writer(self._link.fileno(), self._write)
+        except LinkError as error:
+            self._gone(error)
+
+    def _write(self) -> None:
+        try:
+            self._link.flush()
+            if not self._link.unsent:
+                self._loop.remove_writer(self._link.fileno())
+        except LinkError as error:
+            self._gone(error)
+
+    def _read(self) -> None:
+        try:
+            messages = self._link.read()
+        except LinkError as error:
+            self._gone(error)
+            return
+        for message in messages:
+            match message.kind:
+                case kind if kind == PING:
+                    self.send(Message(PONG))
+                case kind if kind == DRAIN:
+                    self._ending.requested.set()
+                case kind if kind == END:
+                    self._ending.at_once.set()
+                    self._ending.requested.set()
+                case kind if kind == RELOAD:
+                    self._hangups.signalled()
+                case _:
+                    self.then(message)
+
+    @staticmethod
+    def _gone(error: LinkError) -> None:
+        """End at once: nobody would start, stop or supervise this process any more."""
+        os._exit(1)
+
+
+def work(
+    settings: Settings,
+    source: SettingsSource | None,
+    listener: socket.socket,
+    log: Log,
+    end: socket.socket,
+    shared: Shared,
+    number: int,
+) -> int:
+    """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the supervisor.
+
+    `shared`: what all workers share; `number`: that of this one.
+    """
+    uncaught.install()
+    name_worker(number)
+    if source is not None:
+        # What is compared with the files later must have been divided as well.
+        source = one_workers(source, settings.listen.workers)
+    try:
+        return uvloop.run(
+            _serve(of_worker(settings, settings.listen.workers), source, listener, log, end, shared, number)
+        )
+    except SettingsError as error:
+        end.setblocking(True)
+        link = Link(end)
+        link.send(Message(REFUSED, body="\n".join(error.mistakes).encode()))
+        return 2
+    finally:
+        listener.close()
+        log.close()
+
+
+def one_workers(source: SettingsSource, workers: int) -> SettingsSource:
+    """Return a source of the settings of one of so many workers."""
+    return replace(source, first=of_worker(source.first, workers), read=lambda: of_worker(source.read(), workers))
+
+
+async def _serve(
+    settings: Settings,
+    source: SettingsSource | None,
+    listener: socket.socket,
+    log: Log,
+    end: socket.socket,
+    shared: Shared,
+    number: int,
+) -> int:
+    asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
+    ending, hangups = Ending(), Hangups()
+    orders = Orders(end, ending, hangups)
+    share = shared.of(number, orders.send)
+    orders.then = share.received
+    ending.take_signals(signal.SIGTERM)
+    asked_early = asyncio.Event()
+    if source is not None and source.paths:
+        hangups.then = asked_early.set
+
+    async def started(proxy: Proxy) -> None:
+        names = follow_names(proxy)
+        if source is not None and source.paths:
+            reloading = follow(proxy, source, log)
+            hangups.then = reloading.soon
+            if asked_early.is_set():
+                reloading.soon()
+        # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.deadlines.probe):
+                await _probed(proxy, names, ending)
+        orders.send(Message(READY))
+
+    return await serve(settings, listener, ending, log, started, share)
+
+
+async def _probed(proxy: Proxy, names: Sequence[DnsSource], ending: Ending) -> None:
+    """Wait until all engines were probed, also those that DNS names. A name that can't be answered is not waited for."""
+    while not all(name.counts for name in names) or not all(node.probed for node in proxy.ledger.nodes):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_EVERY):
+                await ending.requested.wait()
+                return

@@ -1,0 +1,152 @@
+"""Several workers that serve as one: their listening sockets, what they share, and the supervisor.
+
+Owns the order of the start: all sockets are bound and all memory is mapped before the first worker is forked. The sockets stay
+open here, so that connections that wait in a dead worker's queue are taken by its successor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import socket
+import sys
+
+from pdproxy.app import worker
+from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
+from pdproxy.app.share import Shared
+from pdproxy.app.shown import add_up
+from pdproxy.kit.frames import frames
+from pdproxy.kit.heirs import ADOPTED, Heirs
+from pdproxy.kit.links import Message
+from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
+from pdproxy.kit.switchboard import Switchboard
+from pdproxy.observe.logs import Log, configure
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.worker_checks import of_each
+
+logger = logging.getLogger("pdproxy.workers")
+
+MARGIN = 10.0
+"""Seconds behind all deadlines of a drain until a worker that is still there is killed."""
+
+
+def run(settings: Settings, source: SettingsSource | None = None) -> int:
+    """Serve with several workers until asked to stop. Return the exit code, as `app.server.run` does.
+
+    Raises:
+        SettingsError: no worker can serve with these settings.
+    """
+    log = configure(settings.observe.log_level, settings.observe.log_format)
+    try:
+        return _run(settings, log, source)
+    except SettingsError:
+        raise  # an operator's mistake, which the command line reports
+    except Exception as error:
+        logger.critical("pdproxy failed: %s", frames(error))
+        return 1
+    finally:
+        log.close()
+
+
+def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
+    settings = fit_files(settings)
+    host, port, count = settings.listen.host, settings.listen.port, settings.listen.workers
+    try:
+        listeners = listen_together(host, port, count)
+    except OSError as error:
+        log.close()
+        with contextlib.suppress(OSError):  # nobody reads it
+            sys.stderr.write(
+                f"pdproxy serve: can't listen on listen.host:listen.port = {host}:{port}: {error.strerror or error}\n"
+            )
+        return 2
+    _warn_of_memory(settings)
+    shared = Shared(count)
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.collect()
+    gc.freeze()  # collections in a worker would copy the pages of what all of them share
+
+    def work(number: int, end: socket.socket) -> int:
+        for at, listener in enumerate(listeners):
+            if at != number:
+                listener.close()
+        log.name_worker(number)
+        return worker.work(settings, source, listeners[number], log, end, shared, number)
+
+    supervisor = Supervisor(count, work, lambda supervisor: Parent(shared, supervisor), _drain_seconds(settings))
+    try:
+        return supervisor.run()
+    except RefusedError as error:
+        raise SettingsError(*str(error).split("\n")) from None
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+class Parent(Watcher):
+    """What the supervisor does for the workers besides keeping them."""
+
+    def __init__(self, shared: Shared, supervisor: Supervisor) -> None:
+        self._shared = shared
+        self._switchboard = Switchboard(supervisor, add_up)
+        self._heirs = Heirs(supervisor, shared.custody)
+
+    def received(self, worker: WorkerProcess, message: Message) -> None:
+        """See `Watcher`."""
+        if message.kind == ADOPTED:
+            self._heirs.adopted(worker, message)
+        else:
+            self._switchboard.received(worker, message)
+
+    def died(self, number: int) -> None:
+        """See `Watcher`."""
+        self._shared.clear(number)
+        self._switchboard.died(number)
+        self._heirs.died(number)
+
+    def ready(self, worker: WorkerProcess) -> None:
+        """See `Watcher`."""
+        self._heirs.hand_on()
+
+
+def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
+    """Return so many sockets that listen at one address, among which the system spreads connections. Port 0 is any free one.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this machine.
+    """
+    # Sockets that share a port would also share it with another proxy of this user: that must be an error, as with one worker.
+    with listen(host, port) as first:
+        port = first.getsockname()[1]
+    listeners: list[socket.socket] = []
+    try:
+        listeners.extend(listen(host, port, together=True) for _ in range(count))
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _drain_seconds(settings: Settings) -> float:
+    """Return how long a drain may take at most: each of its waits has a deadline in the worker itself."""
+    deadlines = settings.deadlines
+    release = deadlines.abandoned_prefill + deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+    return deadlines.drain + release + deadlines.release + MARGIN
+
+
+def _warn_of_memory(settings: Settings) -> None:
+    limits = settings.limits
+    each = of_each(limits, settings.listen.workers)
+    for name in ("max_buffered_bytes", "max_buffered_answer_bytes"):
+        if (total := getattr(each, name) * settings.listen.workers) > getattr(limits, name):
+            logger.info(
+                "limits.%s = %d is divided among %d workers, each with space for one of the largest: %d in all",
+                name,
+                getattr(limits, name),
+                settings.listen.workers,
+                total,
+            )

@@ -1,0 +1,200 @@
+"""Numbers that several processes share: each writes a column of its own, and reads the sums of the others'.
+
+Owns the layout of that memory. It is anonymous and inherited by forked processes: nothing of it has a name, and nothing is left
+when the last of them has ended. There is no lock: a process that is killed, or stopped, at any point holds up nobody. All cells
+are aligned numbers of eight bytes, which a store changes as a whole. A reader may see the numbers of a row one write apart, and a
+write a few microseconds late.
+
+A column has slots. Each has a key and some numbers. What a writer changed last is in a ring, so that readers look only at that;
+a reader that is far behind, or finds that keys have changed, looks at all.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import blake2b
+
+RING = 512
+"""Changes that a reader may be behind, and a quarter of that less, before it looks at all slots."""
+_CHANGES, _LAYOUT, _HEADER = 0, 1, 2
+_CELL = 8
+
+
+def key_of(text: str) -> int:
+    """Return the key of a text: a number that is the same in all processes, and not 0."""
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True) or 1
+
+
+class _Cells:
+    """One column as numbers."""
+
+    __slots__ = ("header", "keys", "ring", "values")
+
+    def __init__(self, cells: memoryview, slots: int, measures: int) -> None:
+        self.header = cells[:_HEADER]
+        self.ring = cells[_HEADER : _HEADER + RING]
+        begin = _HEADER + RING
+        self.keys = cells[begin : begin + slots]
+        self.values = [cells[begin + slots * at : begin + slots * (at + 1)] for at in range(1, measures + 1)]
+
+
+class SharedTable:
+    """So many `columns`, one per process, with `slots` rows of so many `measures`. Make it before the processes are forked.
+
+    `kept`: the measures that stay when a process is gone, because they are sums of what has happened. The others are levels.
+    """
+
+    def __init__(self, columns: int, slots: int, measures: int, kept: Collection[int] = ()) -> None:
+        size = _HEADER + RING + slots * (1 + measures)
+        self.slots = slots
+        self.measures = measures
+        self._kept = frozenset(kept)
+        self._memory = mmap.mmap(-1, columns * size * _CELL)
+        cells = memoryview(self._memory).cast("q")
+        self._columns = [_Cells(cells[at * size : (at + 1) * size], slots, measures) for at in range(columns)]
+
+    def __repr__(self) -> str:
+        return f"<SharedTable of {len(self._columns)} columns, {self.slots} slots>"
+
+    def column(self, number: int) -> Column:
+        """Return a column for its writer: one process at a time."""
+        return Column(self._columns[number])
+
+    def others(self, number: int) -> Others:
+        """Return what a process reads: all columns but its own."""
+        return Others([one for at, one in enumerate(self._columns) if at != number], self.measures)
+
+    def clear(self, number: int) -> None:
+        """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums."""
+        column = self._columns[number]
+        for at, cells in enumerate(column.values):
+            if at not in self._kept:
+                for slot in range(self.slots):
+                    if cells[slot]:
+                        cells[slot] = 0
+        # It may have been killed between a change and its count: readers look at all of it.
+        column.header[_LAYOUT] += 1
+        column.header[_CHANGES] += 1
+
+
+class Column:
+    """A column as its writer sees it. Numbers of a process before it that were kept are there."""
+
+    def __init__(self, cells: _Cells) -> None:
+        self._cells = cells
+        self._slots = {key: slot for slot, key in enumerate(cells.keys) if key}
+        self._free = [slot for slot in reversed(range(len(cells.keys))) if not cells.keys[slot]]
+        self.without_slot = 0
+        """How many writes found no free slot: the others don't know of them."""
+
+    def __repr__(self) -> str:
+        return f"<Column of {len(self._slots)} keys>"
+
+    def read(self, key: int) -> list[int]:
+        """Return this column's numbers for a key, 0 where there are none."""
+        slot = self._slots.get(key)
+        return [0 if slot is None else cells[slot] for cells in self._cells.values]
+
+    def write(self, key: int, numbers: Sequence[int]) -> bool:
+        """Set the numbers of a key. Return whether there was a slot for it."""
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._new(key)
+            if slot is None:
+                self.without_slot += 1
+                return False
+        cells = self._cells
+        for column, number in zip(cells.values, numbers, strict=True):
+            column[slot] = number
+        header = cells.header
+        count = header[_CHANGES]
+        cells.ring[count % RING] = slot
+        header[_CHANGES] = count + 1
+        return True
+
+    def drop(self, key: int) -> None:
+        """Give the slot of a key back. Its numbers count no more."""
+        if (slot := self._slots.pop(key, None)) is None:
+            return
+        cells = self._cells
+        for column in cells.values:
+            column[slot] = 0
+        cells.keys[slot] = 0
+        self._free.append(slot)
+        self._changed()
+
+    def _new(self, key: int) -> int | None:
+        if not self._free:
+            return None
+        slot = self._slots[key] = self._free.pop()
+        self._cells.keys[slot] = key
+        self._changed()
+        return slot
+
+    def _changed(self) -> None:
+        self._cells.header[_LAYOUT] += 1
+        self._cells.header[_CHANGES] += 1
+
+
+class _Seen:
+    """A column of another process, and how far it was read."""
+
+    __slots__ = ("cells", "changes", "layout", "slots")
+
+    def __init__(self, cells: _Cells) -> None:
+        self.cells = cells
+        self.changes = self.layout = -1
+        self.slots: dict[int, int] = {}
+
+    def find(self) -> bool:
+        """Look where the keys are, if they have changed. Return whether they have."""
+        layout = self.cells.header[_LAYOUT]
+        if layout == self.layout:
+            return False
+        self.layout = layout
+        self.slots = {key: slot for slot, key in enumerate(self.cells.keys) if key}
+        return True
+
+
+class Others:
+    """The columns of all other processes, as one process reads them."""
+
+    def __init__(self, columns: Iterable[_Cells], measures: int) -> None:
+        self._columns = [_Seen(one) for one in columns]
+        self._none = [0] * measures
+
+    def __repr__(self) -> str:
+        return f"<Others: {len(self._columns)} columns>"
+
+    def sums(self, key: int) -> list[int]:
+        """Return the sums of all columns' numbers for a key."""
+        found = self._none
+        for numbers in self.each(key):
+            found = numbers if found is self._none else [one + more for one, more in zip(found, numbers, strict=True)]
+        return found
+
+    def each(self, key: int) -> list[list[int]]:
+        """Return the numbers for a key of each column that has it."""
+        found = []
+        for one in self._columns:
+            one.find()
+            if (slot := one.slots.get(key)) is not None:
+                found.append([values[slot] for values in one.cells.values])
+        return found
+
+    def changed(self) -> set[int] | None:
+        """Return the keys whose numbers have changed since the last call; None: they may be any."""
+        found: set[int] = set()
+        anything = False
+        for one in self._columns:
+            changes = one.cells.header[_CHANGES]
+            if changes == one.changes:
+                continue
+            behind, one.changes = changes - one.changes, changes
+            if one.find() or behind > RING - RING // 4 or behind < 0:
+                anything = True
+                continue
+            ring, keys = one.cells.ring, one.cells.keys
+            found.update([keys[ring[at % RING]] for at in range(changes - behind, changes)])
+        return None if anything else found

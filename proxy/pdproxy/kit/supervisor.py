@@ -1,0 +1,365 @@
+"""A parent process that keeps several workers running. It has no event loop and does no work of its own.
+
+Owns the worker processes, their links, and the order of their end. A worker is forked from the parent while nothing runs there:
+no event loop, no connection, no lock that somebody holds. It starts within milliseconds, because all modules are loaded. A worker
+that ends is started again; one that does not answer pings is killed first. If the parent ends, however that happens, the system
+kills the workers.
+
+The first SIGTERM or SIGINT has all workers drain; a SIGINT after it ends them at once. SIGHUP is passed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from pdproxy.kit.frames import frames
+from pdproxy.kit.links import Link, LinkError, Message, pair
+
+logger = logging.getLogger("pdproxy.workers")
+
+INTERRUPTED = 130
+DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
+"""What the parent sends: drain, end at once, read the settings again, answer with `PONG`."""
+READY, REFUSED, PONG = "ready", "refused", "pong"
+"""What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping."""
+_LONGEST_WAIT = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed; `first`: the same for its start.
+
+    `pauses`: before the first, second, ... start again within a short time, the last one for all later ones; a worker that has
+    run for `well` seconds begins anew. `at_once`: for the workers to end when they must not drain.
+    """
+
+    ping: float = 1.0
+    silent: float = 20.0
+    first: float = 120.0
+    pauses: tuple[float, ...] = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+    well: float = 60.0
+    at_once: float = 3.0
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    """One worker: its present process, or when the next one is due."""
+
+    number: int
+    pid: int | None = None
+    link: Link | None = None
+    ready: bool = False
+    """Whether the present process serves."""
+    since: float = 0.0
+    """When it was started."""
+    heard: float = 0.0
+    """When it last showed that its event loop runs."""
+    deaths: int = 0
+    """How often it has ended since it was last well."""
+    due: float = 0.0
+    refused: bytes | None = field(default=None, repr=False)
+
+
+class Watcher(Protocol):
+    """What the parent does for the workers besides keeping them. Nothing of it may wait."""
+
+    def received(self, worker: WorkerProcess, message: Message) -> None:
+        """A worker has sent another message than those above."""
+
+    def died(self, number: int) -> None:
+        """A worker's process has ended. Its next one is not started yet."""
+
+    def ready(self, worker: WorkerProcess) -> None:
+        """A worker serves."""
+
+
+class RefusedError(Exception):
+    """No worker could begin, because the settings can't be used. The message says why, a line per mistake."""
+
+
+class Supervisor:
+    """So many workers. `work(number, socket)` runs in a worker's process, and returns its exit code.
+
+    `ends_within`: how long a drain may take, in seconds, before a worker is killed.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        work: Callable[[int, socket.socket], int],
+        watcher: Callable[[Supervisor], Watcher],
+        ends_within: float,
+        times: Times | None = None,
+    ) -> None:
+        self.workers = [WorkerProcess(number) for number in range(count)]
+        """Read only."""
+        self.restarts = 0
+        """How often a worker was started again."""
+        self._work = work
+        self._ends_within = ends_within
+        self._times = times or Times()
+        self._signals: list[int] = []
+        self._wakes: socket.socket | None = None
+        self._any_ready = False
+        self._end_by: float | None = None
+        """When workers are killed that are still there; None: nobody has asked for the end."""
+        self._at_once = False
+        self._failed = False
+        self._pinged = self._looked = time.monotonic()
+        self._watcher = watcher(self)
+
+    def __repr__(self) -> str:
+        return f"<Supervisor of {len(self.workers)}: {', '.join(str(one.pid) for one in self.workers)}>"
+
+    def run(self) -> int:
+        """Keep the workers until asked to end. Return the exit code: 0, 1 if one failed, 130 at a second SIGINT.
+
+        Raises:
+            RefusedError: the settings can't be used.
+        """
+        with self._signalled():
+            try:
+                for worker in self.workers:
+                    self._start(worker)
+                while self._end_by is None or any(one.pid is not None for one in self.workers):
+                    self._wait()
+                    self._reap()
+                    self._look()
+            finally:
+                self._kill_all()
+        if self._at_once:
+            return INTERRUPTED
+        return 1 if self._failed else 0
+
+    def send(self, worker: WorkerProcess, message: Message) -> None:
+        """Send a worker a message. One that does not read is killed."""
+        if worker.link is None:
+            return
+        try:
+            worker.link.send(message)
+        except LinkError as error:
+            self._kill(worker, str(error))
+
+    # -- processes
+
+    def _start(self, worker: WorkerProcess) -> None:
+        parents, end = pair()
+        parent = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._run_worker(worker.number, parents, end, parent)
+        end.close()
+        worker.pid, worker.link, worker.ready = pid, Link(parents), False
+        worker.since = worker.heard = time.monotonic()
+        worker.refused = None
+
+    def _run_worker(self, number: int, parents: socket.socket, end: socket.socket, parent: int) -> None:
+        """Be the worker. Does not return."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for name in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(name, signal.SIG_DFL)
+            for name in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all: the parent passes them on
+                signal.signal(name, signal.SIG_IGN)
+            _die_with_parent(parent)
+            parents.close()
+            for other in self.workers:
+                if other.link is not None:
+                    other.link.close()
+            code = self._work(number, end)
+        except BaseException as error:
+            logger.critical("worker %d failed: %s", number, frames(error))
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for worker in self.workers:
+            if worker.pid is None:
+                continue
+            try:
+                pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            except ChildProcessError:
+                pid, status = worker.pid, 1 << 8
+            if pid:
+                self._died(worker, os.waitstatus_to_exitcode(status))
+
+    def _died(self, worker: WorkerProcess, code: int) -> None:
+        self._read(worker)  # what it has sent before its end
+        if worker.link is not None:
+            worker.link.close()
+        pid, worker.pid, worker.link, worker.ready = worker.pid, None, None, False
+        self._watcher.died(worker.number)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        if self._end_by is not None:
+            self._failed = self._failed or (code != 0 and not self._at_once)
+            return
+        if not self._any_ready:
+            if worker.refused is not None:
+                raise RefusedError(worker.refused.decode())
+            logger.error("worker %d (process %s) %s before any worker served: giving up", worker.number, pid, how)
+            self._failed = True
+            self._end(self._times.at_once)
+            return
+        now, pauses = time.monotonic(), self._times.pauses
+        if now - worker.since >= self._times.well:
+            worker.deaths = 0
+        pause = pauses[min(worker.deaths, len(pauses) - 1)]
+        worker.deaths += 1
+        worker.due = now + pause
+        why = "" if worker.refused is None else f": {worker.refused.decode()}"
+        logger.error("worker %d (process %s) %s, and starts again in %g s%s", worker.number, pid, how, pause, why)
+
+    def _kill(self, worker: WorkerProcess, why: str) -> None:
+        if worker.pid is not None:
+            logger.error("worker %d (process %d) is killed: %s", worker.number, worker.pid, why)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def _kill_all(self) -> None:
+        for worker in self.workers:
+            if worker.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(worker.pid, 0)
+                worker.pid = None
+            if worker.link is not None:
+                worker.link.close()
+
+    # -- what happens
+
+    @contextlib.contextmanager
+    def _signalled(self) -> Iterator[None]:
+        wakes, wake = pair()
+        wakes.setblocking(False)
+        wake.setblocking(False)
+        self._wakes = wakes
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+        before = {number: signal.signal(number, self._take) for number in numbers}
+        fd = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(fd)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            wakes.close()
+            wake.close()
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _wait(self) -> None:
+        """Wait until something has happened, for a second at most, and read what workers have sent."""
+        assert self._wakes is not None
+        poll = select.poll()
+        poll.register(self._wakes.fileno(), select.POLLIN)
+        linked = {}
+        for worker in self.workers:
+            if worker.link is not None and (fd := worker.link.fileno()) >= 0:
+                linked[fd] = worker
+                poll.register(fd, select.POLLIN | (select.POLLOUT if worker.link.unsent else 0))
+        now = time.monotonic()
+        due = [self._pinged + self._times.ping, *([] if self._end_by is None else [self._end_by])]
+        due += [one.due for one in self.workers if one.pid is None and self._end_by is None]
+        timeout = min(max(min(due) - now, 0.0), _LONGEST_WAIT)
+        for fd, _ in poll.poll(int(timeout * 1000) + 1):
+            if (sender := linked.get(fd)) is not None:
+                self._read(sender)
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    self._wakes.recv(4096)
+        signals, self._signals = self._signals, []
+        for number in signals:
+            self._on_signal(number)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            for worker in self.workers:
+                self.send(worker, Message(RELOAD))
+        elif self._end_by is None:
+            logger.info("shutting down %d workers", len(self.workers))
+            for worker in self.workers:
+                self.send(worker, Message(DRAIN))
+            self._end(self._ends_within)
+        elif number == signal.SIGINT and not self._at_once:
+            self._at_once = True
+            for worker in self.workers:
+                self.send(worker, Message(END))
+            self._end(self._times.at_once)
+
+    def _end(self, seconds: float) -> None:
+        self._end_by = time.monotonic() + seconds
+
+    def _read(self, worker: WorkerProcess) -> None:
+        if worker.link is None:
+            return
+        try:
+            worker.link.flush()
+            messages = worker.link.read()
+        except LinkError:
+            worker.link.close()  # its process ends, or is found by pings
+            worker.link = None
+            return
+        for message in messages:
+            worker.heard = time.monotonic()
+            if message.kind == READY:
+                worker.ready = self._any_ready = True
+                self._watcher.ready(worker)
+            elif message.kind == REFUSED:
+                worker.refused = message.body
+            elif message.kind != PONG:
+                self._watcher.received(worker, message)
+
+    def _look(self) -> None:
+        """Do what is due: pings, the end of workers that are silent or late, starts."""
+        now, times = time.monotonic(), self._times
+        if now - self._looked > times.silent / 2:  # this process itself was stopped: nobody could answer
+            for worker in self.workers:
+                worker.heard = now
+        self._looked = now
+        if now >= self._pinged + times.ping:
+            self._pinged = now
+            for worker in self.workers:
+                self.send(worker, Message(PING))
+        for worker in self.workers:
+            if worker.pid is not None and now - worker.heard > (times.silent if worker.ready else times.first):
+                worker.heard = now
+                self._kill(worker, f"it has answered nothing for {times.silent if worker.ready else times.first:g} s")
+        if self._end_by is not None:
+            if now >= self._end_by:
+                for worker in self.workers:
+                    self._kill(worker, "it did not end in time")
+                self._end(times.at_once)
+            return
+        for worker in self.workers:
+            if worker.pid is None and now >= worker.due:
+                self.restarts += 1
+                self._start(worker)
+
+
+def _die_with_parent(parent: int) -> None:
+    """Have the system kill this process when its parent ends. Where the system can't, the end of its link ends it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

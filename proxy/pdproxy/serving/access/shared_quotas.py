@@ -1,0 +1,136 @@
+"""Limits of keys in one of several workers: what the keys have used in all of them counts.
+
+A name's two buckets pass from worker to worker: who uses one takes over the newest level that any worker has shown, and shows its
+own. Two that do so within the same microseconds would lose one of both uses. So each worker also shows how much has been used in
+it since the start, and with a level how much use of all workers is in it: what is missing is charged by the next one. A limit may
+be exceeded by as many requests as there are other workers, if all of them take the last one within microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pdproxy.kit.shared_table import Column, Others, key_of
+from pdproxy.serving.access.quotas import Account, Bucket, Quotas, Use
+from pdproxy.settings.key_lines import KeyLimits
+
+REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SINCE, TOKENS_SINCE = range(7)
+REQUESTS_LIMIT, TOKENS_LIMIT, REQUESTS_SEEN, TOKENS_SEEN, SHOWN = range(7, 12)
+MEASURES = 12
+"""Numbers of the table for each key's name: requests and tokens that were used in this worker, and requests that are served; the
+levels of both buckets, since when these hold and for which limits (0: none), the use in all workers that is charged to them, and
+when they were written. Times are in nanoseconds."""
+KEPT = frozenset(range(MEASURES)) - {INFLIGHT}
+"""What stays when a worker is gone."""
+_SCALE = 1_000_000
+"""Tokens are counted in parts, since estimates are no whole numbers."""
+
+
+class _Used:
+    """What one name has used in this worker."""
+
+    __slots__ = ("key", "requests", "tokens")
+
+    def __init__(self, key: int, before: list[int]) -> None:
+        self.key = key
+        self.requests, self.tokens = before[REQUESTS], before[TOKENS]
+
+
+class SharedQuotas(Quotas):
+    """`Quotas` of one of several workers. `column`, `others`: of the table of keys."""
+
+    def __init__(
+        self,
+        limits: Callable[[], Mapping[str, KeyLimits]],
+        now: Callable[[], float],
+        *,
+        column: Column,
+        others: Others,
+    ) -> None:
+        super().__init__(limits, now)
+        self._column = column
+        self._others = others
+        self._used: dict[str, _Used] = {}
+
+    def _account(self, key: str, own: KeyLimits) -> Account:
+        account = super()._account(key, own)
+        used = self._used.get(key)
+        if used is None:
+            number = key_of(key)
+            used = self._used[key] = _Used(number, self._column.read(number))
+        self.take_over(used, account)
+        return account
+
+    def _begun(self, key: str, account: Account) -> Use:
+        used = self._used[key]
+        used.requests += _SCALE
+        self.show(used, account)
+        return _SharedUse(self, used, account)
+
+    def take_over(self, used: _Used, account: Account) -> None:
+        """Have a name's buckets be what they are by the use in all workers."""
+        others = self._others.each(used.key)
+        account.elsewhere = sum([one[INFLIGHT] for one in others])
+        # Of two that were shown at the same time, the one with more use in it is the later one.
+        newest = max([self._column.read(used.key), *others], key=lambda one: (one[SHOWN], one[REQUESTS_SEEN]))
+        if not newest[SHOWN]:
+            return
+        requests, tokens = self._total(used, others)
+        level = newest[REQUESTS_LEFT] - (requests - newest[REQUESTS_SEEN])
+        self._go_on(account.requests, level, newest[REQUESTS_SINCE], newest[REQUESTS_LIMIT])
+        level = newest[TOKENS_LEFT] - (tokens - newest[TOKENS_SEEN])
+        self._go_on(account.tokens, level, newest[TOKENS_SINCE], newest[TOKENS_LIMIT])
+
+    def show(self, used: _Used, account: Account) -> None:
+        """Show the others what a name has used here."""
+        levels, since, limits = [0, 0], [0, 0], [0, 0]
+        for at, bucket in enumerate((account.requests, account.tokens)):
+            if bucket is not None:  # not filled: where the limit caps it depends on when that is done
+                levels[at], since[at] = round(bucket.level * _SCALE), round(bucket.since * 1e9)
+                limits[at] = bucket.per_minute
+        seen = self._total(used, self._others.each(used.key))
+        shown = max(1, int(self._now() * 1e9))
+        numbers = (used.requests, used.tokens, account.inflight, *levels, *since, *limits, *seen, shown)
+        self._column.write(used.key, numbers)
+
+    @staticmethod
+    def _total(used: _Used, others: list[list[int]]) -> tuple[int, int]:
+        """Return the requests and the tokens that were used in all workers."""
+        requests, tokens = used.requests, used.tokens
+        for one in others:
+            requests += one[REQUESTS]
+            tokens += one[TOKENS]
+        return requests, tokens
+
+    @staticmethod
+    def _go_on(bucket: Bucket | None, level: int, since: int, limit: int) -> None:
+        if bucket is not None and limit:  # a limit that has changed since then changes what is left
+            bucket.level, bucket.since = level / _SCALE + (bucket.per_minute - limit), since / 1e9
+
+
+class _SharedUse(Use):
+    """A `Use` that the other workers see."""
+
+    __slots__ = ("_quotas", "_used")
+
+    def __init__(self, quotas: SharedQuotas, used: _Used, account: Account) -> None:
+        super().__init__(account)
+        self._quotas = quotas
+        self._used = used
+
+    def charge(self, tokens: float) -> None:
+        """See `Use`."""
+        self._quotas.take_over(self._used, self._account)
+        super().charge(tokens)
+        self._show(tokens)
+
+    def end(self, tokens: int | None) -> None:
+        """See `Use`."""
+        self._quotas.take_over(self._used, self._account)
+        charged = self._charged
+        super().end(tokens)
+        self._show(0.0 if tokens is None else tokens - charged)
+
+    def _show(self, tokens: float) -> None:
+        self._used.tokens += round(tokens * _SCALE)
+        self._quotas.show(self._used, self._account)

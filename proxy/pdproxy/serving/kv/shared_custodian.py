@@ -1,0 +1,88 @@
+"""Custody of one of several workers: what must be known to release a handle is in memory that outlives this process.
+
+If this worker is killed, the parent reads its records, and another worker becomes responsible for the handles: it releases them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from pdproxy.kit.shared_records import Area
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody, End
+from pdproxy.serving.kv.orphans import PrefillRecord
+from pdproxy.transfer.contract import Handle
+from pdproxy.wire.engine import PrefillAnswer
+
+logger = logging.getLogger("pdproxy.kv")
+
+UNITS = 16_384
+"""Units of a worker's area, 8 MiB. A handle has some hundred bytes, and 6 per block of its prompt."""
+
+
+class _Record(msgspec.Struct, array_like=True, frozen=True):
+    """A handle as another process needs it to have it released. `decode`: the engine that KV is pushed to, if it is pushed."""
+
+    handle: Handle
+    prefill: str
+    decode: str | None
+    model: str | None
+    authorization: tuple[tuple[bytes, bytes], ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Record).decode
+
+
+class SharedCustodian(Custodian):
+    """A `Custodian` of one of several workers. `area`: for its records."""
+
+    def __init__(self, *arguments: Any, area: Area, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._area = area
+        self._places: dict[Custody, int] = {}
+
+    @property
+    def without_space(self) -> int:
+        """How many handles had no space for a record: if this worker is killed, their KV is left to its own time."""
+        return self._area.without_space
+
+    def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
+        """See `Custodian`."""
+        return self._noted(super().take(handle, leg))
+
+    def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
+        """See `Custodian`."""
+        return self._noted(super().promise(handle, leg))
+
+    def ended(self, custody: Custody, how: End) -> None:
+        """See `Custodian`."""
+        if (place := self._places.pop(custody, None)) is not None:
+            self._area.drop(place)
+        super().ended(custody, how)
+
+    def adopt(self, records: list[bytes]) -> None:
+        """Become responsible for the handles of a worker that has ended, and release them. Nobody else asks for their KV."""
+        for data in records:
+            one = _decode(data)
+            leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode)
+            custody = self.take(one.handle, leg)
+            custody.was_asked = True  # a decode engine may have been sent it
+            custody.release()
+        logger.warning("%d handles of a worker that has ended are released", len(records))
+
+    def _noted(self, custody: Custody) -> Custody:
+        if custody.state is not None:
+            # Releasing needs neither the prompt's ids nor its first token.
+            handle = msgspec.structs.replace(custody.handle, token_ids=None, first=None)
+            record = _Record(handle, custody.prefill, custody.decode, custody.model, custody.authorization)
+            if (place := self._area.put(_encode(record))) is not None:
+                self._places[custody] = place
+        return custody
+
+
+def _not_read(answer: PrefillAnswer) -> str:
+    return "the answer went to a worker that has ended"

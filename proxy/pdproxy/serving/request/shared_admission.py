@@ -1,0 +1,117 @@
+"""Admission of one of several workers: places, tokens in flight and the queue's length are those of all together.
+
+A request waits in the queue of its own worker, and shares of tenants are kept there. Of the requests that are next in the
+workers' queues, the one that has waited for the longest comes first. Where one worker has found that fewer places are better,
+that holds for all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdproxy.kit.shared_places import SharedPlaces
+from pdproxy.serving.access.clients import Client
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.demand import NO_DEMAND, Demand
+from pdproxy.serving.request.place import Ended, Place
+
+
+class SharedAdmission(Admission):
+    """An `Admission` whose places are shared. `shared`: what the other workers have of them."""
+
+    def __init__(self, *arguments: Any, shared: SharedPlaces, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._shared = shared
+        self._began: dict[Place, float] = {}
+        """Since when the requests wait that do."""
+        self._own_places = self._queue.places
+        self._learned: float | None = None
+        """When the number of places was last found to be right by this worker, None: never."""
+
+    @property
+    def everywhere(self) -> int:
+        """Requests that all workers serve, or have waiting."""
+        self._shared.read()
+        return self.inflight + self.waiting + self._shared.taken + self._shared.waiting
+
+    def start(self) -> None:
+        """Follow the other workers, in the running loop."""
+        self._shared.start(self.look)
+        self._show()
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        self._shared.stop()
+
+    def look(self) -> None:
+        """Take over what the others have, grant what is free, and show what is taken here."""
+        self._read()
+        self._queue.fill()
+        self._show()
+
+    async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
+        """See `Admission`."""
+        self._read()
+        return await super().enter(client, demand, deadline)
+
+    def _read(self) -> None:
+        """Take over what the others have. No place is free here for as long as a request of theirs comes first."""
+        shared, queue = self._shared, self._queue
+        shared.read()
+        places = self._own_places if shared.places is None else min(self._own_places, shared.places)
+        taken = max(shared.taken, places) if shared.yields(self._since) else shared.taken
+        queue.taken_elsewhere, queue.size_elsewhere, queue.waiting_elsewhere = taken, shared.size, shared.waiting
+        if (places, self._max_tokens) != (queue.places, queue.max_size):
+            queue.resize(places, self._max_tokens)
+
+    def _show(self, taken: int | None = None, size: int | None = None) -> None:
+        """Show the others what is taken here, and wake the one whose turn it is if a place is free."""
+        shared, queue = self._shared, self._queue
+        taken = queue.taken if taken is None else taken
+        full = taken + shared.taken
+        # A worker that would take no place, because it has found fewer of them right, asks for none.
+        since = self._since if full <= queue.places + 1 else None
+        places = queue.size if size is None else size
+        shared.write(taken, places, queue.waiting, since, self._own_places, self._learned)
+        if full < queue.places and shared.yields(self._since):
+            shared.wake()
+        if queue.waiting:
+            shared.look_again(self.look)
+
+    @property
+    def _since(self) -> float | None:
+        """Since when the request waits here that is next, None if nobody waits."""
+        first = self._queue.first()
+        return None if first is None else self._began.get(first)
+
+    def _left(self, place: Place, ended: Ended) -> None:
+        self._read()
+        super()._left(place, ended)
+        if self._queue.waiting or self._shared.waiting:
+            self._read()  # whoever waits here may come first now, or last
+        self._show()
+
+    async def _wait(self, client: Client, place: Place, patience: float) -> None:
+        self._began[place] = self._clock.now()
+        self._read()
+        self._show()
+        try:
+            await super()._wait(client, place, patience)
+        finally:
+            del self._began[place]
+            self.look()
+
+    def _begin(self, place: Place, taken: int) -> None:
+        super()._begin(place, taken)
+        entry = place.entry
+        self._show(taken + 1, self._queue.size + (0 if entry.has_place else entry.size))
+
+    def _add_up(self, now: float, taken: int) -> None:
+        super()._add_up(now, taken + self._shared.taken)
+
+    def _resize(self) -> None:
+        places = self._max_inflight if self._engines_places is None else min(self._engines_places, self._max_inflight)
+        places = int(min(places, self._limit.places))
+        if places != self._own_places:
+            self._own_places, self._learned = places, self._clock.now()
+        self._read()

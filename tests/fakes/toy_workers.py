@@ -1,0 +1,89 @@
+"""A supervisor with workers that do nothing but what their number says; run as a process of its own: `python ... MODE`.
+
+Each worker prints its number and process id, one line, once it is ready. The process ends with the supervisor's exit code, 3 if
+the workers refused their settings, whose text is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from pdproxy.kit.links import Link, LinkError, Message
+from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD, RefusedError, Supervisor, Times
+from pdproxy.kit.supervisor import WorkerProcess as Process
+
+
+class Watcher:
+    """Prints what happens."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def received(self, worker: Process, message: Message) -> None:
+        print(f"said {worker.number} {message.kind}", flush=True)
+
+    def died(self, number: int) -> None:
+        print(f"died {number}", flush=True)
+
+    def ready(self, worker: Process) -> None:
+        print(f"ready {worker.number} {worker.pid}", flush=True)
+
+
+def work(mode: str, number: int, end: socket.socket) -> int:
+    """Be a worker of one of the modes below."""
+    link = Link(end)
+    if mode == "refuses":
+        end.setblocking(True)
+        link.send(Message(REFUSED, body=b"deadlines.total: too short"))
+        return 2
+    if mode == "ends":
+        return 5
+    if mode == "fails":
+        raise ValueError("a secret")
+    again = Path(sys.argv[2]) / f"{number}"
+    first = not again.exists()
+    again.touch()
+    if mode == "refuses_later" and not first:
+        end.setblocking(True)
+        link.send(Message(REFUSED, body=b"key file: gone"))
+        return 2
+    link.send(Message(READY))
+    while True:
+        time.sleep(0.005)
+        try:
+            messages = link.read()
+            link.flush()
+        except LinkError:
+            return 9
+        for message in messages:
+            if message.kind == PING and (mode != "silent" or number or not first):
+                link.send(Message(PONG))
+            elif message.kind == RELOAD:
+                link.send(Message("reloaded"))
+            elif (message.kind == DRAIN and mode != "stays") or (message.kind == END and mode != "stays"):
+                return 0
+
+
+def main() -> int:
+    mode = sys.argv[1]
+    times = Times(ping=0.02, silent=0.6, first=30.0, pauses=(0.0, 0.05, 0.1), at_once=0.3)
+    supervisor = Supervisor(2, lambda number, end: work(mode, number, end), Watcher, 0.5, times)
+    try:
+        return supervisor.run()
+    except RefusedError as error:
+        print(f"refused {error}", flush=True)
+        return 3
+    finally:
+        print(f"restarts {supervisor.restarts}", flush=True)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

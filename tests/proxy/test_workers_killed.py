@@ -1,0 +1,195 @@
+"""kill -9 of a worker with streams, at moments of chance: the others don't notice, its KV is released, its load counts no more.
+
+PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.fakes import answers, scripts
+from tests.fakes.client import Answer, Client, request
+from tests.fakes.engine import Reply, serve
+from tests.fakes.process import PATIENCE, Served, served
+from tests.fakes.scripts import WORD
+from tests.fakes.world import COMPLETIONS, TEXT, completion, until
+
+KILLS = int(os.environ.get("PDPROXY_TEST_KILLS", "2"))
+STREAMS = 50
+LEASE = 3600.0
+"""Seconds: a prefill engine that frees KV within a test does so because it was told."""
+_WORKER = re.compile(rb'"id":"cmpl-(\d\d)')
+
+
+async def _stream(port: int) -> Answer | None:
+    """A stream's answer as far as it came; None: the connection ended before its head."""
+    try:
+        client = await Client.connect(port)
+    except OSError:
+        return None
+    answer: Answer | None = None
+    try:
+        client.post(COMPLETIONS, completion(stream=True))
+        answer = await client.head()
+        return await client.rest(answer)
+    except (ConnectionError, EOFError, asyncio.IncompleteReadError):
+        return answer
+    finally:
+        client.close()
+
+
+def _scripted(proxy: Served, go: asyncio.Event, chance: random.Random) -> None:
+    """Let requests stop at every stage until the test goes on: in their prefill, before the first token, in their stream."""
+
+    async def rest(reply: Reply) -> None:
+        await reply.pieces(WORD, answers.DONE)
+        await reply.finish()
+
+    proxy.prefill.scripts.clear()
+    proxy.decode.scripts.clear()
+    for _ in range(STREAMS):
+        proxy.prefill.script(scripts.gate(go, serve) if chance.random() < 0.2 else serve)
+        proxy.decode.script(chance.choice([scripts.gate(go, serve), scripts.after_word(go, rest), serve]))
+
+
+async def _load(proxy: Served) -> int:
+    return int((await proxy.ask("GET", "/load")).json["server_load"])
+
+
+@pytest.mark.timeout(120 + 20 * KILLS)
+async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
+    chance = random.Random(int(os.environ.get("PDPROXY_TEST_SEED", "7")))
+    with (tmp_path / "log").open("wb") as log:
+        async with served(log, workers=2, facts={"lease": LEASE}) as proxy:
+            assert (await proxy.ask("POST", COMPLETIONS, completion())).status == 200
+            held_at_a_kill = broken = unread = 0
+            for _ in range(KILLS):
+                go = asyncio.Event()
+                _scripted(proxy, go, chance)
+                streams = [asyncio.create_task(_stream(proxy.port)) for _ in range(STREAMS)]
+                await asyncio.sleep(chance.random() * chance.choice([0.1, 1.0]))
+                pids = proxy.workers()
+                killed = chance.choice(pids)
+                read = _killed(proxy, killed)
+                held_at_a_kill += len(proxy.books.held())
+                await asyncio.sleep(chance.random() * 0.2)
+                go.set()
+                done = await asyncio.gather(*streams)
+                whole = [one for one in done if one is not None and one.status == 200 and one.ended]
+                assert {one.text for one in whole} <= {TEXT, _scripted_text()}
+                assert all(one.body.endswith(answers.DONE) for one in whole)
+                # Only streams of the one worker are broken; every other one is whole.
+                parts = [one for one in done if one is not None and not one.ended]
+                workers = {found[1] for one in parts if (found := _WORKER.search(one.body))}
+                assert len(workers) <= 1, workers
+                assert all(one.status == 200 for one in parts)
+                broken += STREAMS - len(whole)
+                await until(lambda: killed not in proxy.workers() and len(proxy.workers()) == 2, PATIENCE)  # noqa: B023
+                unread += await _freed(proxy, read)
+                async with asyncio.timeout(PATIENCE):
+                    while await _load(proxy) or await proxy.metric("pdproxy_node_inflight"):
+                        await asyncio.sleep(0.02)
+            assert broken > 0
+            assert held_at_a_kill > unread
+            assert await proxy.metric("pdproxy_worker_restarts_total") == KILLS
+            assert not proxy.books.unknown
+            proxy.process.send_signal(signal.SIGTERM)
+            assert await proxy.process.wait() == 0
+
+
+def _killed(proxy: Served, worker: int) -> set[str]:
+    """Kill a worker. Return the ids of all prefill requests so far whose answers were read.
+
+    The engines are in this process, so between the stop and the end nothing is sent. An answer is read if the engine has sent
+    it, and no byte of it is left in the system's memory of the worker's connection.
+    """
+    os.kill(worker, signal.SIGSTOP)
+    while Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        pass
+    sim = proxy.prefill.sim
+    ports = {one.number: one.wire.get_extra_info("peername")[1] for one in sim._open()}
+    waiting = {port for port, size in _received(sim.port).items() if size}
+    read = {one.ident for one in sim.requests if one.over and ports.get(one.connection) not in waiting}
+    os.kill(worker, signal.SIGKILL)
+    return read
+
+
+def _received(port: int) -> dict[int, int]:
+    """The bytes that wait to be read on each connection to a port, by the client's port."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    to_it = [row for row in rows if row[2].endswith(f":{port:04X}")]
+    return {int(row[1].split(":")[1], 16): int(row[4].split(":")[1], 16) for row in to_it}
+
+
+async def _freed(proxy: Served, read: set[str]) -> int:
+    """Wait until no KV is held but that of answers which the killed worker had not read. Free that, and return how much it was.
+
+    Only a prefill engine's answer names its KV: one that the engine had not sent, or that was on its way, names it to nobody.
+    """
+
+    def known() -> list[str]:
+        """Handles of answers that were read, and those that a decode engine was asked with."""
+        held, history = proxy.books.held(), proxy.books.history
+        return [name for name in held if history[name] != ["given"] or any(one in name for one in read)]
+
+    try:
+        await until(lambda: not known(), PATIENCE)
+    except TimeoutError:
+        raise AssertionError({name: proxy.books.history[name] for name in known()}) from None
+    async with asyncio.timeout(PATIENCE):  # requests that were under way elsewhere are completed within a second or two
+        for _ in range(60):
+            if not proxy.books.held():
+                return 0
+            await asyncio.sleep(0.05)
+    assert not known()
+    left = list(proxy.books.held())
+    assert len({name.split("-")[1][:2] for name in left}) == 1, "only one worker was killed"
+    for name in left:
+        proxy.books.free(proxy.books.params[name])
+    return len(left)
+
+
+def _scripted_text() -> str:
+    return Answer(200, body=WORD + WORD).text
+
+
+async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path: Path) -> None:
+    """A decode engine has been asked and has shown nothing: the other worker has the KV released, by a request of its own."""
+    with (tmp_path / "log").open("wb") as log:
+        async with served(log, workers=2, facts={"lease": LEASE}) as proxy:
+            proxy.decode.script(scripts.stall)
+            asking = asyncio.create_task(_stream(proxy.port))
+            await until(lambda: proxy.decode.requests)
+            (held,) = proxy.books.held()
+            worker = _of_connection(proxy)
+            proxy.books.free = lambda params: None  # type: ignore[method-assign]  # the decode engine frees nothing itself
+            os.kill(worker, signal.SIGKILL)
+            await until(lambda: not proxy.books.held(), PATIENCE)
+            assert await asking is None
+            assert "released" in proxy.books.history[held]
+            assert next(one.kv["remote_request_id"] for one in proxy.decode.releases if one.kv) == held
+            assert await _load(proxy) == 0
+            client = await Client.connect(urlsplit(proxy.decode.url).port or 0)
+            client.send(request("GET", "/health", b""))
+            assert (await client.answer()).status == 200
+            client.close()
+
+
+def _of_connection(proxy: Served) -> int:
+    """The worker that has a connection to the decode engine."""
+    port = f"{urlsplit(proxy.decode.url).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {row[9] for row in rows if row[2].endswith(f":{port}") and row[3] == "01"}
+    busy: dict[int, int] = {}
+    for pid in proxy.workers():
+        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        busy[pid] = sum(link in {f"socket:[{inode}]" for inode in inodes} for link in links)
+    return max(busy, key=lambda pid: busy[pid])

@@ -1,0 +1,98 @@
+"""A proxy with two workers, as processes, that follows the file of its settings and a name in DNS."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.fakes.books import Books
+from tests.fakes.engine import FakeEngine
+from tests.fakes.name_server import name_server
+from tests.fakes.ports import free_port
+from tests.fakes.process import PATIENCE, Served
+from tests.fakes.world import COMPLETIONS, TEXT, completion
+
+NAME = "_vllm._tcp.example"
+
+
+@asynccontextmanager
+async def _serving(path: Path, port: int, engines: list[FakeEngine]) -> AsyncIterator[Served]:
+    """Run `pdproxy serve` with the settings of a file. It must end with 0."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pdproxy", "serve", "--config", str(path),
+        env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield Served(process, port, engines)
+    finally:
+        process.terminate()
+        assert await process.wait() == 0
+
+
+async def _until(proxy: Served, holds: Callable[[str], bool]) -> None:
+    """Wait until this holds for what `/ready` answers, several times in a row: any worker may answer."""
+    async with asyncio.timeout(PATIENCE):
+        good = 0
+        while good < 4:
+            try:
+                answer = await proxy.ask("GET", "/ready")
+            except OSError:
+                await asyncio.sleep(0.05)  # it does not listen yet
+                continue
+            good = good + 1 if holds(answer.body.decode()) else 0
+            await asyncio.sleep(0.02)
+
+
+async def test_two_workers_follow_their_file_and_a_name(tmp_path: Path) -> None:
+    """Each finds the engine that the name stands for, and the one that comes later; a changed limit holds for all of them."""
+    path, port, books = tmp_path / "pdproxy.yaml", free_port(), Books()
+    prefill, first, second = engines = [FakeEngine(role, books) for role in ("prefill", "decode", "decode")]
+    async with name_server() as server:
+
+        def write(limits: str) -> None:
+            path.write_text(
+                f"listen: {{port: {port}, workers: {3 if limits else 2}}}\n"
+                f"dns: {{servers: ['{server.address}'], min_ttl: 0.05, max_ttl: 0.1}}\n{limits}"
+                f"pools:\n- connector: nixl\n  nodes:\n  - {{url: '{prefill.url}', role: prefill}}\n"
+                f"  - {{url: 'srv://{NAME}', role: decode}}\n"
+            )
+
+        def has(*found: FakeEngine) -> None:
+            texts = [f"0 0 {one.url.rpartition(':')[2]} 127.0.0.1." for one in found]
+            server.records[NAME, "SRV"] = (0, texts)
+
+        for engine in engines:
+            await engine.listen()
+        has(first)
+        write("")
+        async with _serving(path, port, [prefill, first]) as proxy:
+            await _until(proxy, lambda body: '"state":"ok"' in body)
+            assert len(proxy.workers()) == 2
+            for _ in range(8):
+                assert (await proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
+            assert await proxy.metric("pdproxy_dns_engines") == 1
+            has(second)
+            second.requests.clear()
+            async with asyncio.timeout(PATIENCE):
+                while await proxy.metric("pdproxy_node_up", node=first.url):
+                    await asyncio.sleep(0.05)
+                while await proxy.metric("pdproxy_node_up", node=second.url) != 1:
+                    await asyncio.sleep(0.05)
+            for _ in range(8):
+                assert (await proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
+            assert len(second.requests) == 8
+            assert await proxy.metric("pdproxy_places") == 1024
+            write("limits: {max_inflight: 7}\n")
+            proxy.process.send_signal(signal.SIGHUP)
+            await _until(proxy, lambda body: "need a restart: listen.workers" in body and '"worker ' not in body)
+            assert await proxy.metric("pdproxy_places") == 7
+            assert await proxy.metric("pdproxy_settings_reloads_total", result="applied") == 1
+            assert len(proxy.workers()) == 2
+    for engine in engines:
+        engine.stop()

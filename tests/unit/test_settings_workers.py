@@ -1,0 +1,93 @@
+"""What several workers can't do yet is refused with one line that names the setting, and limits are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.worker import one_workers
+from pdproxy.settings.changes import changes
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.limits import Limits, least_buffered_bytes
+from pdproxy.settings.listen import Listen
+from pdproxy.settings.load import EngineFlag, Flag, load
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.worker_checks import of_each, of_worker
+
+ENGINES = (EngineFlag("prefill", "http://p:1"), EngineFlag("decode", "http://d:1"))
+
+
+def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
+    path = tmp_path / "pdproxy.yaml"
+    path.write_text(text)
+    return load(path, {}, [Flag("--workers", "listen.workers", workers)], ENGINES)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("pools: [{policy: auto}]", "pools[0].policy.placement: auto"),
+        ("pools: [{policy: prefix}]", "pools[0].policy.prefill: prefix"),
+        ("pools: [{policy: {decode: prefix}}]", "pools[0].policy.decode: prefix"),
+        ("pools: [{slo: {ttft: 1}}]", "pools[0].policy.placement: auto"),
+        ("pools: [{turns: {bidirectional: true}}]", "pools[0].turns.bidirectional"),
+        ("pools: [{kv_events: {enabled: true}}]", "pools[0].kv_events.enabled"),
+        ("pools: [{connector: moriio}]", "pools[0].connector: moriio"),
+        ("pools: [{connector: p2p-nccl}]", "pools[0].connector: p2p-nccl"),
+        ("pools: [{connector: lmcache-mp}]", "pools[0].connector: lmcache-mp"),
+        ("kv_ready: {notifier: true}", "kv_ready.notifier: true"),
+        ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
+        ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),
+        ("limits: {engine_tokens: 8}", "limits.engine_tokens: 8"),
+        ("listen: {admin: 127.0.0.1:9}", "listen.admin: 127.0.0.1:9"),
+    ],
+)
+def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    """With one worker each of these is accepted."""
+    with pytest.raises(SettingsError) as refused:
+        _load(tmp_path, text)
+    lines = [line for line in refused.value.mistakes if named in line]
+    assert len(lines) == 1
+    assert "works with one worker only" in lines[0]
+    assert _load(tmp_path, text, "1").listen.workers == 1
+
+
+@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "shared", "auto"])
+def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
+    assert _load(tmp_path, f"pools: [{{connector: {connector}}}]").listen.workers == 2
+
+
+@pytest.mark.parametrize("wrong", ["0", "65", "many", "-1"])
+def test_the_number_of_workers_is_bounded(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(SettingsError, match="workers"):
+        _load(tmp_path, workers=wrong)
+
+
+def test_limits_are_divided() -> None:
+    """Shared ones stay whole, and the largest body and answer have space in each worker."""
+    limits = Limits(max_connections=101, body_readers=4, min_retries=5)
+    each = of_each(limits, 4)
+    assert (each.max_connections, each.body_readers, each.min_retries) == (26, 1, 2)
+    assert each.max_buffered_bytes == least_buffered_bytes(limits)
+    assert each.max_buffered_answer_bytes == limits.max_answer_bytes
+    assert (each.max_inflight, each.max_queue) == (limits.max_inflight, limits.max_queue)
+    assert of_each(limits, 1) is limits
+    large = msgspec.structs.replace(limits, max_buffered_bytes=1 << 40)
+    assert of_each(large, 4).max_buffered_bytes == 1 << 38
+    settings = Settings(listen=Listen(workers=4), limits=limits)
+    assert of_worker(settings, 4).limits == each
+
+
+def test_files_are_divided_by_the_workers_that_run() -> None:
+    """A number of workers that has changed in the file needs a restart: until then limits are divided as before."""
+    first = Settings(listen=Listen(workers=2), limits=Limits(max_connections=100))
+    changed = Settings(listen=Listen(workers=4), limits=Limits(max_connections=200))
+    source = one_workers(SettingsSource(first, lambda: changed, ()), 2)
+    assert source.first.limits.max_connections == 50
+    assert source.read().limits.max_connections == 100
+    found = changes(source.first, source.read())
+    assert found.restart == ("listen.workers",)
+    assert "limits.max_connections" in found.at_once

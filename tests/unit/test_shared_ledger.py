@@ -1,0 +1,213 @@
+"""Workers that choose by the load of all: as one ledger would, whatever comes, goes and is killed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pdproxy.kit.shared_table import SharedTable
+from pdproxy.scheduling import policies
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.shared_ledger import MEASURES, SharedLedger
+
+EVIDENCE = Evidence(frozenset({"m"}), "1", 16, ((1, 2),), 5, 1.0)
+SPLIT = (Role.PREFILL, Role.DECODE)
+CLIENTS, STEPS = 64, 6400
+
+
+def _shared(
+    table: SharedTable, number: int, specs: list[NodeSpec], policy: str = "least_load", seed: int = 0
+) -> SharedLedger:
+    make = policies.POLICIES[policy]
+    made = SharedLedger(
+        specs,
+        column=table.column(number),
+        others=table.others(number),
+        breaker_failures=2,
+        breaker_cooldown=10,
+        policies={Role.PREFILL: make, Role.DECODE: make},
+        chance=random.Random(seed + number).random,
+    )
+    for spec in specs:
+        made.mark_up(spec.url, EVIDENCE)
+    return made
+
+
+def _one(specs: list[NodeSpec], policy: str) -> Ledger:
+    make = policies.POLICIES[policy]
+    made = Ledger(
+        specs,
+        breaker_failures=2,
+        breaker_cooldown=10,
+        policies={Role.PREFILL: make, Role.DECODE: make},
+        chance=random.Random(0).random,
+    )
+    for spec in specs:
+        made.mark_up(spec.url, EVIDENCE)
+    return made
+
+
+def _specs(count: int) -> list[NodeSpec]:
+    half = count // 2
+    return [NodeSpec(f"p{at}", Role.PREFILL) for at in range(half)] + [
+        NodeSpec(f"d{at}", Role.DECODE) for at in range(count - half)
+    ]
+
+
+def _spread(ledgers: list[Ledger], seed: int) -> tuple[float, int]:
+    """Serve 64 clients; return the most requests of a decode engine over the mean, and the most that one had at once."""
+    chance = random.Random(seed)
+    of_client = [chance.choice(ledgers) for _ in range(CLIENTS)]
+    open_leases: dict[int, tuple[Ledger, list[Lease]]] = {}
+    served: Counter[str] = Counter()
+    now_has: Counter[str] = Counter()
+    most = 0
+    for step in range(STEPS):
+        client = chance.randrange(CLIENTS)
+        if client in open_leases:
+            ledger, leases = open_leases.pop(client)
+            for lease in leases:
+                now_has[lease.node.url] -= 1
+                ledger.close(lease, Verdict.GOOD, step)
+        ledger = of_client[client]
+        ask = Ask("m", chance.randrange(100, 5000), step, session=f"conversation {client}")
+        got = ledger.assign(SPLIT, ask)
+        assert got is not None
+        open_leases[client] = ledger, [got[role] for role in SPLIT]
+        url = got[Role.DECODE].node.url
+        served[url] += 1
+        now_has[url] += 1
+        most = max(most, now_has[url])
+    return max(served.values()) / (STEPS / 100), most
+
+
+@pytest.mark.parametrize("policy", ["least_load", "power_of_two", "round_robin", "session"])
+@pytest.mark.parametrize("workers", [2, 8])
+def test_workers_spread_load_as_one_process_does(policy: str, workers: int) -> None:
+    """200 engines, 64 clients: the engine with the most requests has at most 1.1 times as many, in sum and at once."""
+    specs, table = _specs(200), SharedTable(workers, 256, MEASURES)
+    several = _spread([_shared(table, number, specs, policy) for number in range(workers)], 0)
+    one = _spread([_one(specs, policy)], 0)
+    assert several[0] <= 1.1 * one[0]
+    if policy != "round_robin":  # it does not look at loads
+        assert several[1] <= one[1]
+
+
+def test_workers_that_choose_at_the_same_moment() -> None:
+    """None has seen the others' choice: at most all of them meet at one engine, and the next choices make up for it."""
+    workers, specs = 8, _specs(64)
+    table = SharedTable(workers, 64, MEASURES)
+    ledgers = [_shared(table, number, specs) for number in range(workers)]
+    for _ in range(50):
+        for ledger in ledgers:
+            ledger.refresh()
+        for ledger in ledgers:
+            assert Ledger.assign(ledger, SPLIT, Ask("m", 1000, 0.0)) is not None
+    for ledger in ledgers:
+        ledger.refresh()
+    decode = [node.requests for node in ledgers[0].nodes if node.role is Role.DECODE]
+    assert sum(decode) == 50 * workers
+    assert max(decode) <= sum(decode) / len(decode) + workers
+
+
+def test_a_dead_workers_leases_count_no_more() -> None:
+    """The others choose by what is left, and its successor begins with their load."""
+    specs = _specs(4)
+    table = SharedTable(2, 8, MEASURES)
+    first, second = (_shared(table, number, specs) for number in range(2))
+    for _ in range(6):
+        first.assign(SPLIT, Ask("m", 1000, 0.0))
+    second.assign(SPLIT, Ask("m", 500, 0.0))
+    assert sum(node.requests for node in second.nodes) == 14
+    table.clear(0)
+    second.refresh()
+    assert sum(node.requests for node in second.nodes) == 2
+    after = _shared(table, 0, specs)
+    assert sum(node.requests for node in after.nodes) == 2
+    assert sum(node.prompt_bytes for node in after.nodes) == 500
+    assert {node.elsewhere for node in after.nodes} == {(0, 0), (1, 500), (1, 0)}
+
+
+def test_an_engine_leaves_and_comes_back_in_one_worker_first() -> None:
+    """Each worker follows the settings by itself: what the other still has is there when the engine is back."""
+    specs = _specs(2)
+    table = SharedTable(2, 8, MEASURES)
+    first, second = (_shared(table, number, specs) for number in range(2))
+    lease = first.assign_alone(Ask("m", 100, 0.0))
+    assert lease is not None
+    second.refresh()
+    removed = next(node for node in second.nodes if node.url == "d0")
+    assert (removed.requests, removed.elsewhere) == (1, (1, 100))
+    second.remove("d0")
+    assert (removed.requests, removed.elsewhere) == (0, (0, 0))
+    first.remove("d0")
+    second.add(NodeSpec("d0", Role.DECODE))
+    assert next(node for node in second.nodes if node.url == "d0").requests == 1
+    first.close(lease, Verdict.GOOD, 1.0)
+    second.refresh()
+    assert next(node for node in second.nodes if node.url == "d0").requests == 0
+    assert first._keys.keys() == {"p0"}
+
+
+class Workers(RuleBasedStateMachine):
+    """Any course of two workers, beside a count of their leases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs = _specs(6)
+        self.table = SharedTable(2, 8, MEASURES)
+        self.ledgers = [_shared(self.table, number, self.specs) for number in range(2)]
+        self.open: list[list[Lease]] = [[], []]
+
+    @rule(number=st.integers(0, 1), size=st.integers(0, 999))
+    def lease(self, number: int, size: int) -> None:
+        got = self.ledgers[number].assign(SPLIT, Ask("m", size, 0.0))
+        if got is not None:
+            self.open[number] += [got[role] for role in SPLIT]
+
+    @rule(number=st.integers(0, 1), at=st.integers(0, 99))
+    def close(self, number: int, at: int) -> None:
+        if leases := self.open[number]:
+            self.ledgers[number].close(leases.pop(at % len(leases)), Verdict.NEUTRAL, 0.0)
+
+    @rule(number=st.integers(0, 1))
+    def killed(self, number: int) -> None:
+        self.table.clear(number)
+        self.open[number] = []
+        self.ledgers[number] = _shared(self.table, number, self.specs)
+
+    @rule(number=st.integers(0, 1), at=st.integers(0, 5))
+    def comes_and_goes(self, number: int, at: int) -> None:
+        spec, ledger = self.specs[at], self.ledgers[number]
+        if any(lease.node.url == spec.url for lease in self.open[number]):
+            return  # legs of the old engine count for it alone
+        ledger.remove(spec.url)
+        ledger.add(spec)
+        ledger.mark_up(spec.url, EVIDENCE)
+
+    @invariant()
+    def all_see_the_load_of_all(self) -> None:
+        wanted: Counter[str] = Counter(lease.node.url for leases in self.open for lease in leases)
+        sizes: Counter[str] = Counter()
+        for lease in (one for leases in self.open for one in leases):
+            sizes[lease.node.url] += lease.prompt_bytes
+        for ledger in self.ledgers:
+            ledger.refresh()
+            assert {node.url: node.requests for node in ledger.nodes} == {
+                one.url: wanted[one.url] for one in self.specs
+            }
+            assert {node.url: node.prompt_bytes for node in ledger.nodes} == {
+                one.url: sizes[one.url] for one in self.specs
+            }
+
+
+TestWorkers = Workers.TestCase
+TestWorkers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

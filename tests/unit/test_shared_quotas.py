@@ -1,0 +1,174 @@
+"""Limits of keys over several workers: exact in any course, also where workers are killed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdproxy.kit.errors import LimitError, Reason
+from pdproxy.kit.shared_table import SharedTable
+from pdproxy.serving.access.quotas import Quotas, Use
+from pdproxy.serving.access.shared_quotas import KEPT, MEASURES, SharedQuotas
+from pdproxy.settings.key_lines import KeyLimits
+
+
+class Workers:
+    """Quotas of several workers on one clock."""
+
+    def __init__(self, count: int, **limits: KeyLimits) -> None:
+        self.now = 1000.0
+        self.limits = limits
+        self.table = SharedTable(count, 16, MEASURES, KEPT)
+        self.all = [self.made(number) for number in range(count)]
+
+    def made(self, number: int) -> SharedQuotas:
+        return SharedQuotas(
+            lambda: self.limits,
+            lambda: self.now,
+            column=self.table.column(number),
+            others=self.table.others(number),
+        )
+
+    def enter(self, number: int, key: str = "a") -> Use | None:
+        return self.all[number].enter(key)
+
+    def killed(self, number: int) -> None:
+        self.table.clear(number)
+        self.all[number] = self.made(number)
+
+
+def _admitted(workers: Workers, count: int) -> list[Use]:
+    """Let requests come at the workers in turn until one is refused."""
+    found: list[Use] = []
+    try:
+        for number in range(1000):
+            use = workers.enter(number % count)
+            assert use is not None
+            found.append(use)
+    except LimitError:
+        return found
+    raise AssertionError("nothing is refused")
+
+
+def test_requests_at_once() -> None:
+    workers = Workers(3, a=KeyLimits(inflight=4))
+    uses = _admitted(workers, 3)
+    assert len(uses) == 4
+    with pytest.raises(LimitError) as refused:
+        workers.enter(2)
+    assert refused.value.reason is Reason.KEY_INFLIGHT
+    uses[0].end(1)
+    assert workers.enter(2) is not None
+    with pytest.raises(LimitError):
+        workers.enter(0)
+
+
+def test_requests_per_minute() -> None:
+    """A minute's requests at once, from any worker; then one each second."""
+    workers = Workers(4, a=KeyLimits(rpm=60))
+    for use in _admitted(workers, 4):
+        use.end(0)
+    assert sum(one._accounts["a"].inflight for one in workers.all) == 0
+    with pytest.raises(LimitError) as refused:
+        workers.enter(3)
+    assert (refused.value.reason, refused.value.retry_after) == (Reason.KEY_REQUESTS, 1.0)
+    workers.now += 10
+    assert len(_admitted(workers, 4)) == 10
+
+
+def test_tokens_per_minute() -> None:
+    """What one worker charges is paid in all; the end corrects the estimate."""
+    workers = Workers(2, a=KeyLimits(tpm=600))
+    first = workers.enter(0)
+    assert first is not None
+    first.charge(700.0)
+    with pytest.raises(LimitError) as refused:
+        workers.enter(1)
+    assert refused.value.reason is Reason.KEY_TOKENS
+    assert refused.value.retry_after == pytest.approx(10.1)
+    first.end(300)
+    assert workers.enter(1) is not None
+    assert workers.all[1]._accounts["a"].tokens is not None
+    assert workers.all[1]._accounts["a"].tokens.level == pytest.approx(300)
+
+
+def test_a_new_worker_gives_nobody_a_new_minute() -> None:
+    """What a dead one has used counts, in it and in the others; what it served does not."""
+    workers = Workers(2, a=KeyLimits(rpm=60, inflight=50))
+    for _ in range(40):
+        assert workers.enter(0) is not None
+    workers.killed(0)
+    assert len(_admitted(workers, 2)) == 20
+    workers.killed(0)
+    workers.killed(1)
+    with pytest.raises(LimitError) as refused:
+        workers.enter(0)
+    assert refused.value.reason is Reason.KEY_REQUESTS
+
+
+def test_a_limit_that_changes_changes_what_is_left() -> None:
+    """By the difference, and once, whichever worker is asked first; a limit that is new begins with a whole minute."""
+    workers = Workers(2, a=KeyLimits(rpm=2))
+    assert len(_admitted(workers, 2)) == 2
+    workers.limits = {"a": KeyLimits(rpm=5)}
+    assert len(_admitted(workers, 2)) == 3
+    workers.limits = {"a": KeyLimits(rpm=1)}
+    with pytest.raises(LimitError):
+        workers.enter(0)
+    workers.now += 300
+    assert len(_admitted(workers, 2)) == 1
+    workers.limits = {"a": KeyLimits(tpm=60)}
+    use = workers.enter(1)
+    assert use is not None
+    use.charge(60)
+    with pytest.raises(LimitError):
+        workers.enter(0)
+
+
+def test_more_names_than_slots_count_for_themselves() -> None:
+    """Their limits hold in each worker alone."""
+    workers = Workers(2, **{f"k{number}": KeyLimits(rpm=2) for number in range(40)})
+    for number in range(40):
+        for worker in (0, 1):
+            workers.enter(worker, f"k{number}")
+    with pytest.raises(LimitError):
+        workers.enter(0, "k0")
+    assert workers.enter(0, "k39") is not None
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 4), st.integers(0, 2**32), st.booleans())
+def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: bool) -> None:
+    """The same requests at the same times, at workers by chance: the same ones are refused, also where workers are killed."""
+    chance = random.Random(seed)
+    limits = KeyLimits(rpm=120, tpm=5000, inflight=None if kills else 6)
+    workers, one = Workers(count, a=limits), Quotas(lambda: {"a": limits}, lambda: workers.now)
+    going: list[tuple[Use, Use, float]] = []
+    for _ in range(150):
+        workers.now += chance.random() * 0.8
+        while going and chance.random() < 0.5:
+            shared, alone, tokens = going.pop(chance.randrange(len(going)))
+            for use in (shared, alone):
+                use.end(int(tokens))
+        if kills and chance.random() < 0.05:
+            for shared, alone, tokens in going:  # what was open is not known to the end
+                for use in (shared, alone):
+                    use.end(int(tokens))
+            going = []
+            workers.killed(chance.randrange(count))
+        tokens = float(chance.randrange(10, 400))
+        outcomes: list[Use | None] = []
+        for enter in (lambda: workers.enter(chance.randrange(count)), lambda: one.enter("a")):
+            try:
+                outcomes.append(enter())
+            except LimitError:
+                outcomes.append(None)
+        shared_use, alone_use = outcomes
+        assert (shared_use is None) == (alone_use is None)
+        if shared_use is not None and alone_use is not None:
+            for use in (shared_use, alone_use):
+                use.charge(tokens)
+            going.append((shared_use, alone_use, tokens * chance.random() * 2))

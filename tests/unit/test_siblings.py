@@ -1,0 +1,119 @@
+"""Questions of one worker to the others: answered, late, shared, and what a dead one leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdproxy.app import siblings
+from pdproxy.app.shown import together
+from pdproxy.app.siblings import Siblings
+from pdproxy.kit import switchboard
+from pdproxy.kit.links import Message
+from pdproxy.kit.supervisor import WorkerProcess
+from pdproxy.kit.switchboard import REPORT, Switchboard
+from pdproxy.web.app import Readiness, State
+
+
+class Parent:
+    """A supervisor without processes: messages pass at once."""
+
+    def __init__(self, count: int) -> None:
+        self.restarts = 4
+        self.workers = [WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)]
+        self.switchboard = Switchboard(self, lambda past, report: past + report)  # type: ignore[arg-type]
+        self.all = [
+            Siblings(lambda message, number=number: self.sent(number, message))  # type: ignore[misc]
+            for number in range(count)
+        ]
+        self.silent: set[int] = set()
+
+    def sent(self, number: int, message: Message) -> None:
+        self.switchboard.received(self.workers[number], message)
+
+    def send(self, worker: WorkerProcess, message: Message) -> None:
+        if worker.number not in self.silent:
+            asyncio.get_running_loop().call_soon(self.all[worker.number].received, message)
+
+
+async def test_all_others_are_asked_at_once() -> None:
+    """Also by several callers: the question is sent once."""
+    parent, asked = Parent(3), []
+    for number, one in enumerate(parent.all):
+        one.answers["name"] = lambda number=number: (asked.append(number), f"I am {number}".encode())[1]  # type: ignore[misc,func-returns-value]
+    first, second = await asyncio.gather(parent.all[1].ask("name"), parent.all[1].ask("name"))
+    assert first is second
+    assert first.of == {0: b"I am 0", 2: b"I am 2"}
+    assert (first.silent, first.past, first.restarts) == ([], b"", 4)
+    assert sorted(asked) == [0, 2]
+    await parent.all[1].ask("name")
+    assert sorted(asked) == [0, 0, 2, 2]
+
+
+async def test_one_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the time; one that is being started is not asked."""
+    monkeypatch.setattr(siblings, "PATIENCE", 0.05)
+    parent = Parent(4)
+    for one in parent.all:
+        one.answers["name"] = lambda: b"x"
+    parent.silent.add(2)
+    parent.workers[3].ready = False
+    found = await parent.all[0].ask("name")
+    assert (found.of, found.silent) == ({1: b"x"}, [2])
+    assert not parent.all[0]._open
+
+
+async def test_a_question_that_nobody_knows_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "PATIENCE", 0.05)
+    parent = Parent(2)
+    assert (await parent.all[0].ask("what")).silent == [1]
+
+
+async def test_answers_go_to_who_has_asked() -> None:
+    """Not to a process that was started in its place; and open questions are bounded."""
+    parent = Parent(2)
+
+    def answer() -> bytes:
+        parent.workers[0].pid = 7
+        return b"x"
+
+    parent.all[1].answers["name"] = answer
+    asking = asyncio.create_task(parent.all[0].ask("name"))
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    asking.cancel()
+    for number in range(2 * switchboard.MAX_OPEN):
+        parent.sent(0, Message(switchboard.ASK, number, body=b"name"))
+    assert len(parent.switchboard._questions) == switchboard.MAX_OPEN
+    parent.sent(0, Message(switchboard.REPLY, 999_999, body=b"?"))
+
+
+async def test_the_last_report_of_a_dead_worker_stays() -> None:
+    parent = Parent(2)
+    parent.all[1].answers["name"] = lambda: b"x"
+    for body in (b"old", b"a"):
+        parent.sent(1, Message(REPORT, body=body))
+    parent.switchboard.died(1)
+    assert (await parent.all[0].ask("name")).past == b"a"
+    parent.switchboard.died(1)
+    parent.sent(1, Message(REPORT, body=b"b"))
+    parent.switchboard.died(1)
+    assert (await parent.all[0].ask("name")).past == b"ab"
+
+
+def _ready(state: State, *details: str) -> Readiness:
+    return Readiness(state, "no engine" if state is State.NOT_READY else None, list(details))
+
+
+def test_all_are_ready_together() -> None:
+    """What all say is said once; what one says alone has its number."""
+    found = together({0: _ready(State.OK, "a", "b"), 1: _ready(State.OK, "b")})
+    assert found == Readiness(State.OK, None, ["worker 0: a", "b"])
+    found = together({0: _ready(State.OK), 1: _ready(State.NOT_READY, "a")})
+    assert found == Readiness(State.DEGRADED, None, ["worker 1: no engine", "worker 1: a"])
+    found = together({0: _ready(State.NOT_READY, "a"), 1: _ready(State.NOT_READY, "a")})
+    assert found == Readiness(State.NOT_READY, "no engine", ["a"])
+    found = together({0: _ready(State.OK), 1: _ready(State.DEGRADED)}, ["worker 2 does not answer"])
+    assert found == Readiness(State.DEGRADED, None, ["worker 2 does not answer"])
+    assert together({0: _ready(State.OK)}, ["worker 1 does not answer"]).state is State.DEGRADED

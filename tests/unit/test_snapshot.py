@@ -1,0 +1,97 @@
+"""The metrics of several workers as one page: each by its rule, and exact."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdproxy.observe import catalog, catalog_fleet, catalog_workers
+from pdproxy.observe.catalog import METRICS
+from pdproxy.observe.description import Kind
+from pdproxy.observe.events import Evicted, LoopBeat, MemberChanged
+from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.observe.snapshot import RULES, Rule, Snapshot, decode, encode, merged, of_process, page_of
+
+
+def test_each_gauge_has_a_rule() -> None:
+    """And no rule is of a metric that does not exist."""
+    gauges = {one.name for one in METRICS if one.kind is Kind.GAUGE}
+    assert gauges <= RULES.keys()
+    assert RULES.keys() <= {one.name for one in METRICS}
+
+
+def _samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def _counted(seed: int, count: int) -> list[object]:
+    chance = random.Random(seed)
+    return [
+        chance.choice([Evicted("queue"), Evicted("body"), LoopBeat(chance.random(), False, 0.0)]) for _ in range(count)
+    ]
+
+
+def test_counts_and_buckets_add_up_to_those_of_one_process() -> None:
+    """Whatever was counted where, also where it was sent on the way."""
+    one, parts = Metrics(), [Metrics() for _ in range(3)]
+    for number, event in enumerate(_counted(3, 500)):
+        one.notify(event)  # type: ignore[arg-type]
+        parts[number % 3].notify(event)  # type: ignore[arg-type]
+    together = merged(decode(encode(part.snapshot())) for part in parts)
+    assert together.workers == 3
+    wanted, found = _samples(page_of(one.snapshot())), _samples(page_of(together))
+    assert found.keys() == wanted.keys()
+    assert found == pytest.approx(wanted)
+
+
+def test_what_dead_workers_have_counted_stays() -> None:
+    """Their gauges do not."""
+    part = Metrics()
+    part.add_gauges([Gauge(catalog.CONNECTIONS, lambda: [((), 7)])])
+    part.notify(Evicted("queue"))
+    past = merged([part.snapshot().without_levels(), part.snapshot().without_levels()])
+    page = _samples(page_of(merged([part.snapshot(), past])))
+    assert page["pdproxy_evicted_total", (("what", "queue"),)] == 3
+    assert page["pdproxy_connections", ()] == 7
+    assert merged([part.snapshot(), past]).workers == 1
+
+
+def test_each_gauge_by_its_rule() -> None:
+    series = {
+        catalog.CONNECTIONS.name: (3.0, 4.0, 7.0),
+        catalog.KV_HANDLE_AGE.name: (3.0, 4.0, 4.0),
+        "pdproxy_places": (3.0, 4.0, 3.0),
+        "pdproxy_node_up": (1.0, 0.0, 0.5),
+        catalog_workers.WORKERS.name: (1.0, 1.0, 2.0),
+    }
+    both = [Snapshot({name: {("x",): values[at]} for name, values in series.items()}, {}) for at in range(2)]
+    found = merged(both).values
+    assert {name: one["x",] for name, one in found.items()} == {name: values[2] for name, values in series.items()}
+    alone = Snapshot({"pdproxy_node_up": {("new",): 1.0}}, {})
+    assert merged([*both, alone]).values["pdproxy_node_up"] == {("x",): 0.5, ("new",): 1.0}
+
+
+def test_a_change_that_all_have_seen_is_one_change() -> None:
+    parts = [Metrics(), Metrics()]
+    for part in parts:
+        part.notify(MemberChanged("http://a:1", "decode", "added", "settings"))
+    assert RULES[catalog_fleet.MEMBER_CHANGES.name] is Rule.MOST
+    assert merged(part.snapshot() for part in parts).values[catalog_fleet.MEMBER_CHANGES.name]["added",] == 1
+
+
+def test_the_processes_own_metrics_add_up() -> None:
+    """CPU time is a sum, a version is not."""
+    own = of_process()
+    found = {one.name: one for one in merged([Snapshot({}, {}, own), Snapshot({}, {}, own)]).process}
+    before = {one.name: one for one in own}
+    assert found["process_cpu_seconds"].samples[0][2] == 2 * before["process_cpu_seconds"].samples[0][2]
+    assert found["python_info"].samples == before["python_info"].samples
+    assert found["process_start_time_seconds"].samples == before["process_start_time_seconds"].samples
+    page = page_of(Snapshot({}, {}, own)).decode()
+    assert "process_cpu_seconds_total" in page

@@ -1,0 +1,210 @@
+"""The supervisor of workers: starts, restarts, silence, signals, and the end of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+PATIENCE = 180.0
+
+
+class Toy:
+    """The process of `tests.fakes.toy_workers`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[str] = []
+
+    async def until(self, condition: Callable[[list[str]], bool]) -> None:
+        """Read its lines until a condition holds."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            while not condition(self.lines):
+                line = await self.process.stdout.readline()
+                assert line, self.lines
+                self.lines.append(line.decode().strip())
+
+    async def both(self) -> list[int]:
+        """Wait for both workers; return their process ids by their numbers."""
+        await self.until(lambda lines: len(self._ready(lines)) == 2)
+        ready = self._ready(self.lines)
+        return [ready[0], ready[1]]
+
+    @staticmethod
+    def _ready(lines: list[str]) -> dict[int, int]:
+        return {int(line.split()[1]): int(line.split()[2]) for line in lines if line.startswith("ready")}
+
+    async def ended(self) -> int:
+        """Read the rest, and return the exit code."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            self.lines += (await self.process.stdout.read()).decode().splitlines()
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def toy(mode: str, folder: Path) -> AsyncIterator[Toy]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.fakes.toy_workers", mode, str(folder),
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in ("", *sys.path))},
+    )  # fmt: skip
+    try:
+        yield Toy(process)
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_all(tmp_path: Path, number: int) -> None:
+    """The exit code is 0, and nobody is left."""
+    async with toy("serves", tmp_path) as process:
+        pids = await process.both()
+        process.process.send_signal(number)
+        assert await process.ended() == 0
+        assert process.lines[-1] == "restarts 0"
+        _gone(pids)
+
+
+async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
+    """Also when it dies again and again; the other one goes on."""
+    async with toy("serves", tmp_path) as process:
+        _, other = await process.both()
+        for times in range(1, 5):
+            os.kill((await process.both())[0], signal.SIGKILL)
+            await process.until(
+                lambda lines, times=times: sum(line.startswith("ready 0") for line in lines) == times + 1  # type: ignore[misc]
+            )
+        assert (await process.both())[1] == other
+        assert _runs(other)
+        process.process.terminate()
+        assert await process.ended() == 0
+        assert process.lines[-1] == "restarts 4"
+        assert process.lines.count("died 0") == 5
+
+
+async def test_a_worker_that_is_silent_is_killed(tmp_path: Path) -> None:
+    """Its successor answers, and stays."""
+    async with toy("silent", tmp_path) as process:
+        await process.until(lambda lines: sum(line.startswith("ready 0") for line in lines) == 2)
+        assert "died 0" in process.lines
+        assert "died 1" not in process.lines
+        process.process.terminate()
+        assert await process.ended() == 0
+
+
+async def test_a_worker_that_is_stopped_is_killed(tmp_path: Path) -> None:
+    """It answers no pings, but is there."""
+    async with toy("serves", tmp_path) as process:
+        stopped, _ = await process.both()
+        os.kill(stopped, signal.SIGSTOP)
+        await process.until(lambda lines: sum(line.startswith("ready 0") for line in lines) == 2)
+        _gone([stopped])
+        process.process.terminate()
+        assert await process.ended() == 0
+
+
+async def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
+    """However the parent ends."""
+    async with toy("serves", tmp_path) as process:
+        pids = await process.both()
+        process.process.kill()
+        await process.process.wait()
+        _gone(pids)
+
+
+async def test_a_parent_that_was_stopped_kills_nobody(tmp_path: Path) -> None:
+    """No worker could have answered meanwhile."""
+    async with toy("serves", tmp_path) as process:
+        await process.both()
+        process.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        process.process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.2)
+        process.process.send_signal(signal.SIGHUP)
+        await process.until(lambda lines: {"said 0 reloaded", "said 1 reloaded"} <= set(lines))
+        process.process.terminate()
+        assert await process.ended() == 0
+        assert process.lines[-1] == "restarts 0"
+
+
+async def test_a_hangup_reaches_all(tmp_path: Path) -> None:
+    """And ends nobody."""
+    async with toy("serves", tmp_path) as process:
+        pids = await process.both()
+        process.process.send_signal(signal.SIGHUP)
+        await process.until(lambda lines: {"said 0 reloaded", "said 1 reloaded"} <= set(lines))
+        assert all(_runs(pid) for pid in pids)
+        process.process.terminate()
+        assert await process.ended() == 0
+
+
+async def test_workers_that_do_not_drain_are_killed(tmp_path: Path) -> None:
+    """The exit code says so."""
+    async with toy("stays", tmp_path) as process:
+        pids = await process.both()
+        process.process.terminate()
+        assert await process.ended() == 1
+        _gone(pids)
+
+
+async def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
+    async with toy("stays", tmp_path) as process:
+        pids = await process.both()
+        process.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+        process.process.send_signal(signal.SIGINT)
+        assert await process.ended() == 130
+        _gone(pids)
+
+
+async def test_settings_that_cant_be_used_end_all(tmp_path: Path) -> None:
+    """With the reason, and without a restart."""
+    async with toy("refuses", tmp_path) as process:
+        assert await process.ended() == 3
+        assert "refused deadlines.total: too short" in process.lines
+        assert process.lines[-1] == "restarts 0"
+
+
+@pytest.mark.parametrize("mode", ["ends", "fails"])
+async def test_workers_that_never_serve_end_all(tmp_path: Path, mode: str) -> None:
+    """A defect at the start would fail again and again."""
+    async with toy(mode, tmp_path) as process:
+        assert await process.ended() == 1
+        assert process.lines[-1] == "restarts 0"
+
+
+async def test_what_is_refused_later_ends_nobody_else(tmp_path: Path) -> None:
+    """A file that can't be read any more: the other worker serves on, and the one is tried again."""
+    async with toy("refuses_later", tmp_path) as process:
+        first, other = await process.both()
+        os.kill(first, signal.SIGKILL)
+        await process.until(lambda lines: lines.count("died 0") >= 3)
+        assert _runs(other)
+        process.process.terminate()
+        assert await process.ended() == 0
