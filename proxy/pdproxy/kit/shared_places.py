@@ -34,7 +34,6 @@ class SharedPlaces:
         self, number: int, column: Column, others: Others, wakes: Sequence[int], now: Callable[[], float]
     ) -> None:
         self._number = number
-        self._column = column
         self._others = others
         self._wakes = wakes
         self._now = now
@@ -42,9 +41,15 @@ class SharedPlaces:
         """What the others have: places, the size of their requests, requests that wait."""
         self.places: int | None = None
         """The fewest places that another worker has found right lately; None: no one has."""
-        self._first: tuple[int, int] | None = None
+        self.first: tuple[int, int] | None = None
         """Since when the next request of another worker waits, and that worker's number, for the one that has waited longest."""
         self._timer: asyncio.TimerHandle | None = None
+        row = column.row(KEY)
+        assert row is not None  # the table has a slot, and no other key
+        row[NUMBER] = number
+        self._row = row
+        self._quiet: tuple[int, float | None] | None = None
+        """The places and the time that this worker has shown last, None if it has shown requests that wait."""
 
     def __repr__(self) -> str:
         return f"<SharedPlaces: {self.taken} taken, {self.waiting} waiting elsewhere>"
@@ -77,7 +82,6 @@ class SharedPlaces:
 
     def read(self) -> None:
         """Take over what the others have."""
-        now = self._micros()
         taken = size = waiting = 0
         first: tuple[int, int] | None = None
         places: int | None = None
@@ -85,21 +89,23 @@ class SharedPlaces:
             taken += other[TAKEN]
             size += other[SIZE]
             waiting += other[WAITING]
-            if other[SINCE] and now - other[LOOKED] < STALE and (first is None or other[SINCE] < first[0]):
-                first = other[SINCE], other[NUMBER]
-            if other[PLACES] and now - other[LEARNED] < RECENT:
-                places = other[PLACES] if places is None else min(places, other[PLACES])
-        self.taken, self.size, self.waiting, self.places, self._first = taken, size, waiting, places, first
+            if other[SINCE] or other[PLACES]:
+                now = self._micros()
+                if other[SINCE] and now - other[LOOKED] < STALE and (first is None or other[SINCE] < first[0]):
+                    first = other[SINCE], other[NUMBER]
+                if other[PLACES] and now - other[LEARNED] < RECENT:
+                    places = other[PLACES] if places is None else min(places, other[PLACES])
+        self.taken, self.size, self.waiting, self.places, self.first = taken, size, waiting, places, first
 
     def yields(self, since: float | None) -> bool:
         """Return whether a request of another worker comes first. `since`: when the next one here began to wait."""
-        return self._first is not None and (since is None or self._first[0] < int(since * 1e6))
+        return self.first is not None and (since is None or self.first[0] < int(since * 1e6))
 
     def wake(self) -> None:
         """Wake the worker whose request comes first."""
-        if self._first is not None and self._first[1] < len(self._wakes):
+        if self.first is not None and self.first[1] < len(self._wakes):
             with contextlib.suppress(BlockingIOError, OSError):
-                os.eventfd_write(self._wakes[self._first[1]], 1)
+                os.eventfd_write(self._wakes[self.first[1]], 1)
 
     def write(
         self, taken: int, size: int, waiting: int, since: float | None, places: int, learned: float | None
@@ -108,19 +114,14 @@ class SharedPlaces:
 
         `learned`: when it found the number of places right, None: it is the operator's.
         """
-        self._column.write(
-            KEY,
-            (
-                taken,
-                size,
-                waiting,
-                0 if since is None else max(1, int(since * 1e6)),
-                self._micros(),
-                0 if learned is None else places,
-                0 if learned is None else int(learned * 1e6),
-                self._number,
-            ),
-        )
+        row = self._row
+        row[TAKEN], row[SIZE] = taken, size
+        if not waiting and since is None and self._quiet == (places, learned):
+            return
+        row[LOOKED] = self._micros()
+        row[WAITING], row[SINCE] = waiting, 0 if since is None else max(1, int(since * 1e6))
+        row[LEARNED], row[PLACES] = (0, 0) if learned is None else (int(learned * 1e6), places)
+        self._quiet = None if waiting or since is not None else (places, learned)
 
     def _micros(self) -> int:
         return int(self._now() * 1e6)

@@ -19,6 +19,16 @@ MEASURES = 2
 """Numbers of the table for each engine: requests, prompt bytes."""
 
 
+class _Own:
+    """This worker's own load of one engine, and the engine's key in the table."""
+
+    __slots__ = ("key", "prompt_bytes", "requests")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.requests = self.prompt_bytes = 0
+
+
 class SharedLedger(Ledger):
     """A `Ledger` of one of several workers. `column` is its own part of the table of loads, `others` those of the others."""
 
@@ -26,11 +36,9 @@ class SharedLedger(Ledger):
         super().__init__([], **options)
         self._column = column
         self._others = others
-        self._keys: dict[str, int] = {}
+        self._own: dict[str, _Own] = {}
         """By the URL of each engine that is in the ledger, or has leases of this worker."""
         self._of_key: dict[int, Node] = {}
-        self._own: dict[str, tuple[int, int]] = {}
-        """This worker's own load of engines that have any."""
         for spec in specs:
             self.add(spec)
 
@@ -38,30 +46,30 @@ class SharedLedger(Ledger):
         """Take over what other workers have leased and given back. `all_of_it`: whether or not it seems to have changed."""
         changed = self._others.changed()
         if changed is None or all_of_it:
-            for node in self._of_key.values():
-                self._read(node)
-        else:
-            for one in [self._of_key[key] for key in changed if key in self._of_key]:
-                self._read(one)
+            changed = set(self._of_key)
+        for key in changed:
+            node = self._of_key.get(key)
+            if node is not None:
+                self._read(key, node)
 
     def add(self, spec: NodeSpec) -> Node:
         """See `Ledger`."""
         node = super().add(spec)
-        key = self._keys.get(spec.url)
-        if key is None:
-            key = self._keys[spec.url] = key_of(spec.url)
-        self._of_key[key] = node
-        self._read(node)
+        own = self._own.get(spec.url)
+        if own is None:
+            own = self._own[spec.url] = _Own(key_of(spec.url))
+        self._of_key[own.key] = node
+        self._read(own.key, node)
         return node
 
     def remove(self, url: str) -> None:
         """See `Ledger`. What is left of the engine's load is this worker's own."""
-        node = self._nodes[url]
+        node, own = self._nodes[url], self._own[url]
         super().remove(url)
-        del self._of_key[self._keys[url]]
-        self._put(node, 0, 0)
-        if url not in self._own:
-            self._column.drop(self._keys.pop(url))
+        del self._of_key[own.key]
+        self._put(node, (0, 0))
+        if not own.requests:
+            self._forget(url, own)
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
         """See `Ledger`."""
@@ -84,25 +92,29 @@ class SharedLedger(Ledger):
         return super()._open(node, role, prompt_bytes, ask)
 
     def _count(self, url: str, requests: int, prompt_bytes: int) -> None:
-        had = self._own.get(url, (0, 0))
-        has = self._own[url] = had[0] + requests, had[1] + prompt_bytes
-        key = self._keys[url]
-        self._column.write(key, has)
-        if not has[0]:
-            del self._own[url]
-            if key not in self._of_key:
-                self._column.drop(self._keys.pop(url))
+        own = self._own[url]
+        own.requests += requests
+        own.prompt_bytes += prompt_bytes
+        self._column.write(own.key, (own.requests, own.prompt_bytes))
+        if not own.requests and own.key not in self._of_key:
+            self._forget(url, own)
 
-    def _read(self, node: Node) -> None:
-        requests, prompt_bytes = self._others.sums(self._keys[node.url])
-        if (requests, prompt_bytes) != node.elsewhere:
-            self._put(node, requests, prompt_bytes)
+    def _forget(self, url: str, own: _Own) -> None:
+        """Forget an engine that is neither in the ledger nor has leases."""
+        self._column.drop(own.key)
+        del self._own[url]
+
+    def _read(self, key: int, node: Node) -> None:
+        sums = self._others.sums(key)
+        if sums != node.elsewhere:
+            self._put(node, sums)
             for policy in self._interested[node.uses]:
                 policy.load_changed(node)
 
     @staticmethod
-    def _put(node: Node, requests: int, prompt_bytes: int) -> None:
+    def _put(node: Node, elsewhere: tuple[int, ...]) -> None:
         """Have an engine's load hold so much of other workers'."""
-        node.requests += requests - node.elsewhere[0]
-        node.prompt_bytes += prompt_bytes - node.elsewhere[1]
+        (requests, prompt_bytes), (had_requests, had_bytes) = elsewhere, node.elsewhere
+        node.requests += requests - had_requests
+        node.prompt_bytes += prompt_bytes - had_bytes
         node.elsewhere = requests, prompt_bytes
