@@ -34,7 +34,7 @@ class SharedPlaces:
         self, number: int, column: Column, others: Others, wakes: Sequence[int], now: Callable[[], float]
     ) -> None:
         self._number = number
-        self._others = others
+        self._others = others.rows(0)
         self._wakes = wakes
         self._now = now
         self.taken = self.size = self.waiting = 0
@@ -85,17 +85,20 @@ class SharedPlaces:
         taken = size = waiting = 0
         first: tuple[int, int] | None = None
         places: int | None = None
-        for other in self._others.each(KEY):
+        for other in self._others:
             taken += other[TAKEN]
             size += other[SIZE]
             waiting += other[WAITING]
-            if other[SINCE] or other[PLACES]:
-                now = self._micros()
-                if other[SINCE] and now - other[LOOKED] < STALE and (first is None or other[SINCE] < first[0]):
-                    first = other[SINCE], other[NUMBER]
-                if other[PLACES] and now - other[LEARNED] < RECENT:
-                    places = other[PLACES] if places is None else min(places, other[PLACES])
+            since, found = other[SINCE], other[PLACES]
+            if since and self._micros() - other[LOOKED] < STALE and (first is None or since < first[0]):
+                first = since, other[NUMBER]
+            if found and self._micros() - other[LEARNED] < RECENT:
+                places = found if places is None else min(places, found)
         self.taken, self.size, self.waiting, self.places, self.first = taken, size, waiting, places, first
+
+    def awaited(self) -> bool:
+        """Return whether a request of another worker may wait for a place."""
+        return any([other[SINCE] for other in self._others])
 
     def yields(self, since: float | None) -> bool:
         """Return whether a request of another worker comes first. `since`: when the next one here began to wait."""

@@ -188,6 +188,11 @@ class Others:
             found = numbers if found is self._none else tuple(map(add, found, numbers))
         return found
 
+    def rows(self, slot: int) -> list[memoryview]:
+        """Return the numbers of a slot in each column, as they are now and will be: where all keys have one slot, it is known."""
+        measures = len(self._none)
+        return [one.rows[slot * measures : (slot + 1) * measures] for one in self._columns]
+
     def each(self, key: int) -> list[tuple[int, ...]]:
         """Return the numbers for a key of each column that has it."""
         found = []
@@ -199,10 +204,14 @@ class Others:
                 found.append(self._row_at(one.rows, begin))
         return found
 
-    def changed(self) -> set[int] | None:
-        """Return the keys whose numbers have changed since the last call; None: they may be any."""
+    def changed(self, most: int = RING) -> set[int] | None:
+        """Return the keys whose numbers have changed since the last call; None: they may be any.
+
+        Where one column has more than `most` changes, they are not looked at: reading all of so many keys is cheaper.
+        """
         found: set[int] = set()
         anything = False
+        most = min(most, RING - RING // 4)
         for one in self._columns:
             changes = one.header[_CHANGES]
             behind = changes - one.changes
@@ -212,7 +221,7 @@ class Others:
             if one.header[_LAYOUT] != one.layout:
                 one.find()
                 anything = True
-            elif behind > RING - RING // 4 or behind < 0:
+            elif anything or behind > most or behind < 0:
                 anything = True
             else:
                 ring, keys = one.ring, one.keys

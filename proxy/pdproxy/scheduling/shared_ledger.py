@@ -1,11 +1,13 @@
 """A ledger that chooses by the load of all workers: each has its own leases, and adds those of the others to each engine's load.
 
-Owns this worker's column of the table of loads. Two workers that choose within the same microseconds may choose the same engine:
-neither has seen the other's lease yet.
+Owns this worker's column of the table of loads. It shows a lease at once, and reads those of the others when it chooses, but not
+again within `READ_EVERY`: two workers that choose within this time may choose the same engine. A request takes a thousand times as
+long, so that this adds a thousandth to an engine's load.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from pdproxy.scheduling.policy import Ask
 
 MEASURES = 2
 """Numbers of the table for each engine: requests, prompt bytes."""
+READ_EVERY = 0.001
+"""Seconds. A worker with much to do begins several requests within them."""
 
 
 class _Own:
@@ -36,6 +40,8 @@ class SharedLedger(Ledger):
         super().__init__([], **options)
         self._column = column
         self._others = others
+        self._read_at = -math.inf
+        """When it last read for a choice, in the time of requests."""
         self._own: dict[str, _Own] = {}
         """By the URL of each engine that is in the ledger, or has leases of this worker."""
         self._of_key: dict[int, Node] = {}
@@ -44,12 +50,13 @@ class SharedLedger(Ledger):
 
     def refresh(self, *, all_of_it: bool = False) -> None:
         """Take over what other workers have leased and given back. `all_of_it`: whether or not it seems to have changed."""
-        changed = self._others.changed()
-        if changed is None or all_of_it:
-            changed = set(self._of_key)
+        changed = None if all_of_it else self._others.changed(len(self._of_key))
+        if changed is None:
+            for key, node in self._of_key.items():
+                self._read(key, node)
+            return
         for key in changed:
-            node = self._of_key.get(key)
-            if node is not None:
+            if (node := self._of_key.get(key)) is not None:  # it may be known to others only
                 self._read(key, node)
 
     def add(self, spec: NodeSpec) -> Node:
@@ -73,12 +80,12 @@ class SharedLedger(Ledger):
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
         """See `Ledger`."""
-        self.refresh()
+        self._look(ask)
         return super().assign(roles, ask, without=without)
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """See `Ledger`."""
-        self.refresh()
+        self._look(ask)
         return super().assign_alone(ask, without=without)
 
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
@@ -95,9 +102,15 @@ class SharedLedger(Ledger):
         own = self._own[url]
         own.requests += requests
         own.prompt_bytes += prompt_bytes
-        self._column.write(own.key, (own.requests, own.prompt_bytes))
         if not own.requests and own.key not in self._of_key:
             self._forget(url, own)
+        else:
+            self._column.write(own.key, (own.requests, own.prompt_bytes))
+
+    def _look(self, ask: Ask) -> None:
+        if ask.now - self._read_at >= READ_EVERY:
+            self._read_at = ask.now
+            self.refresh()
 
     def _forget(self, url: str, own: _Own) -> None:
         """Forget an engine that is neither in the ledger nor has leases."""

@@ -95,11 +95,16 @@ class SharedAdmission(Admission):
         return None if first is None else self._began.get(first)
 
     def _left(self, place: Place, ended: Ended) -> None:
-        self._read()
-        super()._left(place, ended)
-        if self._queue.waiting or self._shared.waiting:
+        if self._queue.waiting:
+            self._read()
+            super()._left(place, ended)
             self._read()  # whoever waits here may come first now, or last
+            self._show()
+            return
+        super()._left(place, ended)
         self._show()
+        if self._shared.awaited():  # read behind the write: a request that begins to wait now sees the free place
+            self.look()
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         self._began[place] = self._clock.now()
