@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from pdproxy.kit.shared_table import Column, Others
 
@@ -23,6 +24,7 @@ STALE = 500_000
 """Microseconds after which a worker that has not looked is not waited for: it stands still, and would hold up all others."""
 RECENT = 60_000_000
 """Microseconds for which the number of places counts that another worker has found right."""
+_SINCE = itemgetter(SINCE)
 LOOK_EVERY = 0.05
 """Seconds between two looks while requests wait here: a worker that was killed wakes nobody."""
 
@@ -98,7 +100,7 @@ class SharedPlaces:
 
     def awaited(self) -> bool:
         """Return whether a request of another worker may wait for a place."""
-        return any([other[SINCE] for other in self._others])
+        return any(map(_SINCE, self._others))
 
     def yields(self, since: float | None) -> bool:
         """Return whether a request of another worker comes first. `since`: when the next one here began to wait."""

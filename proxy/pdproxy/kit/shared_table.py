@@ -99,7 +99,7 @@ class Column:
         return (0,) * self._measures if slot is None else tuple(self._row(slot))
 
     def row(self, key: int) -> memoryview | None:
-        """Return the numbers of a key, to be written in place, None if there is no slot. `Others.changed` names no such change."""
+        """Return the numbers of a key, to be written in place, None if there is no slot. `Others.changed` does not see that."""
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)

@@ -1,8 +1,8 @@
 """A ledger that chooses by the load of all workers: each has its own leases, and adds those of the others to each engine's load.
 
 Owns this worker's column of the table of loads. It shows a lease at once, and reads those of the others when it chooses, but not
-again within `READ_EVERY`: two workers that choose within this time may choose the same engine. A request takes a thousand times as
-long, so that this adds a thousandth to an engine's load.
+again within `READ_EVERY`: two workers that choose within this time may choose the same engine. A request lasts a thousand times
+as long, so an engine gets few requests too many.
 """
 
 from __future__ import annotations
@@ -50,13 +50,10 @@ class SharedLedger(Ledger):
 
     def refresh(self, *, all_of_it: bool = False) -> None:
         """Take over what other workers have leased and given back. `all_of_it`: whether or not it seems to have changed."""
-        changed = None if all_of_it else self._others.changed(len(self._of_key))
-        if changed is None:
-            for key, node in self._of_key.items():
-                self._read(key, node)
-            return
-        for key in changed:
-            if (node := self._of_key.get(key)) is not None:  # it may be known to others only
+        changed: Collection[int] | None = None if all_of_it else self._others.changed(len(self._of_key))
+        for key in self._of_key if changed is None else changed:
+            node = self._of_key.get(key)
+            if node is not None:  # it may be known to others only
                 self._read(key, node)
 
     def add(self, spec: NodeSpec) -> Node:
@@ -91,21 +88,22 @@ class SharedLedger(Ledger):
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """See `Ledger`."""
         if not lease.closed:
-            self._count(lease.node.url, -1, -lease.prompt_bytes)
+            url = lease.node.url
+            own = self._own[url]
+            own.requests -= 1
+            own.prompt_bytes -= lease.prompt_bytes
+            if own.requests or own.key in self._of_key:
+                self._column.write(own.key, (own.requests, own.prompt_bytes))
+            else:
+                self._forget(url, own)
         return super().close(lease, verdict, now, tokens)
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
-        self._count(node.url, 1, prompt_bytes)
-        return super()._open(node, role, prompt_bytes, ask)
-
-    def _count(self, url: str, requests: int, prompt_bytes: int) -> None:
-        own = self._own[url]
-        own.requests += requests
+        own = self._own[node.url]
+        own.requests += 1
         own.prompt_bytes += prompt_bytes
-        if not own.requests and own.key not in self._of_key:
-            self._forget(url, own)
-        else:
-            self._column.write(own.key, (own.requests, own.prompt_bytes))
+        self._column.write(own.key, (own.requests, own.prompt_bytes))
+        return super()._open(node, role, prompt_bytes, ask)
 
     def _look(self, ask: Ask) -> None:
         if ask.now - self._read_at >= READ_EVERY:
