@@ -1,11 +1,14 @@
 """What a change costs, on a machine with other work: two checkouts of pdproxy, measured in turns of half a second.
 
 Usage: paired.py --before FOLDER [--after FOLDER] [--rounds 40] [--loads whole,streams,chats]
+       paired.py --peers peers-workers.json [--rounds 40] [--loads whole,streams,chats]
        paired.py --before FOLDER [--after FOLDER] --instructions [--loads whole,streams,chats]
 
 Both proxies run at the same time, in front of the same mock engines. In each round both get the same load, one after the other,
 and which is first alternates. The result is the median over the rounds of the ratio of their CPU times per request, with an
 interval that holds the true median in 95 % of runs. What slows the machine for seconds slows both halves of a round.
+
+`--peers`: the first two proxies of such a file in the place of two checkouts, the first as `before`.
 
 `--instructions` counts the proxy's instructions per request with valgrind's callgrind, which must be installed, less those of the
 same time without requests. They vary less than times, but are none: a cache miss counts like a hit, the kernel's work not at all.
@@ -14,6 +17,7 @@ same time without requests. They vary less than times, but are none: a cache mis
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import statistics
 import subprocess
@@ -149,21 +153,35 @@ def count(sides: dict[str, stage.Peer], loads: Sequence[str]) -> None:
         print(f"| {name} | {before:.0f} | {after:.0f} | {after / before:.4f} |", flush=True)
 
 
+def _checkouts(before: Path, after: Path) -> dict[str, stage.Peer]:
+    """Return pdproxy of two checkouts."""
+    return {
+        name: stage.Peer(
+            stage.PDPROXY.cmd, "/ready", env={"PYTHONPATH": str(folder.resolve() / "proxy"), "PYTHONHASHSEED": "0"}
+        )
+        for name, folder in (("before", before), ("after", after))
+    }
+
+
+def _of_file(peers: Path) -> dict[str, stage.Peer]:
+    """Return the first two proxies of a file."""
+    first, second, *_ = [stage.Peer(**peer) for peer in json.loads(peers.read_text()).values()]
+    return {"before": first, "after": second}
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="a checkout")
+    parser.add_argument("--before", type=Path, help="a checkout")
+    parser.add_argument("--peers", type=Path, help="a file with two proxies, as those of compare.py")
     parser.add_argument("--after", type=Path, default=stage.ROOT, help="another one; without it, this one")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--loads", default=",".join(LOADS), help=f"comma separated, from {', '.join(LOADS)}")
     parser.add_argument("--instructions", action="store_true", help="count instructions in place of CPU time")
     given = parser.parse_args()
-    sides = {
-        name: stage.Peer(
-            stage.PDPROXY.cmd, "/ready", env={"PYTHONPATH": str(folder.resolve() / "proxy"), "PYTHONHASHSEED": "0"}
-        )
-        for name, folder in (("before", given.before), ("after", given.after))
-    }
+    if (given.before is None) == (given.peers is None):
+        parser.error("give --before or --peers")
+    sides = _checkouts(given.before, given.after) if given.peers is None else _of_file(given.peers)
     loads = given.loads.split(",")
     if given.instructions:
         count(sides, loads)

@@ -77,7 +77,7 @@ async def test_names_follow_the_settings(tmp_path: Path) -> None:
         assert [member.is_new for member in proxy.membership.members.values()] == [False, False, True]
         followed = [name for name, _ in proxy.tasks.failures() if "://" in name]
         assert followed == ["dns://one:8000", "dns://three:8000"]
-        text = proxy.front.answers().metrics().decode()
+        text = proxy.metrics.page().decode()
         assert 'pdproxy_dns_engines{source="dns://three:8000"}' in text
         assert "dns://two" not in text
     finally:

@@ -16,7 +16,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.shared_ledger import MEASURES, SharedLedger
+from pdproxy.scheduling.shared_ledger import MEASURES, READ_EVERY, SharedLedger
 
 EVIDENCE = Evidence(frozenset({"m"}), "1", 16, ((1, 2),), 5, 1.0)
 SPLIT = (Role.PREFILL, Role.DECODE)
@@ -101,6 +101,50 @@ def test_workers_spread_load_as_one_process_does(policy: str, workers: int) -> N
         assert several[1] <= one[1]
 
 
+def test_loads_are_read_once_a_millisecond() -> None:
+    """A worker with much to do begins several requests with what it has read, and its own leases; then it sees the others'."""
+    specs, table = _specs(4), SharedTable(2, 8, MEASURES)
+    first, second = (_shared(table, number, specs) for number in range(2))
+    second.assign(SPLIT, Ask("m", 1000, 5.0))
+    for _ in range(6):
+        first.assign(SPLIT, Ask("m", 1000, 5.0))
+    second.assign(SPLIT, Ask("m", 1000, 5.0 + READ_EVERY / 2))
+    assert sum(node.requests for node in second.nodes) == 4
+    second.assign(SPLIT, Ask("m", 1000, 5.0 + READ_EVERY))
+    assert sum(node.requests for node in second.nodes) == 18
+    assert max(node.requests for node in second.nodes if node.role is Role.DECODE) == 5
+
+
+@pytest.mark.parametrize("policy", ["least_load", "power_of_two", "session"])
+def test_what_is_read_late_adds_little_to_an_engine(policy: str) -> None:
+    """8 workers begin 8,000 requests per second, 640 are open: no engine of 64 has many more than with one process."""
+    specs, table = _specs(128), SharedTable(8, 128, MEASURES)
+    several: list[Ledger] = [_shared(table, number, specs, policy) for number in range(8)]
+    most = [_most_at_once(ledgers, 640, 2000, 1 / 8000) for ledgers in (several, [_one(specs, policy)])]
+    assert most[0] <= most[1] + 4
+
+
+def _most_at_once(ledgers: list[Ledger], open_at_once: int, requests: int, every: float) -> int:
+    """Begin a request `every` so many seconds. Return the most that a decode engine ever had of them."""
+    chance = random.Random(3)
+    leases: list[tuple[Ledger, list[Lease]]] = []
+    now_has: Counter[str] = Counter()
+    most = 0
+    for number in range(requests):
+        if len(leases) == open_at_once:
+            ledger, both = leases.pop(chance.randrange(open_at_once))
+            for lease in both:
+                now_has[lease.node.url] -= 1
+                ledger.close(lease, Verdict.GOOD, number * every)
+        ledger = ledgers[chance.randrange(len(ledgers))]
+        got = ledger.assign(SPLIT, Ask("m", 1000, number * every, session=f"conversation {chance.randrange(500)}"))
+        assert got is not None
+        leases.append((ledger, [got[role] for role in SPLIT]))
+        now_has[got[Role.DECODE].node.url] += 1
+        most = max(most, now_has[got[Role.DECODE].node.url])
+    return most
+
+
 def test_workers_that_choose_at_the_same_moment() -> None:
     """None has seen the others' choice: at most all of them meet at one engine, and the next choices make up for it."""
     workers, specs = 8, _specs(64)
@@ -154,7 +198,7 @@ def test_an_engine_leaves_and_comes_back_in_one_worker_first() -> None:
     first.close(lease, Verdict.GOOD, 1.0)
     second.refresh()
     assert next(node for node in second.nodes if node.url == "d0").requests == 0
-    assert first._keys.keys() == {"p0"}
+    assert first._own.keys() == {"p0"}
 
 
 class Workers(RuleBasedStateMachine):

@@ -20,9 +20,9 @@ def test_a_process_reads_the_sums_of_the_others() -> None:
     columns = [table.column(number) for number in range(3)]
     for number, column in enumerate(columns):
         column.write(7, [1 + number, 10 * number])
-    assert [table.others(number).sums(7) for number in range(3)] == [[5, 30], [4, 20], [3, 10]]
-    assert table.others(0).sums(8) == [0, 0]
-    assert sorted(table.others(2).each(7)) == [[1, 0], [2, 10]]
+    assert [table.others(number).sums(7) for number in range(3)] == [(5, 30), (4, 20), (3, 10)]
+    assert table.others(0).sums(8) == (0, 0)
+    assert sorted(table.others(2).each(7)) == [(1, 0), (2, 10)]
 
 
 def test_only_what_has_changed_is_named() -> None:
@@ -37,7 +37,7 @@ def test_only_what_has_changed_is_named() -> None:
     assert others.changed() == {5}
     column.drop(5)
     assert others.changed() is None
-    assert others.sums(5) == [0]
+    assert others.sums(5) == (0,)
 
 
 def test_a_reader_far_behind_looks_at_all() -> None:
@@ -49,7 +49,7 @@ def test_a_reader_far_behind_looks_at_all() -> None:
     for number in range(RING):
         column.write(5, [number])
     assert others.changed() is None
-    assert others.sums(5) == [RING - 1]
+    assert others.sums(5) == (RING - 1,)
 
 
 def test_without_a_free_slot_the_others_know_nothing() -> None:
@@ -60,9 +60,9 @@ def test_without_a_free_slot_the_others_know_nothing() -> None:
     assert column.without_slot == 1
     column.drop(1)
     assert column.write(3, [4])
-    assert table.others(1).sums(3) == [4]
-    assert column.read(3) == [4]
-    assert column.read(1) == [0]
+    assert table.others(1).sums(3) == (4,)
+    assert column.read(3) == (4,)
+    assert column.read(1) == (0,)
 
 
 def test_what_a_dead_process_had_is_gone_but_for_sums() -> None:
@@ -73,11 +73,11 @@ def test_what_a_dead_process_had_is_gone_but_for_sums() -> None:
     others.changed()
     table.clear(0)
     assert others.changed() is None
-    assert others.sums(9) == [0, 100]
+    assert others.sums(9) == (0, 100)
     after = table.column(0)
-    assert after.read(9) == [0, 100]
+    assert after.read(9) == (0, 100)
     after.write(9, [1, 101])
-    assert others.sums(9) == [1, 101]
+    assert others.sums(9) == (1, 101)
 
 
 def test_keys_are_the_same_everywhere() -> None:
@@ -150,7 +150,7 @@ def test_a_writer_is_killed_at_any_moment() -> None:
         after = table.column(0)
         assert all(after.write(key, [key, 0]) for key in range(1, 8))
         others.changed()
-        assert [others.sums(key) for key in range(1, 8)] == [[key, 0] for key in range(1, 8)]
+        assert [others.sums(key) for key in range(1, 8)] == [(key, 0) for key in range(1, 8)]
         for key in range(1, 8):
             after.drop(key)
 
@@ -165,11 +165,11 @@ def test_a_writer_that_is_stopped_holds_up_nobody() -> None:
         signal.pause()
 
     pid = _forked(write)
-    while others.sums(3) != [8]:
+    while others.sums(3) != (8,):
         time.sleep(0.001)
     os.kill(pid, signal.SIGSTOP)
     table.column(1).write(3, [1])
-    assert others.sums(3) == [8]
-    assert table.others(0).sums(3) == [1]
+    assert others.sums(3) == (8,)
+    assert table.others(0).sums(3) == (1,)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

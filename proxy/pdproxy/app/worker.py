@@ -154,14 +154,14 @@ async def _serve(
     async def started(proxy: Proxy) -> None:
         names = follow_names(proxy)
         if source is not None and source.paths:
-            reloading = follow(proxy, source, log)
+            reloading = follow(proxy, source, log, names)
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
         # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.deadlines.probe):
-                await _probed(proxy, names, ending)
+                await _probed(proxy, names.sources, ending)
         orders.send(Message(READY))
 
     return await serve(settings, listener, ending, log, started, share)

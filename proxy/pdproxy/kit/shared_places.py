@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 from pdproxy.kit.shared_table import Column, Others
 
@@ -23,6 +24,7 @@ STALE = 500_000
 """Microseconds after which a worker that has not looked is not waited for: it stands still, and would hold up all others."""
 RECENT = 60_000_000
 """Microseconds for which the number of places counts that another worker has found right."""
+_SINCE = itemgetter(SINCE)
 LOOK_EVERY = 0.05
 """Seconds between two looks while requests wait here: a worker that was killed wakes nobody."""
 
@@ -34,17 +36,22 @@ class SharedPlaces:
         self, number: int, column: Column, others: Others, wakes: Sequence[int], now: Callable[[], float]
     ) -> None:
         self._number = number
-        self._column = column
-        self._others = others
+        self._others = others.rows(0)
         self._wakes = wakes
         self._now = now
         self.taken = self.size = self.waiting = 0
         """What the others have: places, the size of their requests, requests that wait."""
         self.places: int | None = None
         """The fewest places that another worker has found right lately; None: no one has."""
-        self._first: tuple[int, int] | None = None
+        self.first: tuple[int, int] | None = None
         """Since when the next request of another worker waits, and that worker's number, for the one that has waited longest."""
         self._timer: asyncio.TimerHandle | None = None
+        row = column.row(KEY)
+        assert row is not None  # the table has a slot, and no other key
+        row[NUMBER] = number
+        self._row = row
+        self._quiet: tuple[int, float | None] | None = None
+        """The places and the time that this worker has shown last, None if it has shown requests that wait."""
 
     def __repr__(self) -> str:
         return f"<SharedPlaces: {self.taken} taken, {self.waiting} waiting elsewhere>"
@@ -77,29 +84,33 @@ class SharedPlaces:
 
     def read(self) -> None:
         """Take over what the others have."""
-        now = self._micros()
         taken = size = waiting = 0
         first: tuple[int, int] | None = None
         places: int | None = None
-        for other in self._others.each(KEY):
+        for other in self._others:
             taken += other[TAKEN]
             size += other[SIZE]
             waiting += other[WAITING]
-            if other[SINCE] and now - other[LOOKED] < STALE and (first is None or other[SINCE] < first[0]):
-                first = other[SINCE], other[NUMBER]
-            if other[PLACES] and now - other[LEARNED] < RECENT:
-                places = other[PLACES] if places is None else min(places, other[PLACES])
-        self.taken, self.size, self.waiting, self.places, self._first = taken, size, waiting, places, first
+            since, found = other[SINCE], other[PLACES]
+            if since and self._micros() - other[LOOKED] < STALE and (first is None or since < first[0]):
+                first = since, other[NUMBER]
+            if found and self._micros() - other[LEARNED] < RECENT:
+                places = found if places is None else min(places, found)
+        self.taken, self.size, self.waiting, self.places, self.first = taken, size, waiting, places, first
+
+    def awaited(self) -> bool:
+        """Return whether a request of another worker may wait for a place."""
+        return any(map(_SINCE, self._others))
 
     def yields(self, since: float | None) -> bool:
         """Return whether a request of another worker comes first. `since`: when the next one here began to wait."""
-        return self._first is not None and (since is None or self._first[0] < int(since * 1e6))
+        return self.first is not None and (since is None or self.first[0] < int(since * 1e6))
 
     def wake(self) -> None:
         """Wake the worker whose request comes first."""
-        if self._first is not None and self._first[1] < len(self._wakes):
+        if self.first is not None and self.first[1] < len(self._wakes):
             with contextlib.suppress(BlockingIOError, OSError):
-                os.eventfd_write(self._wakes[self._first[1]], 1)
+                os.eventfd_write(self._wakes[self.first[1]], 1)
 
     def write(
         self, taken: int, size: int, waiting: int, since: float | None, places: int, learned: float | None
@@ -108,19 +119,14 @@ class SharedPlaces:
 
         `learned`: when it found the number of places right, None: it is the operator's.
         """
-        self._column.write(
-            KEY,
-            (
-                taken,
-                size,
-                waiting,
-                0 if since is None else max(1, int(since * 1e6)),
-                self._micros(),
-                0 if learned is None else places,
-                0 if learned is None else int(learned * 1e6),
-                self._number,
-            ),
-        )
+        row = self._row
+        row[TAKEN], row[SIZE] = taken, size
+        if not waiting and since is None and self._quiet == (places, learned):
+            return
+        row[LOOKED] = self._micros()
+        row[WAITING], row[SINCE] = waiting, 0 if since is None else max(1, int(since * 1e6))
+        row[LEARNED], row[PLACES] = (0, 0) if learned is None else (int(learned * 1e6), places)
+        self._quiet = None if waiting or since is not None else (places, learned)
 
     def _micros(self) -> int:
         return int(self._now() * 1e6)

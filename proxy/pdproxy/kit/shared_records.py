@@ -59,18 +59,30 @@ class Area:
 
     def put(self, record: bytes) -> int | None:
         """Write a record, of one byte at least. Return where it is, None if there is no space."""
-        count = -(-len(record) // UNIT)
-        at = self._used.find(bytes(count))
+        size = len(record)
+        if size <= UNIT:
+            at = self._used.find(0)
+            if at >= 0:
+                self._used[at] = 1
+        else:
+            count = -(-size // UNIT)
+            at = self._used.find(bytes(count))
+            if at >= 0:
+                self._used[at : at + count] = b"\1" * count
         if at < 0:
             self.without_space += 1
             return None
-        self._data[at * UNIT : at * UNIT + len(record)] = record
-        self._used[at : at + count] = b"\1" * count
-        self._sizes[at] = len(record)
+        begin = at * UNIT
+        self._data[begin : begin + size] = record
+        self._sizes[at] = size
         return at
 
     def drop(self, at: int) -> None:
         """Forget a record."""
-        count = -(-self._sizes[at] // UNIT)
+        size = self._sizes[at]
         self._sizes[at] = 0
-        self._used[at : at + count] = bytes(count)
+        if size <= UNIT:
+            self._used[at] = 0
+        else:
+            count = -(-size // UNIT)
+            self._used[at : at + count] = bytes(count)

@@ -12,8 +12,10 @@ a reader that is far behind, or finds that keys have changed, looks at all.
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
+from operator import add
 
 RING = 512
 """Changes that a reader may be behind, and a quarter of that less, before it looks at all slots."""
@@ -27,16 +29,16 @@ def key_of(text: str) -> int:
 
 
 class _Cells:
-    """One column as numbers."""
+    """One column as numbers. `rows`: those of all slots, one slot after the other."""
 
-    __slots__ = ("header", "keys", "ring", "values")
+    __slots__ = ("header", "keys", "ring", "rows")
 
-    def __init__(self, cells: memoryview, slots: int, measures: int) -> None:
+    def __init__(self, cells: memoryview, slots: int) -> None:
         self.header = cells[:_HEADER]
         self.ring = cells[_HEADER : _HEADER + RING]
         begin = _HEADER + RING
         self.keys = cells[begin : begin + slots]
-        self.values = [cells[begin + slots * at : begin + slots * (at + 1)] for at in range(1, measures + 1)]
+        self.rows = cells[begin + slots :]
 
 
 class SharedTable:
@@ -52,14 +54,14 @@ class SharedTable:
         self._kept = frozenset(kept)
         self._memory = mmap.mmap(-1, columns * size * _CELL)
         cells = memoryview(self._memory).cast("q")
-        self._columns = [_Cells(cells[at * size : (at + 1) * size], slots, measures) for at in range(columns)]
+        self._columns = [_Cells(cells[at * size : (at + 1) * size], slots) for at in range(columns)]
 
     def __repr__(self) -> str:
         return f"<SharedTable of {len(self._columns)} columns, {self.slots} slots>"
 
     def column(self, number: int) -> Column:
         """Return a column for its writer: one process at a time."""
-        return Column(self._columns[number])
+        return Column(self._columns[number], self.measures)
 
     def others(self, number: int) -> Others:
         """Return what a process reads: all columns but its own."""
@@ -68,11 +70,10 @@ class SharedTable:
     def clear(self, number: int) -> None:
         """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums."""
         column = self._columns[number]
-        for at, cells in enumerate(column.values):
-            if at not in self._kept:
-                for slot in range(self.slots):
-                    if cells[slot]:
-                        cells[slot] = 0
+        rows = column.rows
+        for at in range(self.slots * self.measures):
+            if rows[at] and at % self.measures not in self._kept:
+                rows[at] = 0
         # It may have been killed between a change and its count: readers look at all of it.
         column.header[_LAYOUT] += 1
         column.header[_CHANGES] += 1
@@ -81,8 +82,9 @@ class SharedTable:
 class Column:
     """A column as its writer sees it. Numbers of a process before it that were kept are there."""
 
-    def __init__(self, cells: _Cells) -> None:
+    def __init__(self, cells: _Cells, measures: int) -> None:
         self._cells = cells
+        self._measures = measures
         self._slots = {key: slot for slot, key in enumerate(cells.keys) if key}
         self._free = [slot for slot in reversed(range(len(cells.keys))) if not cells.keys[slot]]
         self.without_slot = 0
@@ -91,10 +93,17 @@ class Column:
     def __repr__(self) -> str:
         return f"<Column of {len(self._slots)} keys>"
 
-    def read(self, key: int) -> list[int]:
+    def read(self, key: int) -> tuple[int, ...]:
         """Return this column's numbers for a key, 0 where there are none."""
         slot = self._slots.get(key)
-        return [0 if slot is None else cells[slot] for cells in self._cells.values]
+        return (0,) * self._measures if slot is None else tuple(self._row(slot))
+
+    def row(self, key: int) -> memoryview | None:
+        """Return the numbers of a key, to be written in place, None if there is no slot. `Others.changed` does not see that."""
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._new(key)
+        return None if slot is None else self._row(slot)
 
     def write(self, key: int, numbers: Sequence[int]) -> bool:
         """Set the numbers of a key. Return whether there was a slot for it."""
@@ -102,11 +111,13 @@ class Column:
         if slot is None:
             slot = self._new(key)
             if slot is None:
-                self.without_slot += 1
                 return False
         cells = self._cells
-        for column, number in zip(cells.values, numbers, strict=True):
-            column[slot] = number
+        # One by one: a store of one number changes it as a whole, and takes a tenth of a slice's time.
+        rows, at = cells.rows, slot * self._measures
+        for number in numbers:
+            rows[at] = number
+            at += 1
         header = cells.header
         count = header[_CHANGES]
         cells.ring[count % RING] = slot
@@ -117,15 +128,19 @@ class Column:
         """Give the slot of a key back. Its numbers count no more."""
         if (slot := self._slots.pop(key, None)) is None:
             return
-        cells = self._cells
-        for column in cells.values:
-            column[slot] = 0
-        cells.keys[slot] = 0
+        row = self._row(slot)
+        for at in range(self._measures):
+            row[at] = 0
+        self._cells.keys[slot] = 0
         self._free.append(slot)
         self._changed()
 
+    def _row(self, slot: int) -> memoryview:
+        return self._cells.rows[slot * self._measures : (slot + 1) * self._measures]
+
     def _new(self, key: int) -> int | None:
         if not self._free:
+            self.without_slot += 1
             return None
         slot = self._slots[key] = self._free.pop()
         self._cells.keys[slot] = key
@@ -138,63 +153,77 @@ class Column:
 
 
 class _Seen:
-    """A column of another process, and how far it was read."""
+    """A column of another process, and how far it was read. `begins`: for each key, the first byte of its row."""
 
-    __slots__ = ("cells", "changes", "layout", "slots")
+    __slots__ = ("begins", "changes", "header", "keys", "layout", "ring", "rows", "size")
 
-    def __init__(self, cells: _Cells) -> None:
-        self.cells = cells
+    def __init__(self, cells: _Cells, size: int) -> None:
+        self.header, self.ring, self.keys, self.rows = cells.header, cells.ring, cells.keys, cells.rows
+        self.size = size
         self.changes = self.layout = -1
-        self.slots: dict[int, int] = {}
+        self.begins: dict[int, int] = {}
 
-    def find(self) -> bool:
-        """Look where the keys are, if they have changed. Return whether they have."""
-        layout = self.cells.header[_LAYOUT]
-        if layout == self.layout:
-            return False
-        self.layout = layout
-        self.slots = {key: slot for slot, key in enumerate(self.cells.keys) if key}
-        return True
+    def find(self) -> None:
+        """Look where the keys are."""
+        self.layout = self.header[_LAYOUT]
+        self.begins = {key: slot * self.size for slot, key in enumerate(self.keys.tolist()) if key}
 
 
 class Others:
     """The columns of all other processes, as one process reads them."""
 
     def __init__(self, columns: Iterable[_Cells], measures: int) -> None:
-        self._columns = [_Seen(one) for one in columns]
-        self._none = [0] * measures
+        row = struct.Struct(f"{measures}q")
+        self._columns = [_Seen(one, row.size) for one in columns]
+        self._row_at = row.unpack_from
+        self._none = (0,) * measures
 
     def __repr__(self) -> str:
         return f"<Others: {len(self._columns)} columns>"
 
-    def sums(self, key: int) -> list[int]:
+    def sums(self, key: int) -> tuple[int, ...]:
         """Return the sums of all columns' numbers for a key."""
         found = self._none
         for numbers in self.each(key):
-            found = numbers if found is self._none else [one + more for one, more in zip(found, numbers, strict=True)]
+            found = numbers if found is self._none else tuple(map(add, found, numbers))
         return found
 
-    def each(self, key: int) -> list[list[int]]:
+    def rows(self, slot: int) -> list[memoryview]:
+        """Return the numbers of a slot in each column, as they are now and will be: where all keys have one slot, it is known."""
+        measures = len(self._none)
+        return [one.rows[slot * measures : (slot + 1) * measures] for one in self._columns]
+
+    def each(self, key: int) -> list[tuple[int, ...]]:
         """Return the numbers for a key of each column that has it."""
         found = []
         for one in self._columns:
-            one.find()
-            if (slot := one.slots.get(key)) is not None:
-                found.append([values[slot] for values in one.cells.values])
+            if one.header[_LAYOUT] != one.layout:
+                one.find()
+            begin = one.begins.get(key)
+            if begin is not None:
+                found.append(self._row_at(one.rows, begin))
         return found
 
-    def changed(self) -> set[int] | None:
-        """Return the keys whose numbers have changed since the last call; None: they may be any."""
+    def changed(self, most: int = RING) -> set[int] | None:
+        """Return the keys whose numbers have changed since the last call; None: they may be any.
+
+        Where one column has more than `most` changes, they are not looked at: reading all of so many keys is cheaper.
+        """
         found: set[int] = set()
         anything = False
+        most = min(most, RING - RING // 4)
         for one in self._columns:
-            changes = one.cells.header[_CHANGES]
-            if changes == one.changes:
+            changes = one.header[_CHANGES]
+            behind = changes - one.changes
+            if not behind:
                 continue
-            behind, one.changes = changes - one.changes, changes
-            if one.find() or behind > RING - RING // 4 or behind < 0:
+            one.changes = changes
+            if one.header[_LAYOUT] != one.layout:
+                one.find()
                 anything = True
-                continue
-            ring, keys = one.cells.ring, one.cells.keys
-            found.update([keys[ring[at % RING]] for at in range(changes - behind, changes)])
+            elif anything or behind > most or behind < 0:
+                anything = True
+            else:
+                ring, keys = one.ring, one.keys
+                found.update([keys[ring[at % RING]] for at in range(changes - behind, changes)])
         return None if anything else found

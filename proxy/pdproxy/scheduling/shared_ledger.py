@@ -1,11 +1,13 @@
 """A ledger that chooses by the load of all workers: each has its own leases, and adds those of the others to each engine's load.
 
-Owns this worker's column of the table of loads. Two workers that choose within the same microseconds may choose the same engine:
-neither has seen the other's lease yet.
+Owns this worker's column of the table of loads. It shows a lease at once, and reads those of the others when it chooses, but not
+again within `READ_EVERY`: two workers that choose within this time may choose the same engine. A request lasts a thousand times
+as long, so an engine gets few requests too many.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +19,18 @@ from pdproxy.scheduling.policy import Ask
 
 MEASURES = 2
 """Numbers of the table for each engine: requests, prompt bytes."""
+READ_EVERY = 0.001
+"""Seconds. A worker with much to do begins several requests within them."""
+
+
+class _Own:
+    """This worker's own load of one engine, and the engine's key in the table."""
+
+    __slots__ = ("key", "prompt_bytes", "requests")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.requests = self.prompt_bytes = 0
 
 
 class SharedLedger(Ledger):
@@ -26,83 +40,92 @@ class SharedLedger(Ledger):
         super().__init__([], **options)
         self._column = column
         self._others = others
-        self._keys: dict[str, int] = {}
+        self._read_at = -math.inf
+        """When it last read for a choice, in the time of requests."""
+        self._own: dict[str, _Own] = {}
         """By the URL of each engine that is in the ledger, or has leases of this worker."""
         self._of_key: dict[int, Node] = {}
-        self._own: dict[str, tuple[int, int]] = {}
-        """This worker's own load of engines that have any."""
         for spec in specs:
             self.add(spec)
 
     def refresh(self, *, all_of_it: bool = False) -> None:
         """Take over what other workers have leased and given back. `all_of_it`: whether or not it seems to have changed."""
-        changed = self._others.changed()
-        if changed is None or all_of_it:
-            for node in self._of_key.values():
-                self._read(node)
-        else:
-            for one in [self._of_key[key] for key in changed if key in self._of_key]:
-                self._read(one)
+        changed: Collection[int] | None = None if all_of_it else self._others.changed(len(self._of_key))
+        for key in self._of_key if changed is None else changed:
+            node = self._of_key.get(key)
+            if node is not None:  # it may be known to others only
+                self._read(key, node)
 
     def add(self, spec: NodeSpec) -> Node:
         """See `Ledger`."""
         node = super().add(spec)
-        key = self._keys.get(spec.url)
-        if key is None:
-            key = self._keys[spec.url] = key_of(spec.url)
-        self._of_key[key] = node
-        self._read(node)
+        own = self._own.get(spec.url)
+        if own is None:
+            own = self._own[spec.url] = _Own(key_of(spec.url))
+        self._of_key[own.key] = node
+        self._read(own.key, node)
         return node
 
     def remove(self, url: str) -> None:
         """See `Ledger`. What is left of the engine's load is this worker's own."""
-        node = self._nodes[url]
+        node, own = self._nodes[url], self._own[url]
         super().remove(url)
-        del self._of_key[self._keys[url]]
-        self._put(node, 0, 0)
-        if url not in self._own:
-            self._column.drop(self._keys.pop(url))
+        del self._of_key[own.key]
+        self._put(node, (0, 0))
+        if not own.requests:
+            self._forget(url, own)
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
         """See `Ledger`."""
-        self.refresh()
+        self._look(ask)
         return super().assign(roles, ask, without=without)
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """See `Ledger`."""
-        self.refresh()
+        self._look(ask)
         return super().assign_alone(ask, without=without)
 
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """See `Ledger`."""
         if not lease.closed:
-            self._count(lease.node.url, -1, -lease.prompt_bytes)
+            url = lease.node.url
+            own = self._own[url]
+            own.requests -= 1
+            own.prompt_bytes -= lease.prompt_bytes
+            if own.requests or own.key in self._of_key:
+                self._column.write(own.key, (own.requests, own.prompt_bytes))
+            else:
+                self._forget(url, own)
         return super().close(lease, verdict, now, tokens)
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
-        self._count(node.url, 1, prompt_bytes)
+        own = self._own[node.url]
+        own.requests += 1
+        own.prompt_bytes += prompt_bytes
+        self._column.write(own.key, (own.requests, own.prompt_bytes))
         return super()._open(node, role, prompt_bytes, ask)
 
-    def _count(self, url: str, requests: int, prompt_bytes: int) -> None:
-        had = self._own.get(url, (0, 0))
-        has = self._own[url] = had[0] + requests, had[1] + prompt_bytes
-        key = self._keys[url]
-        self._column.write(key, has)
-        if not has[0]:
-            del self._own[url]
-            if key not in self._of_key:
-                self._column.drop(self._keys.pop(url))
+    def _look(self, ask: Ask) -> None:
+        if ask.now - self._read_at >= READ_EVERY:
+            self._read_at = ask.now
+            self.refresh()
 
-    def _read(self, node: Node) -> None:
-        requests, prompt_bytes = self._others.sums(self._keys[node.url])
-        if (requests, prompt_bytes) != node.elsewhere:
-            self._put(node, requests, prompt_bytes)
+    def _forget(self, url: str, own: _Own) -> None:
+        """Forget an engine that is neither in the ledger nor has leases."""
+        self._column.drop(own.key)
+        del self._own[url]
+
+    def _read(self, key: int, node: Node) -> None:
+        sums = self._others.sums(key)
+        if sums != node.elsewhere:
+            self._put(node, sums)
             for policy in self._interested[node.uses]:
                 policy.load_changed(node)
 
     @staticmethod
-    def _put(node: Node, requests: int, prompt_bytes: int) -> None:
+    def _put(node: Node, elsewhere: tuple[int, ...]) -> None:
         """Have an engine's load hold so much of other workers'."""
-        node.requests += requests - node.elsewhere[0]
-        node.prompt_bytes += prompt_bytes - node.elsewhere[1]
+        (requests, prompt_bytes), (had_requests, had_bytes) = elsewhere, node.elsewhere
+        node.requests += requests - had_requests
+        node.prompt_bytes += prompt_bytes - had_bytes
         node.elsewhere = requests, prompt_bytes

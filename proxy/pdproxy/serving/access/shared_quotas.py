@@ -8,7 +8,7 @@ be exceeded by as many requests as there are other workers, if all of them take 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.serving.access.quotas import Account, Bucket, Quotas, Use
@@ -31,7 +31,7 @@ class _Used:
 
     __slots__ = ("key", "requests", "tokens")
 
-    def __init__(self, key: int, before: list[int]) -> None:
+    def __init__(self, key: int, before: Sequence[int]) -> None:
         self.key = key
         self.requests, self.tokens = before[REQUESTS], before[TOKENS]
 
@@ -94,7 +94,7 @@ class SharedQuotas(Quotas):
         self._column.write(used.key, numbers)
 
     @staticmethod
-    def _total(used: _Used, others: list[list[int]]) -> tuple[int, int]:
+    def _total(used: _Used, others: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Return the requests and the tokens that were used in all workers."""
         requests, tokens = used.requests, used.tokens
         for one in others:

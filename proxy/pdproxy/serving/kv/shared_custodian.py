@@ -14,7 +14,7 @@ from pdproxy.kit.shared_records import Area
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.contract import Handle, LegRequest
 from pdproxy.wire.engine import PrefillAnswer
 
 logger = logging.getLogger("pdproxy.kv")
@@ -24,9 +24,15 @@ UNITS = 16_384
 
 
 class _Record(msgspec.Struct, array_like=True, frozen=True):
-    """A handle as another process needs it to have it released. `decode`: the engine that KV is pushed to, if it is pushed."""
+    """What another process needs to have a handle released: neither the prompt's ids nor its first token, and no counts.
 
-    handle: Handle
+    The first four: of the handle. `decode`: the engine that KV is pushed to, if it is pushed.
+    """
+
+    params: bytes
+    prompt_tokens: int
+    remote_request_id: str
+    release: LegRequest | None
     prefill: str
     decode: str | None
     model: str | None
@@ -68,18 +74,32 @@ class SharedCustodian(Custodian):
         """Become responsible for the handles of a worker that has ended, and release them. Nobody else asks for their KV."""
         for data in records:
             one = _decode(data)
+            handle = Handle(one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release)
             leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode)
-            custody = self.take(one.handle, leg)
+            custody = self.take(handle, leg)
             custody.was_asked = True  # a decode engine may have been sent it
             custody.release()
         logger.warning("%d handles of a worker that has ended are released", len(records))
 
     def _noted(self, custody: Custody) -> Custody:
         if custody.state is not None:
-            # Releasing needs neither the prompt's ids nor its first token.
-            handle = msgspec.structs.replace(custody.handle, token_ids=None, first=None)
-            record = _Record(handle, custody.prefill, custody.decode, custody.model, custody.authorization)
-            if (place := self._area.put(_encode(record))) is not None:
+            handle = custody.handle
+            # As a tuple: it has the bytes of a `_Record`, which would cost more than they do.
+            place = self._area.put(
+                _encode(
+                    (
+                        handle.params,
+                        handle.prompt_tokens,
+                        handle.remote_request_id,
+                        handle.release,
+                        custody.prefill,
+                        custody.decode,
+                        custody.model,
+                        custody.authorization,
+                    )
+                )
+            )
+            if place is not None:
                 self._places[custody] = place
         return custody
 

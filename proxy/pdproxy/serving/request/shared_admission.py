@@ -7,6 +7,7 @@ that holds for all.
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import Any
 
 from pdproxy.kit.shared_places import SharedPlaces
@@ -49,34 +50,43 @@ class SharedAdmission(Admission):
         self._queue.fill()
         self._show()
 
-    async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
-        """See `Admission`."""
+    def enter(
+        self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None
+    ) -> Coroutine[Any, Any, Place]:
+        """See `Admission`. It is called for each request: a coroutine around another one would cost more than what it reads."""
         self._read()
-        return await super().enter(client, demand, deadline)
+        return super().enter(client, demand, deadline)
 
     def _read(self) -> None:
         """Take over what the others have. No place is free here for as long as a request of theirs comes first."""
         shared, queue = self._shared, self._queue
         shared.read()
-        places = self._own_places if shared.places is None else min(self._own_places, shared.places)
-        taken = max(shared.taken, places) if shared.yields(self._since) else shared.taken
+        places, taken = self._own_places, shared.taken
+        if shared.places is not None:
+            places = min(places, shared.places)
+        if shared.first is not None and shared.yields(self._since):
+            taken = max(taken, places)
         queue.taken_elsewhere, queue.size_elsewhere, queue.waiting_elsewhere = taken, shared.size, shared.waiting
-        if (places, self._max_tokens) != (queue.places, queue.max_size):
+        if places != queue.places or self._max_tokens != queue.max_size:
             queue.resize(places, self._max_tokens)
 
     def _show(self, taken: int | None = None, size: int | None = None) -> None:
         """Show the others what is taken here, and wake the one whose turn it is if a place is free."""
         shared, queue = self._shared, self._queue
         taken = queue.taken if taken is None else taken
+        size = queue.size if size is None else size
+        if not queue.waiting:
+            shared.write(taken, size, 0, None, self._own_places, self._learned)
+            if shared.first is not None and taken + shared.taken < queue.places:
+                shared.wake()
+            return
         full = taken + shared.taken
         # A worker that would take no place, because it has found fewer of them right, asks for none.
         since = self._since if full <= queue.places + 1 else None
-        places = queue.size if size is None else size
-        shared.write(taken, places, queue.waiting, since, self._own_places, self._learned)
+        shared.write(taken, size, queue.waiting, since, self._own_places, self._learned)
         if full < queue.places and shared.yields(self._since):
             shared.wake()
-        if queue.waiting:
-            shared.look_again(self.look)
+        shared.look_again(self.look)
 
     @property
     def _since(self) -> float | None:
@@ -85,11 +95,16 @@ class SharedAdmission(Admission):
         return None if first is None else self._began.get(first)
 
     def _left(self, place: Place, ended: Ended) -> None:
-        self._read()
-        super()._left(place, ended)
-        if self._queue.waiting or self._shared.waiting:
+        if self._queue.waiting:
+            self._read()
+            super()._left(place, ended)
             self._read()  # whoever waits here may come first now, or last
+            self._show()
+            return
+        super()._left(place, ended)
         self._show()
+        if self._shared.awaited():  # read behind the write: a request that begins to wait now sees the free place
+            self.look()
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         self._began[place] = self._clock.now()
