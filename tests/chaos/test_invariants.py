@@ -18,8 +18,10 @@ from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.lab.chaos.world import DEADLINES, World
-from pdproxy.observe.events import Gaps, RequestEnded
+from pdproxy.observe.events import Gaps, HandleEnded, RequestEnded
 from pdproxy.serving.access.clients import Client
+from pdproxy.settings.schema import Settings
+from pdproxy.transfer import registry
 from tests.chaos.virtual import run
 
 
@@ -208,3 +210,13 @@ def test_the_trace_tells_runs_apart() -> None:
 
     digests = run(main)
     assert len(set(digests)) == len(digests)
+
+
+def test_what_only_leases_free() -> None:
+    """A client of nixl-push that leaves before a decode engine is asked leaves KV that nothing else frees."""
+    events = [HandleEnded(end, "http://p:1", 1.0) for end in ("lost", "loaded", "lost", "stuck")]
+    found = {
+        name: invariants.left_to_leases(registry.entry_of(name).contract(Settings()), events)
+        for name in ("nixl-push", "nixl", "mooncake")
+    }
+    assert found == {"nixl-push": 2, "nixl": 0, "mooncake": 0}

@@ -146,6 +146,7 @@ async def test_tools_written_for_vllm_router(new: SimServer) -> None:
             ({"model_id": ["b"]}, f"labels.pool: missing: {several}"),
             ({"model_id": "b", "labels": {"pool": "b"}}, f'labels.pool: "b" is no pool: {BOTH}'),
             ({"labels": {"pool": ["pool 1"]}}, "labels.pool: expected text"),
+            ({"worker_type": ["regular"]}, "worker_type: expected regular"),
         ):
             refused = await api.ask("POST", "/workers", {"url": new.url, **more})
             assert (refused.status, refused.json["code"]) == (400, "BAD_REQUEST"), refused.body

@@ -183,6 +183,7 @@ class _Course:
         for engine in world.engines:
             engine.sim.requests.clear()
         expired = sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
+        events = len(self._trace.events)
         number = 0
         for burst in range(_BURSTS):
             leave_after = (*_LEAVE_AFTER, _LEAVE_SOON * (burst + 1))
@@ -198,8 +199,9 @@ class _Course:
             await asyncio.sleep(_BETWEEN)
         await asyncio.sleep(LEASE)
         expired -= sum(stats.kv_expired for engine in world.engines for stats in engine.sim.engine.rank_stats)
+        expired += invariants.left_to_leases(world.proxy.transfer.contract, self._trace.events[events:])
         served = {engine.name: len(engine.sim.requests) for engine in world.engines if not world.is_blind(engine)}
-        self.findings += invariants.calm(visitors.outcomes, served, -expired)
+        self.findings += invariants.calm(visitors.outcomes, served, max(0, -expired))
         self.findings += access_rules.within_limits(self._trace.reports)
         self.findings += invariants.reported([*self._load, *visitors.outcomes], self._trace.events)
 

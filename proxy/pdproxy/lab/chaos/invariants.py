@@ -16,7 +16,9 @@ from pdproxy.kit.tasks import Failures
 from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.finding import Finding, shortened
 from pdproxy.lab.chaos.world import DEADLINES, LIMITS, World
-from pdproxy.observe.events import Event, RequestEnded
+from pdproxy.observe.events import Event, HandleEnded, RequestEnded
+from pdproxy.serving.kv.custody import End
+from pdproxy.transfer.contract import Contract, PushedToDecode
 
 SLACK = 2.0
 """Seconds beyond the deadlines: links that are slow, ticks of the clock, the abort of what is late."""
@@ -101,6 +103,14 @@ def reported(outcomes: Sequence[Outcome], events: Iterable[Event]) -> list[Findi
         ]
     found += [Finding("each report has its request", f"report of {name}") for name in reports]
     return shortened(found)
+
+
+def left_to_leases(contract: Contract, events: Iterable[Event]) -> int:
+    """Return how many handles only a lease could free: no decode engine was asked with them, and the contract has no release."""
+    holder = contract.holder
+    if not isinstance(holder, PushedToDecode) or holder.release_body is not None:
+        return 0
+    return sum(isinstance(event, HandleEnded) and event.end == End.LOST.label for event in events)
 
 
 def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
