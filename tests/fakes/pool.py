@@ -187,7 +187,8 @@ async def pool(
         proxy.observers._observers += (recorder,)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         proxy.start()
-        server = world.server = await _serve(proxy, world, http_port)
+        server = await _serve(proxy, world, http_port)
+        world.servers = [server]
         try:
             await until(lambda: all(node.probed for node in proxy.ledger.nodes))
             if kv_ready_at_first:

@@ -92,7 +92,8 @@ async def pools(
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         found = Pools(world, engines)
         proxy.start()
-        server = world.server = await _serve(proxy, world)
+        server = await _serve(proxy, world)
+        world.servers = [server]
         try:
             await until(lambda: all(node.probed for pool in proxy.pools for node in pool.ledger.nodes))
             await until(lambda: all(n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.nodes))

@@ -1,13 +1,7 @@
 """Several workers in one event loop: each is a whole proxy with its part of what workers share, and all listen at one port.
 
 With PDPROXY_TEST_WORKERS=2 the tests of `world` run so, where their settings allow it, and those of `tests.fakes.process` with
-processes. `.ci/full workers` names the files that pass. Of the others only a few were looked into. These kinds of tests can't:
-
-- those that look into one proxy's parts (`w.proxy`): its connections to engines, places, drain, or what a key has used there;
-- those that count what each worker does by itself: failures until a breaker opens, probes, lines in the log, engines in turn;
-- those of what is divided: bytes of bodies; and those that follow files by hand (`credentials.look`).
-
-Whether all failures are of these kinds is not known.
+processes. `.ci/full workers` names the files that pass; `tests.fakes.one_worker` the tests in them that can't, and why.
 Tests with other fixtures (`pool`, `registered`, virtual time) have one proxy in any case.
 """
 
@@ -53,6 +47,14 @@ class Several:
             os.close(wake)
 
 
+ran: dict[bool, set[str]] = {True: set(), False: set()}
+"""The tests that have had a proxy with several workers, or with one because of their settings."""
+
+
 def workers_for(settings: Settings) -> int:
     """Return how many workers a proxy with these settings may have in this run of the tests."""
-    return 1 if WORKERS == 1 or refused(settings) else WORKERS
+    if WORKERS == 1:
+        return 1
+    is_possible = not refused(settings)
+    ran[is_possible].add(os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0])
+    return WORKERS if is_possible else 1

@@ -87,12 +87,6 @@ def fronted(ours: Side, **more: Any) -> AbstractAsyncContextManager[World]:
     return world(adjust=front(ours), client_tls=ours.trusting(), **more)
 
 
-def connections(w: World) -> list[Any]:
-    """The proxy's connections with clients."""
-    assert w.server is not None
-    return list(w.server.server_state.connections)
-
-
 def legs_failed(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """What the log says of legs that failed."""
     return [r.fields for r in caplog.records if r.getMessage() == "leg failed"]  # type: ignore[attr-defined]

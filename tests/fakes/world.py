@@ -107,7 +107,8 @@ class World:
         self.port = 0
         self.tls: ssl.SSLContext | None = None
         """What clients connect with."""
-        self.server: uvicorn.Server | None = None
+        self.servers: list[uvicorn.Server] = []
+        """One for each worker."""
         self._recorder = recorder
         self._clients: list[Client] = []
 
@@ -115,6 +116,57 @@ class World:
     def workers(self) -> list[Proxy]:
         """All proxies: one, but in runs with several workers."""
         return [self.proxy, *self.others]
+
+    @property
+    def inflight(self) -> int:
+        """Requests with a place."""
+        return sum(one.admission.inflight for one in self.workers)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a place."""
+        return sum(one.admission.waiting for one in self.workers)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of bodies that are held."""
+        return sum(one.body_budget.held for one in self.workers)
+
+    @property
+    def connections(self) -> list[Any]:
+        """The protocols of clients' connections."""
+        return [one for server in self.servers for one in server.server_state.connections]
+
+    @property
+    def open_connections(self) -> int:
+        """Connections of clients that count."""
+        return sum(one.connections.open for one in self.workers)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The requests of clients that are served."""
+        return [task for server in self.servers for task in server.server_state.tasks]
+
+    def look_at_files(self) -> None:
+        """Have every worker look at the files of keys and certificates now."""
+        for one in self.workers:
+            one.credentials.look()
+
+    def mark_down(self, engine: FakeEngine, why: str, since: float = 0.0) -> None:
+        """Have every worker believe that an engine is down."""
+        for one in self.workers:
+            one.ledger.mark_down(engine.url, why, since)
+
+    async def drain(self) -> None:
+        """Have every worker drain, as at SIGTERM."""
+        pairs = zip(self.workers, self.servers, strict=True)
+        await asyncio.gather(*(one.drain(server.server_state.tasks) for one, server in pairs))
+
+    def page(self) -> bytes:
+        """The page of metrics."""
+        if not self.others:
+            return self.proxy.metrics.page()
+        return page_of(merged(one.metrics.snapshot() for one in self.workers))
 
     async def client(self, *, receive_buffer: int | None = None, address: str = "127.0.0.1") -> Client:
         """A new connection to the proxy."""
@@ -154,15 +206,10 @@ class World:
         """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
         return sum(
             sample.value
-            for family in text_string_to_metric_families(self._page().decode())
+            for family in text_string_to_metric_families(self.page().decode())
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         )
-
-    def _page(self) -> bytes:
-        if not self.others:
-            return self.proxy.metrics.page()
-        return page_of(merged(one.metrics.snapshot() for one in self.workers))
 
     def busy(self) -> list[str]:
         """What is not over yet."""
@@ -296,7 +343,7 @@ async def world(
     if probed:
         await until(lambda: all(node.probed for worker in made.workers for node in worker.ledger.nodes))
     servers = [await _serve(worker, made, made.port, together=count > 1) for worker in made.workers]
-    made.server = servers[0]
+    made.servers = servers
     try:
         yield made
         if not leaves:

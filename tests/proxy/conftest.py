@@ -1,6 +1,7 @@
 """The proxy runs on uvloop in production: so do its tests. And authorities for those of TLS."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,7 +9,38 @@ import pytest
 import trustme
 import uvloop
 
+from tests.fakes import several
+from tests.fakes.one_worker import reason
 from tests.fakes.tls import Side
+
+_left_out: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, leave out the tests that need one."""
+    if several.WORKERS == 1:
+        return
+    kept: list[pytest.Item] = []
+    out: list[pytest.Item] = []
+    for item in items:
+        why = reason(item.path.name, getattr(item, "originalname", item.name))
+        (kept if why is None else out).append(item)
+        _left_out[why or ""] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which tests have run with several workers, and which not."""
+    if several.WORKERS == 1:
+        return
+    ran = several.ran
+    terminalreporter.write_line(
+        f"workers: {len(ran[True])} tests had {several.WORKERS}; {len(ran[False] - ran[True])} had one, for their settings"
+    )
+    for why, count in _left_out.items():
+        if why:
+            terminalreporter.write_line(f"workers: {count} tests are left out: {why}")
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -121,7 +121,8 @@ async def proxy_before(settings: Settings, library: Library = TRANSFORMERS) -> A
     proxy.observers.add(recorder)
     world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
     proxy.start()
-    server = world.server = await _serve(proxy, world)
+    server = await _serve(proxy, world)
+    world.servers = [server]
     try:
         await until(lambda: all(node.up for node in proxy.ledger.nodes))
         yield world

@@ -135,7 +135,8 @@ async def fleet(
         proxy.observers.add(recorder)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         proxy.start()
-        server = world.server = await _serve(proxy, world, free_port())
+        server = await _serve(proxy, world, free_port())
+        world.servers = [server]
         found = Fleet(world, proxy, plain, p, dd)
         try:
             await until(lambda: all(node.probed for node in proxy.ledger.nodes))

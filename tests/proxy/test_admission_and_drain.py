@@ -30,9 +30,9 @@ async def test_requests_wait_in_order_of_arrival() -> None:
         for number in range(4):
             client = await w.client()
             client.post(COMPLETIONS, completion(), [("x-request-id", f"r{number}")])
-            await until(lambda number=number: w.proxy.admission.inflight + w.proxy.admission.waiting == number + 1)  # type: ignore[misc]
+            await until(lambda number=number: w.inflight + w.waiting == number + 1)  # type: ignore[misc]
             clients.append(client)
-        assert (w.proxy.admission.inflight, w.proxy.admission.waiting) == (1, 3)
+        assert (w.inflight, w.waiting) == (1, 3)
         assert w.metric("pdproxy_inflight") == 1
         assert w.metric("pdproxy_queue") == 3
         go.set()
@@ -49,7 +49,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
         waiting = [await w.client() for _ in range(2)]
         for count, client in enumerate(waiting):
             client.post(COMPLETIONS, completion())
-            await until(lambda count=count: w.proxy.admission.inflight + w.proxy.admission.waiting == count + 1)  # type: ignore[misc]
+            await until(lambda count=count: w.inflight + w.waiting == count + 1)  # type: ignore[misc]
         refused = await w.ask(COMPLETIONS, completion())
         assert (refused.status, refused.header("retry-after")) == (503, "1")
         assert refused.json["error"]["type"] == "ServiceUnavailableError"
@@ -66,9 +66,8 @@ async def test_drain_lets_streams_end_and_refuses_the_rest() -> None:
         client.post(COMPLETIONS, completion(stream=True))
         head = await client.head()
         queued.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.waiting == 1)
-        assert w.server is not None
-        drain = asyncio.create_task(w.proxy.drain(w.server.server_state.tasks))
+        await until(lambda: w.waiting == 1)
+        drain = asyncio.create_task(w.drain())
         assert (await queued.answer()).status == 503
         ready = await w.get("/ready")
         assert (ready.status, ready.json["reason"]) == (503, "shutting down")
@@ -97,8 +96,7 @@ async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None
         head = await client.head() if stream else None
         if stream:
             assert await client.piece() == WORD
-        assert w.server is not None
-        await asyncio.wait_for(w.proxy.drain(w.server.server_state.tasks), LONG)
+        await asyncio.wait_for(w.drain(), LONG)
         answer = await (client.rest(head) if head else client.answer())
         assert b"shutting down" in answer.body
         assert b"[DONE]" not in answer.body
@@ -118,8 +116,7 @@ async def test_drain_sees_abandoned_kv_home() -> None:
         await w.prefill[0].asked()
         client.close()
         await w.ended()
-        assert w.server is not None
-        drain = asyncio.create_task(w.proxy.drain(w.server.server_state.tasks))
+        drain = asyncio.create_task(w.drain())
         await asyncio.sleep(0.05)
         assert not drain.done()
         go.set()

@@ -100,7 +100,7 @@ async def test_ready_and_metrics_of_a_pool_of_any() -> None:
         for engine in w.anything:
             labels = {"node": engine.url, "role": "any"}
             assert w.metric("pdproxy_node_up", **labels) == 1
-            assert 'role="any"' in w.proxy.metrics.page().decode()
+            assert 'role="any"' in w.page().decode()
         assert w.metric("pdproxy_node_legs_total", phase="prefill") == 1
         assert w.metric("pdproxy_node_legs_total", phase="kv") == 1
         assert len((await w.get("/v1/models")).json["data"]) == 1

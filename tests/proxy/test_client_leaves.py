@@ -36,10 +36,10 @@ async def closed(request: Request) -> None:
 
 async def headers_came(w: World) -> None:
     """Wait until the proxy has the headers of the decode leg."""
-    legs = w.proxy.engines[w.decode[0].url].open_legs.legs
 
     def status() -> int:
-        leg = next(iter(legs), None)
+        open_legs = [one.engines[w.decode[0].url].open_legs.legs for one in w.workers]
+        leg = next((leg for legs in open_legs for leg in legs), None)
         relay = leg._attempt.relay if isinstance(leg, OpenAnswer) else None
         return 0 if relay is None else relay.status
 
@@ -290,9 +290,9 @@ async def test_in_the_queue() -> None:
         await first.head()
         second = await w.client()
         second.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         await leave(second)
-        await until(lambda: w.proxy.admission.waiting == 0)
+        await until(lambda: w.waiting == 0)
         await leave(first)
         await w.quiet()
         assert len(w.prefill[0].requests) == 1
@@ -303,9 +303,9 @@ async def test_in_the_middle_of_its_own_body() -> None:
     async with world() as w:
         client = await w.client()
         client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
-        await until(lambda: w.server is not None and w.server.server_state.tasks)
+        await until(lambda: w.tasks)
         await leave(client)
-        await until(lambda: w.server is not None and not w.server.server_state.tasks)
+        await until(lambda: not w.tasks)
         assert not w.prefill[0].requests
 
 
@@ -313,8 +313,7 @@ async def test_between_prefill_and_decode() -> None:
     """A client that leaves while the decode engine takes no connection: nobody was told, the KV is given back."""
     async with world(decode=2) as w:
         blocked = [True]
-        for engine in w.decode:
-            client_of = w.proxy.engines[engine.url].client
+        for client_of in [one.engines[engine.url].client for one in w.workers for engine in w.decode]:
 
             async def connect(original: Callable[[], Awaitable[object]] = client_of._connect) -> object:
                 if blocked and blocked.pop():
@@ -325,7 +324,7 @@ async def test_between_prefill_and_decode() -> None:
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         await until(lambda: w.books.history)
-        await until(lambda: w.proxy.custodian.snapshot()["asked"][0] == 1)
+        await until(lambda: any(one.custodian.snapshot()["asked"][0] for one in w.workers))
         await leave(client)
         await w.quiet()
         assert ends(w) == ["released"]

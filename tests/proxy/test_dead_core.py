@@ -16,8 +16,8 @@ DEAD = "EngineCore encountered an issue. See stack trace (above) for the root ca
 
 
 def down(w: World) -> list[str]:
-    """The engines that get no requests."""
-    return [node.url for node in w.proxy.ledger.nodes if node.down_because is not None]
+    """The engines that get no requests from one worker."""
+    return sorted({node.url for one in w.workers for node in one.ledger.nodes if node.down_because is not None})
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -7,7 +7,7 @@ import pytest
 
 from pdproxy.settings.listen import Cors
 from tests.fakes.client import request
-from tests.fakes.tls import Side, connections, front
+from tests.fakes.tls import Side, front
 from tests.fakes.world import until, world
 
 FILES = {
@@ -74,8 +74,8 @@ async def test_a_client_that_does_not_read_a_script_holds_no_copy_of_it(ours: Si
     more = {"adjust": front(ours), "client_tls": ours.trusting()} if tls else {}
     async with world(**more) as w:  # type: ignore[arg-type]
         client = await w.client(receive_buffer=4096)
-        await until(lambda: connections(w))
-        (connection,) = connections(w)
+        await until(lambda: w.connections)
+        (connection,) = w.connections
         # Otherwise the system's own buffer takes most of the script.
         connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.send(request("GET", "/docs/swagger-ui-bundle.js", b""))

@@ -76,7 +76,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         for _ in range(4):
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert len(second.requests) == 3
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         assert second.url not in page
         assert first.url in page
         go.set()
@@ -176,7 +176,7 @@ async def test_a_removed_engine_is_asked_nothing(monkeypatch: pytest.MonkeyPatch
         count = len(engine.sim.journal.others)
         await asyncio.sleep(0.1)
         assert len(engine.sim.journal.others) == count
-        assert engine.url not in w.proxy.metrics.page().decode()
+        assert engine.url not in w.page().decode()
 
 
 async def test_the_last_decode_engine_is_removed() -> None:
@@ -227,7 +227,7 @@ async def test_an_engine_that_recovers_after_its_removal_keeps_its_legs(monkeypa
         w.decode[0].script(scripts.gate(go, w.decode[0].default))
         client, engine = await _served(w)
         node = w.proxy.engines[engine.url].node
-        w.proxy.ledger.mark_down(engine.url, "overloaded", w.proxy.prober._now())
+        w.mark_down(engine, "overloaded", w.proxy.now())
         w.proxy.setup.remove(engine.url)
         await until(lambda: node.up)
         await asyncio.sleep(1.0)

@@ -47,7 +47,7 @@ async def test_the_load_is_that_of_the_proxy() -> None:
         seen = everyone(w, "/pooling", slow)
         key = [("authorization", "Bearer one")]
         asking = [asyncio.ensure_future(w.ask("/pooling", {"model": "tiny"}, key)) for _ in range(3)]
-        await until(lambda: len(seen) == 2 and w.proxy.admission.waiting)
+        await until(lambda: len(seen) == 2 and w.waiting)
         assert (await w.get("/load")).json == {"server_load": 3}
         assert not any(asked(engine, "/load") for engine in w.engines)
         go.set()

@@ -213,7 +213,7 @@ async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.Monke
         for client in clients:
             client.close()
         await until(lambda: (readers.busy, readers.waiting) == (0, 0))
-        await until(lambda: w.proxy.body_budget.held == 0)
+        await until(lambda: w.body_bytes == 0)
 
 
 async def test_a_body_is_read_in_time_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

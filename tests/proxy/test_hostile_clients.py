@@ -18,7 +18,6 @@ import pytest
 
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.web.connection_bounds import MAX_PIPELINED
-from pdproxy.web.cycle import DataPath
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, serve
@@ -122,12 +121,6 @@ ATTACKS = [
 ]
 
 
-def data_path(w: World) -> DataPath:
-    assert w.server is not None
-    found: DataPath = w.server.config.http_protocol_class.data_path  # type: ignore[attr-defined]
-    return found
-
-
 @asynccontextmanager
 async def besieged(**settings: Any) -> AsyncIterator[World]:
     """A world with short deadlines, in which nothing of a client is left at the end: no connection, task or byte."""
@@ -136,10 +129,8 @@ async def besieged(**settings: Any) -> AsyncIterator[World]:
         yield w
         for client in w._clients:
             client.close()
-        assert w.server is not None
-        state = w.server.server_state
-        await until(lambda: not state.connections and not state.tasks, PATIENCE)
-        assert data_path(w).body_budget.held == 0
+        await until(lambda: not w.connections and not w.tasks, PATIENCE)
+        assert w.body_bytes == 0
 
 
 async def served_meanwhile(w: World) -> None:
@@ -215,8 +206,12 @@ async def test_an_answer_that_is_never_read() -> None:
 async def test_a_page_that_is_never_read() -> None:
     """What FastAPI answers is dropped after `client_write`, too."""
 
+    async def large() -> bytes:
+        return b"#" * 20_000_000
+
     def with_large_page(w: World) -> None:
-        w.proxy.metrics.page = lambda: b"#" * 20_000_000  # type: ignore[method-assign]
+        for one in w.workers:
+            one.front.shown.metrics = large  # type: ignore[method-assign]
 
     async with besieged(before=with_large_page) as w:
         client = await w.client(receive_buffer=4096)
@@ -245,12 +240,10 @@ async def test_an_answer_that_is_read_slowly_comes_whole() -> None:
 async def test_a_thousand_connections_that_say_nothing() -> None:
     """They cost nothing but their sockets, and are closed after `client_head`."""
     async with besieged(deadlines={**SHORT, "client_head": 4}) as w:
-        assert w.server is not None
-        connections = w.server.server_state.connections
         mute = [
             socket.create_connection(("127.0.0.1", w.port)) for _ in range(1000)
         ]  # quickly: no loop is needed for it
-        await until(lambda: len(connections) == 1000, PATIENCE)
+        await until(lambda: len(w.connections) == 1000, PATIENCE)
         await served_meanwhile(w)
         for one in mute:
             one.setblocking(False)
@@ -345,16 +338,16 @@ async def test_bodies_under_way_have_one_bound_in_all() -> None:
         first, second = await w.client(), await w.client()
         first.send(half)
         second.send(half)
-        await until(lambda: data_path(w).body_budget.held == 1800, PATIENCE)
+        await until(lambda: w.body_bytes == 1800, PATIENCE)
         third = await w.client()
         third.send(half)
         answer = await third.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         assert answer.json["error"]["type"] == "ServiceUnavailableError"
-        assert data_path(w).body_budget.held == 1800
+        assert w.body_bytes == 1800
         await served_meanwhile(w)
         first.close()
-        await until(lambda: data_path(w).body_budget.held == 900, PATIENCE)
+        await until(lambda: w.body_bytes == 900, PATIENCE)
         fourth = await w.client()
         fourth.send(half + b" " * 100)
         assert (await fourth.answer()).status == 400
@@ -369,10 +362,10 @@ async def test_a_body_in_service_counts() -> None:
         body = json.dumps(completion(stream=True)).encode()
         client.post(COMPLETIONS, body)
         await w.decode[0].asked()
-        assert data_path(w).body_budget.held == len(body)
+        assert w.body_bytes == len(body)
         go.set()
         await client.head()
-        assert data_path(w).body_budget.held == 0
+        assert w.body_bytes == 0
         end.set()
 
 
@@ -385,7 +378,7 @@ async def test_an_unstreamed_body_counts_to_its_end() -> None:
         body = json.dumps(completion()).encode()
         client.post(COMPLETIONS, body)
         await w.decode[0].asked()
-        assert data_path(w).body_budget.held == len(body)
+        assert w.body_bytes == len(body)
         go.set()
         assert (await client.answer()).status == 200
-        await until(lambda: data_path(w).body_budget.held == 0, PATIENCE)
+        await until(lambda: w.body_bytes == 0, PATIENCE)

@@ -195,7 +195,7 @@ async def test_names_that_an_engine_serves_and_lists_nowhere_are_one_label() -> 
             w.decode[0].script(_any_model)
             assert (await w.ask(COMPLETIONS, completion(model=f"mine-{number}"))).status == 200
         assert w.metric("pdproxy_requests_total", model="other", outcome="ok") == 3
-        assert "mine" not in w.proxy.metrics.page().decode()
+        assert "mine" not in w.page().decode()
 
 
 async def _any_model(reply: Reply) -> None:

@@ -139,10 +139,10 @@ async def test_a_body_without_a_key_is_not_held_and_its_answer_not_lost() -> Non
         size = 4 * 2**20
         client.send(head(COMPLETIONS, size, *bearer("wrong")))
         await w.ended()
-        (connection,) = w.server.server_state.connections  # type: ignore[union-attr]
+        (connection,) = w.connections
         client.send(b"x" * (size - 1))
         await client.writer.drain()
-        assert connection.cycle._body == b""  # type: ignore[union-attr]
+        assert connection.cycle._body == b""
         client.send(b"x")
         answer = await client.answer()
         assert answer.status == 401
@@ -159,7 +159,7 @@ async def test_a_body_without_a_key_is_no_next_request(monkeypatch: pytest.Monke
         assert (await client.answer()).status == 401
         client.send(hidden + hidden)  # the body, and a good request behind it
         assert await client.closed()
-        await until(lambda: w.server is not None and not w.server.server_state.tasks)
+        await until(lambda: not w.tasks)
         assert not [r for engine in w.engines for r in engine.requests]
         assert len(w.events(RequestEnded)) == 1
 
@@ -203,9 +203,9 @@ async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.
     path.write_text("old\nboth\n")
     async with world(auth={"api_keys_file": str(path)}) as w:
         assert [await status(w, key) for key in ("old", "both", "new")] == [200, 200, 401]
-        before = w.proxy.service.keys._digests()  # type: ignore[misc]
+        before = [one.service.keys._digests() for one in w.workers]  # type: ignore[misc]
         renewed(path, "both\nnew\n")
-        await until(lambda: w.proxy.service.keys._digests() != before)  # type: ignore[misc]
+        await until(lambda: all(one.service.keys._digests() not in before for one in w.workers))  # type: ignore[misc]
         assert [await status(w, key) for key in ("old", "both", "new")] == [401, 200, 200]
 
 
@@ -227,7 +227,7 @@ async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
     async with world(auth={"api_keys_file": str(path)}) as w:
         spoil(path)
         for _ in range(3):
-            w.proxy.credentials.look()
+            w.look_at_files()
         (line,) = errors(caplog)
         assert line.startswith("auth.api_keys_file can't be read again, the value from before stays in use: ")
         assert why in line
@@ -238,7 +238,7 @@ async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
         if path.is_dir():
             path.rmdir()
         path.write_text("two\n")
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert [await status(w, key) for key in ("one", "two")] == [401, 200]
         assert not [text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text]
         assert len(errors(caplog)) == 1
@@ -338,7 +338,7 @@ async def test_an_engine_may_have_a_key_of_its_own(tmp_path: Path) -> None:
         assert legs == ["Bearer common-key", "Bearer decode-key"]
         assert await seen_by_probes(w) == ["Bearer common-key", "Bearer decode-key"]
         renewed(path, "another\n")
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert (await w.ask(CHAT, chat(), bearer("mine"))).status == 200
         assert w.decode[0].requests[-1].header("authorization") == "Bearer another"
         assert (await seen_by_probes(w))[1] == "Bearer another"

@@ -123,7 +123,7 @@ async def test_nothing_is_left_of_an_engine_that_went(how: str, adjust: Callable
             await gone(w, engine.url)
         assert remains(w.proxy, names, skip) == []
         for name in names:
-            assert name not in w.proxy.metrics.page().decode()
+            assert name not in w.page().decode()
         assert not [text for text in (await w.get("/ready")).json["details"] if "drained" in text]
 
 

@@ -95,7 +95,7 @@ async def test_counters_begin_with_zero() -> None:
             assert samples["pdproxy_node_legs_total", ("node", engine.url), ("phase", phase)] == 0
         await w.ask(COMPLETIONS, completion())
         await w.ended()
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         found = [line for line in page.splitlines() if line.startswith("pdproxy_requests_total{")]
         assert len(found) == len(catalog.OUTCOMES)
         assert sum(line.endswith(" 0.0") for line in found) == len(found) - 1
@@ -119,7 +119,7 @@ async def test_series_of_a_removed_engine_are_dropped() -> None:
         for _ in range(4):
             await w.ask(COMPLETIONS, completion(stream=True))
         await w.ended(4)
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         assert w.metric("pdproxy_node_legs_total", node=other.url, phase="decode") == 2
         go = asyncio.Event()
         for engine in w.decode:
@@ -133,7 +133,7 @@ async def test_series_of_a_removed_engine_are_dropped() -> None:
         for client, begun in zip(clients, heads, strict=True):
             await client.rest(begun)
         await w.quiet()
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         assert other.url not in page
         assert w.metric("pdproxy_node_legs_total", node=catalog.REMOVED, phase="decode") == 1
         assert w.metric("pdproxy_phase_seconds_count", phase="decode") == 6

@@ -184,7 +184,7 @@ async def test_a_body_that_is_refused_is_counted(path: str) -> None:
         assert w.metric("pdproxy_early_refusals_total", reason="body_too_large") == 1
         first = await w.client()
         first.send(head(path, 3500) + b"x" * 3000)
-        await until(lambda: w.proxy.body_budget.held == 3000)
+        await until(lambda: w.body_bytes == 3000)
         assert (await w.ask(path, b"x" * 3900)).status == 503
         assert w.metric("pdproxy_early_refusals_total", reason="no_space") == 1
         await clock.reach(w.proxy.settings.deadlines.client_body)
@@ -207,7 +207,7 @@ async def test_a_connection_that_is_refused_is_counted() -> None:
             assert (await client.answer()).status == status
             client.close()
             assert w.metric("pdproxy_early_refusals_total", reason=reason) == 1
-            await until(lambda: w.proxy.connections.open == 0)
+            await until(lambda: w.open_connections == 0)
         w.prefill[0].script(scripts.gate(go, prefill))
         busy = await w.client()
         busy.post(COMPLETIONS, completion())
@@ -289,7 +289,7 @@ async def test_an_emptied_key_file_means_that_no_key_is_valid(
         assert (await w.ask(COMPLETIONS, completion(), bearer("one"))).status == 200
         path.write_text(content)
         for _ in range(3):
-            w.proxy.credentials.look()
+            w.look_at_files()
         for headers in ([], bearer("one")):
             for route in (COMPLETIONS, MESSAGES):
                 assert (await w.ask(route, completion(), headers)).status == 401
@@ -300,7 +300,7 @@ async def test_an_emptied_key_file_means_that_no_key_is_valid(
         told = [one for one in caplog.records if one.name == "pdproxy.files" and one.levelno == logging.ERROR]
         assert [one.getMessage() for one in told] == [ready.json["reason"]]
         path.write_text("# back\ntwo\n")
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert (await w.ask(COMPLETIONS, completion(), bearer("two"))).status == 200
         assert (await w.ended(len(w.events(RequestEnded)))).key == "file:2"
         assert (await w.get("/ready")).json["details"] == []
@@ -312,7 +312,7 @@ async def test_an_emptied_key_file_leaves_the_keys_of_the_settings(tmp_path: Pat
     path.write_text("one\n")
     async with world(auth={"api_keys": ("fixed",), "api_keys_file": str(path)}) as w:
         path.write_text("")
-        w.proxy.credentials.look()
+        w.look_at_files()
         found = [(await w.ask(COMPLETIONS, completion(), bearer(key))).status for key in ("fixed", "one")]
         assert found == [200, 401]
         assert (await w.get("/ready")).status == 200

@@ -55,7 +55,7 @@ async def left(w: World) -> None:
     w.decode[0].script(scripts.streams(EVENT, then="stall"))
     client = await w.client()
     client.send(request("POST", COMPLETIONS, completion(stream=True)))
-    await until(lambda: bool(w.decode[0].requests) and w.proxy.admission.inflight == 1)
+    await until(lambda: bool(w.decode[0].requests) and w.inflight == 1)
     client.close()
 
 

@@ -78,11 +78,11 @@ def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]
         async with world(limits=limits, auth={"api_keys": ("key",)}) as w:
             await act(w)  # what is made once
             await w.quiet()
-            await until(lambda: w.proxy.connections.open == 0)
+            await until(lambda: w.open_connections == 0)
             with left_to_the_collector() as found:
                 await act(w)
                 await w.quiet()
-                await until(lambda: w.proxy.connections.open == 0)
+                await until(lambda: w.open_connections == 0)
                 await asyncio.sleep(0.05)  # what the loop still holds of a connection goes in a later turn
         assert not found
 

@@ -301,7 +301,7 @@ async def test_a_models_name_from_a_client_makes_no_time_series() -> None:
     async with world() as w:
         for number in range(3):
             await w.ask(COMPLETIONS, completion(model=f"nope-{number}"))
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         assert "nope" not in page
         assert w.metric("pdproxy_requests_total", model="other", outcome="client") == 3
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
 from tests.fakes.engine import Reply
@@ -28,6 +29,11 @@ from tests.fakes.passed import (
 from tests.fakes.world import World, until, world
 
 # -- the table
+
+
+def _own(proxy: Proxy) -> list[int]:
+    """The requests that this worker has at each engine."""
+    return [node.requests - node.elsewhere[0] for node in proxy.ledger.nodes]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -102,8 +108,8 @@ async def test_load_is_counted() -> None:
         seen = everyone(w, "/v1/embeddings", slow)
         asking = [asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny", "input": "x"})) for _ in range(2)]
         await until(lambda: len(seen) == 2)
-        assert [node.requests for node in w.proxy.ledger.nodes] == [0, 1, 1]
-        assert w.proxy.admission.inflight == 2
+        assert [sum(nodes) for nodes in zip(*(_own(one) for one in w.workers), strict=True)] == [0, 1, 1]
+        assert w.inflight == 2
         go.set()
         assert [(await one).status for one in asking] == [200, 200]
 
@@ -207,12 +213,12 @@ async def test_bodies_of_all_routes_share_one_bound() -> None:
             client.send(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             client.send(b"content-length: 1000\r\n\r\n" + b" " * size)
             if client is first:
-                await until(lambda: w.proxy.body_budget.held == 900)
+                await until(lambda: w.body_bytes == 900)
         answer = await second.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         first.send(b" " * 100)
         assert (await first.answer()).status == 400
-        await until(lambda: w.proxy.body_budget.held == 0)
+        await until(lambda: w.body_bytes == 0)
 
 
 async def test_a_body_without_a_key_is_not_waited_for() -> None:

@@ -239,7 +239,7 @@ async def test_an_engine_that_probes_have_lost() -> None:
         seen = everyone(w, "/v1/embeddings", script)
         asking = asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny"}))
         await until(lambda: seen)
-        w.proxy.ledger.mark_down(w.decode[0].url, "gone", w.proxy.service.resources.now())
+        w.mark_down(w.decode[0], "gone", w.proxy.now())
         assert (await asking).status == 504
 
 
@@ -326,6 +326,5 @@ async def test_a_shutdown_ends_what_is_left() -> None:
         client = await w.client()
         client.send(request("POST", MESSAGES, message(stream=True)))
         await client.head()
-        assert w.server is not None
-        await w.proxy.drain(w.server.server_state.tasks)
+        await w.drain()
         assert (await w.ended()).outcome == "capacity"

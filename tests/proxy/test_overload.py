@@ -71,16 +71,16 @@ async def test_a_request_leaves_the_queue_at_its_own_deadline() -> None:
         w.prefill[0].script(scripts.gate(go, prefill))
         first, hurried, patient = [await w.client() for _ in range(3)]
         first.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.inflight == 1)
+        await until(lambda: w.inflight == 1)
         hurried.post(COMPLETIONS, completion(), within("5"))
         patient.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.waiting == 2)
+        await until(lambda: w.waiting == 2)
         await clock.advance(4.8)
-        assert w.proxy.admission.waiting == 2
+        assert w.waiting == 2
         await clock.advance(0.3)
         answer = await hurried.answer()
         assert (answer.status, answer.json["error"]["reason"]) == (503, "deadline")
-        assert w.proxy.admission.waiting == 1
+        assert w.waiting == 1
         assert w.metric("pdproxy_deadline_total", wait="queue") == 1
         go.set()
         assert [(await client.answer()).status for client in (first, patient)] == [200, 200]
@@ -146,7 +146,7 @@ async def test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once() -> N
         for _ in range(3):
             clients.append(await w.client())
             clients[-1].post(COMPLETIONS, completion())
-            await until(lambda: w.proxy.admission.inflight + w.proxy.admission.waiting == len(clients))
+            await until(lambda: w.inflight + w.waiting == len(clients))
         await clock.advance(8.0)
         gates[0].set()
         assert (await clients[0].answer()).status == 200
@@ -170,14 +170,14 @@ async def test_a_full_queue_says_when_there_may_be_room() -> None:
         w.prefill[0].script(*[scripts.gate(one, prefill) for one in gates])
         first, second = await w.client(), await w.client()
         first.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.inflight == 1)
+        await until(lambda: w.inflight == 1)
         await clock.advance(5.0)
         gates[0].set()
         await first.answer()
         first.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.inflight == 1)
+        await until(lambda: w.inflight == 1)
         second.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         refused = await w.ask(COMPLETIONS, completion())
         assert (refused.status, refused.json["error"]["reason"]) == (503, "queue_full")
         assert 2 <= int(refused.header("retry-after") or 0) <= 20
@@ -199,7 +199,7 @@ async def test_prompts_that_are_too_much_together_wait() -> None:
         clients = [await w.client() for _ in range(3)]
         for client in clients:
             client.post(COMPLETIONS, long)
-        await until(lambda: (w.proxy.admission.inflight, w.proxy.admission.waiting) == (1, 2))
+        await until(lambda: (w.inflight, w.waiting) == (1, 2))
         assert w.metric("pdproxy_tokens_in_flight") == 2505
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 3
@@ -217,7 +217,7 @@ async def test_tokens_per_engine() -> None:
         clients = [await w.client() for _ in range(2)]
         for client in clients:
             client.post(COMPLETIONS, completion(prompt="word " * 2000, max_tokens=5))
-        await until(lambda: (w.proxy.admission.inflight, w.proxy.admission.waiting) == (1, 1))
+        await until(lambda: (w.inflight, w.waiting) == (1, 1))
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 2
         w.proxy.setup.remove(w.decode[1].url)
@@ -242,7 +242,7 @@ async def test_a_number_of_requests_per_engine() -> None:
     async with world(1, 2, limits={"engine_requests": 3}) as w:
         assert places(w) == 6
         now = w.proxy.service.resources.now()
-        w.proxy.ledger.mark_down(w.decode[1].url, "gone", now)
+        w.mark_down(w.decode[1], "gone", now)
         w.proxy.observers.notify(NodeChanged(w.decode[1].url, "decode", up=False, reason="gone"))
         assert places(w) == 3
         await w.probe()
@@ -275,7 +275,7 @@ async def test_engines_get_what_they_run_without_a_queue() -> None:
         assert w.metric("pdproxy_capacity", node=w.decode[0].url) == 2
         late = await w.client()
         late.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         go.set()
         assert [(await client.answer()).status for client in (*clients, late)] == [200] * 9
         w.proxy.setup.remove(w.decode[0].url)

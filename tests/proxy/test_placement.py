@@ -155,7 +155,7 @@ async def test_after_the_last_try_a_failed_prefill_leaves_one_engine() -> None:
 async def test_without_engines_the_request_fails_as_ever() -> None:
     async with placed_world(1, 1) as w:
         for engine in w.engines:
-            w.proxy.ledger.mark_down(engine.url, "gone", 0.0)
+            w.mark_down(engine, "gone")
         answer = await w.ask(COMPLETIONS, completion())
         assert answer.status == 503
         assert "see /ready" in answer.json["error"]["message"]
@@ -366,7 +366,7 @@ async def test_reasons_without_end_make_no_series_without_end() -> None:
     async with placed_world(1, 1) as w:
         for n in range(100):
             w.proxy.observers.notify(Decided("whole", f"reason {n}"))
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         assert page.count("pdproxy_decisions_total{") == 33
         assert w.metric("pdproxy_decisions_total", choice="whole", reason="other") == 68
 

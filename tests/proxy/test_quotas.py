@@ -27,9 +27,10 @@ def keys(tmp_path: Path, text: str) -> dict[str, str]:
 
 def left(w: World, name: str = "a") -> float:
     """Tokens that a name may still use."""
-    bucket = w.proxy.service.quotas._accounts[name].tokens
-    assert bucket is not None
-    return bucket.level
+    quotas = next(one.quotas for one in w.workers if name in one.quotas._accounts)
+    account = quotas._account(name, quotas._accounts[name].limits)  # as all workers have used it
+    assert account.tokens is not None
+    return account.tokens.level
 
 
 async def test_requests_per_minute(tmp_path: Path) -> None:
@@ -70,16 +71,16 @@ async def test_requests_at_once_count_in_the_queue_as_well(tmp_path: Path) -> No
         w.prefill[0].script(scripts.gate(go, prefill))
         first, second = await w.client(), await w.client()
         first.post(COMPLETIONS, completion(), A)
-        await until(lambda: w.proxy.admission.inflight == 1)
+        await until(lambda: w.inflight == 1)
         second.post(COMPLETIONS, completion(), B)
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         refused = await w.ask(COMPLETIONS, completion(), B)
         assert (refused.status, refused.json["error"]["reason"]) == (429, "key_inflight")
         second.close()
-        await until(lambda: w.proxy.admission.waiting == 0)
+        await until(lambda: w.waiting == 0)
         third = await w.client()
         third.post(COMPLETIONS, completion(), B)
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         go.set()
         assert [(await client.answer()).status for client in (first, third)] == [200, 200]
 
@@ -103,10 +104,10 @@ async def test_a_client_that_leaves_pays_for_what_was_made(tmp_path: Path) -> No
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True, max_tokens=1000), A)
         await client.head()
-        await until(lambda: w.proxy.admission.inflight == 1)
+        await until(lambda: w.inflight == 1)
         await asyncio.sleep(0.1)
         client.close()
-        await until(lambda: w.proxy.admission.inflight == 0)
+        await until(lambda: w.inflight == 0)
         assert left(w) < 6000 - 100
 
 
@@ -139,14 +140,14 @@ async def test_a_file_that_changes_counts_at_once_and_forgets_nothing(tmp_path: 
     async with world(auth=auth, clock=clock) as w:
         assert (await w.ask(COMPLETIONS, completion(), A)).status == 200
         renewed(tmp_path / "keys", "a:sk-new rpm=2\nb:sk-b")
-        w.proxy.credentials.look()
+        w.look_at_files()
         new = bearer("sk-new")
         assert [(await w.ask(COMPLETIONS, completion(), new)).status for _ in range(2)] == [200, 429]
         renewed(tmp_path / "keys", "a:sk-new rpm=wrong")
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert (await w.ask(COMPLETIONS, completion(), new)).status == 429, "the last good file is in force"
         renewed(tmp_path / "keys", "sk-new")
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert (await w.ask(COMPLETIONS, completion(), new)).status == 200
 
 

@@ -45,7 +45,7 @@ def script(engine: FakeEngine, path: str, what: Callable[[Reply], Awaitable[None
 async def failing(w: World, gate: Gate, path: str, body: Any, count: int) -> list[asyncio.Future[Any]]:
     """Begin so many requests that all fail once, and are then tried at a gate."""
     first, second = w.decode
-    w.proxy.ledger.mark_down(second.url, "later", 0)
+    w.mark_down(second, "later")
     script(first, path, held)
     asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(w.ask(path, body)) for _ in range(count)]
     await until(lambda: len(held_at) == count)
@@ -118,7 +118,7 @@ async def test_a_retry_that_finds_no_engine_gives_its_place_back(path: str, body
         (engine,) = w.decode
 
         async def gone(reply: Reply) -> None:
-            w.proxy.ledger.mark_down(engine.url, "gone", 0)
+            w.mark_down(engine, "gone")
             reply.reset()
 
         script(engine, path, gone)

@@ -134,7 +134,7 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
         for wrong in bodies:
             await read.ask(w, COMPLETIONS, wrong, good)
         path.write_text(f"{FILE_KEY} {MARK}")
-        w.proxy.credentials.look()
+        w.look_at_files()
         await read.pages(w)
     read.nothing_secret()
 

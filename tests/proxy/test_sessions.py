@@ -159,6 +159,6 @@ async def test_a_prefill_engine_may_serve_whole() -> None:
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert [len(w.prefill[0].requests), len(w.decode[0].requests)] == [2, 1]
         assert w.prefill[0].requests[0].kv is None
-        w.proxy.ledger.mark_down(w.decode[0].url, "gone", 0.0)
+        w.mark_down(w.decode[0], "gone")
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert (await w.ended(3)).legs[0].decode == w.prefill[0].url

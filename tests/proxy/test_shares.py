@@ -29,11 +29,10 @@ EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null
 
 async def begun(w: World, headers: list[tuple[str, str]], ident: str, path: str = COMPLETIONS) -> Client:
     """A request that has entered: it has a place, or waits for one."""
-    admission = w.proxy.admission
-    before = admission.inflight + admission.waiting
+    before = w.inflight + w.waiting
     client = await w.client()
     client.post(path, completion(), [*headers, ("x-request-id", ident)])
-    await until(lambda: admission.inflight + admission.waiting == before + 1)
+    await until(lambda: w.inflight + w.waiting == before + 1)
     return client
 
 
@@ -82,7 +81,7 @@ async def test_one_client_alone_has_all_places() -> None:
         go = asyncio.Event()
         w.prefill[0].script(*[scripts.gate(go, prefill)] * 4)
         clients = [await begun(w, GREEDY, f"r{number}") for number in range(6)]
-        assert (w.proxy.admission.inflight, w.proxy.admission.waiting) == (4, 2)
+        assert (w.inflight, w.waiting) == (4, 2)
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 6
         assert w.metric("pdproxy_evicted_total") == 0
@@ -105,8 +104,7 @@ async def slow(w: World, clock: ManualClock, count: int) -> None:
 
 def buffered(w: World) -> int:
     """Bytes that wait to be sent to clients."""
-    assert w.server is not None
-    return sum(one.transport.get_write_buffer_size() for one in w.server.server_state.connections)
+    return sum(one.transport.get_write_buffer_size() for one in w.connections)
 
 
 async def unread(w: World, headers: list[tuple[str, str]], address: str = "127.0.0.1") -> Client:
@@ -139,13 +137,13 @@ def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
         await slow(w, clock, 1)
         w.decode[0].scripts.clear()
         asked = asyncio.create_task(w.ask(COMPLETIONS, completion(), OTHER))
-        await until(lambda: w.proxy.admission.waiting == 1 or asked.done())
+        await until(lambda: w.waiting == 1 or asked.done())
         await clock.advance(0.5)
         answer = await asked
         assert (answer.status, answer.text) == (200, TEXT)
         assert w.metric("pdproxy_evicted_total", what="reader") == 1
         assert w.metric("pdproxy_deadline_total", wait="client_write") == 0
-        assert w.proxy.admission.inflight == 1, "one is enough"
+        assert w.inflight == 1, "one is enough"
 
     run_unread(keep, limits={"max_inflight": 2})
 
@@ -156,10 +154,10 @@ def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
     async def keep(w: World, clock: ManualClock) -> None:
         await unread(w, GREEDY)
         await unread(w, GREEDY)
-        await until(lambda: w.proxy.admission.inflight == 2)
+        await until(lambda: w.inflight == 2)
         client = await w.client()
         client.post(COMPLETIONS, completion(), OTHER)
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         assert not w.proxy.known_clients.with_slow
         await until(lambda: not w.decode[0].scripts)  # both streams have begun
         await slow(w, clock, 1)
@@ -177,9 +175,9 @@ def test_a_slow_reader_within_its_share_stays() -> None:
         await slow(w, clock, 2)
         client = await w.client()
         client.post(COMPLETIONS, completion(), OTHER)
-        await until(lambda: w.proxy.admission.waiting == 1)
+        await until(lambda: w.waiting == 1)
         await clock.advance(1.2)  # two looks
-        assert w.proxy.admission.waiting == 1
+        assert w.waiting == 1
         assert w.metric("pdproxy_evicted_total") == 0
 
     run_unread(keep, limits={"max_inflight": 2})
@@ -224,14 +222,14 @@ async def test_a_stalled_body_gives_way_to_a_client_with_less(path: str) -> None
     async with world(auth=KEYS, limits={"max_buffered_bytes": 8000, "max_body_bytes": 4000}) as w:
         first, second = await w.client(), await w.client()
         first.send(stalled(3000, GREEDY, path))
-        await until(lambda: w.proxy.body_budget.held == 3000)
+        await until(lambda: w.body_bytes == 3000)
         second.send(stalled(3000, GREEDY, path))
-        await until(lambda: w.proxy.body_budget.held == 6000)
+        await until(lambda: w.body_bytes == 6000)
         answer = await w.ask(COMPLETIONS, completion(user="x" * 2500), OTHER)
         assert (answer.status, answer.text) == (200, TEXT)
         refused = await first.answer()
         assert (refused.status, refused.header("retry-after")) == (503, "1")
-        await until(lambda: w.proxy.body_budget.held == 3000)
+        await until(lambda: w.body_bytes == 3000)
         assert w.metric("pdproxy_evicted_total", what="body") == 1
         second.send(b" ")
         assert (await second.answer()).status in (400, 404, 501), "it was not touched"
@@ -243,11 +241,11 @@ async def test_a_body_that_goes_on_is_not_the_one_that_gives_way() -> None:
         first, second = await w.client(), await w.client()
         whole = request("POST", COMPLETIONS, b" " * 4000, GREEDY)
         first.send(whole[:-1000])
-        await until(lambda: w.proxy.body_budget.held == 3000)
+        await until(lambda: w.body_bytes == 3000)
         second.send(whole[:-1000])
-        await until(lambda: w.proxy.body_budget.held == 6000)
+        await until(lambda: w.body_bytes == 6000)
         first.send(whole[-1000:-900])
-        await until(lambda: w.proxy.body_budget.held == 6100)
+        await until(lambda: w.body_bytes == 6100)
         assert (await w.ask(COMPLETIONS, completion(user="x" * 2500), OTHER)).status == 200
         assert (await second.answer()).status == 503
         first.send(whole[-900:])
@@ -260,9 +258,9 @@ async def test_a_client_with_its_share_gets_no_more_of_others() -> None:
         first, second = await w.client(), await w.client()
         first.send(stalled(3900, GREEDY))
         second.send(stalled(3000, OTHER))
-        await until(lambda: w.proxy.body_budget.held == 6900)
+        await until(lambda: w.body_bytes == 6900)
         assert (await w.ask(COMPLETIONS, completion(user="x" * 2000), OTHER)).status == 503
-        assert w.proxy.body_budget.held == 6900
+        assert w.body_bytes == 6900
         assert w.metric("pdproxy_evicted_total") == 0
 
 
@@ -279,10 +277,10 @@ async def test_bodies_in_service_leave_room_for_others() -> None:
         assert more.status == 503
         other = await w.client()
         other.post(COMPLETIONS, completion(user="x" * 1000), OTHER)
-        await until(lambda: w.proxy.admission.inflight == 2)
+        await until(lambda: w.inflight == 2)
         go.set()
         assert [(await client.answer()).status for client in (greedy, other)] == [200, 200]
-        await until(lambda: w.proxy.body_budget.held == 0)
+        await until(lambda: w.body_bytes == 0)
 
 
 # -- connections
@@ -297,7 +295,7 @@ async def test_an_idle_connection_gives_way_to_a_new_one() -> None:
         served.post(COMPLETIONS, completion())
         await w.prefill[0].asked()
         idle = [await w.client() for _ in range(3)]
-        await until(lambda: w.proxy.connections.open == 4)
+        await until(lambda: w.open_connections == 4)
         other = await w.client(address="127.0.0.2")
         other.send(request("GET", "/health", b""))
         assert (await other.answer()).status == 200
@@ -307,7 +305,7 @@ async def test_an_idle_connection_gives_way_to_a_new_one() -> None:
         assert (await idle[1].answer()).status == 200
         go.set()
         assert (await served.answer()).status == 200
-        assert w.proxy.connections.open == 4
+        assert w.open_connections == 4
 
 
 async def test_half_a_request_is_idle() -> None:
@@ -316,7 +314,7 @@ async def test_half_a_request_is_idle() -> None:
         halves = [await w.client() for _ in range(2)]
         for client in halves:
             client.send(stalled(100, []))
-        await until(lambda: w.proxy.body_budget.held == 200)
+        await until(lambda: w.body_bytes == 200)
         other = await w.client(address="127.0.0.2")
         other.post(COMPLETIONS, completion())
         assert (await other.answer()).status == 200
@@ -336,16 +334,16 @@ async def test_a_connection_too_many_is_told_so() -> None:
         assert await refused.closed()
         go.set()
         assert [(await client.answer()).status for client in busy] == [200, 200]
-        await until(lambda: w.proxy.connections.open <= 2)
+        await until(lambda: w.open_connections <= 2)
 
 
 async def test_a_client_with_fewer_connections_loses_none() -> None:
     """A client that has the most already does not take another's: it gets its own oldest idle one's place."""
     async with world(limits={"max_connections": 4}) as w:
         other = await w.client(address="127.0.0.2")
-        await until(lambda: w.proxy.connections.open == 1)
+        await until(lambda: w.open_connections == 1)
         many = [await w.client() for _ in range(3)]
-        await until(lambda: w.proxy.connections.open == 4)
+        await until(lambda: w.open_connections == 4)
         await w.client()
         assert await many[0].closed()
         other.send(request("GET", "/health", b""))
@@ -374,7 +372,7 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
         assert "6.6.6.6" not in names, "the client made that one up"
         untrusted = await w.client(address="127.0.0.2")
         untrusted.post(COMPLETIONS, completion(), [("x-forwarded-for", "3.3.3.3")])
-        await until(lambda: w.proxy.admission.waiting == 4)
+        await until(lambda: w.waiting == 4)
         assert "3.3.3.3" not in {client.name for client in w.proxy.known_clients}
         go.set()
         for client in (*clients, untrusted):
@@ -390,15 +388,15 @@ async def test_nobody_is_remembered() -> None:
             await w.ask("/v1/embeddings", completion(), headers)
             client = await w.client()
             client.send(stalled(100, headers))
-            await until(lambda: w.proxy.connections.open)
+            await until(lambda: w.open_connections)
             client.close()
         two = await w.client()
         two.send(request("POST", COMPLETIONS, completion(), GREEDY) * 3)
         await two.head()
         two.close()
         await until(lambda: not len(w.proxy.known_clients))
-        assert w.proxy.body_budget.held == 0
-        assert w.proxy.connections.open == 0
+        assert w.body_bytes == 0
+        assert w.open_connections == 0
 
 
 # -- answers
@@ -461,9 +459,8 @@ async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
         for _ in range(80):
             client = await w.client()
             client.send(stalled(100, []))
-        await until(lambda: w.proxy.connections.open <= 8 + MAX_LEAVING)
-        assert w.server is not None
-        await until(lambda: len(w.server.server_state.connections) <= 8 + MAX_LEAVING)  # type: ignore[union-attr]
+        await until(lambda: w.open_connections <= 8 + MAX_LEAVING)
+        await until(lambda: len(w.connections) <= 8 + MAX_LEAVING)
         other = await w.client(address="127.0.0.2")
         other.send(request("GET", "/health", b""))
         assert (await other.answer()).status == 200
@@ -477,10 +474,10 @@ async def test_busy_connections_shield_no_idle_ones() -> None:
         busy = [await w.client() for _ in range(MAX_SEARCHED + 4)]
         for client in busy:
             client.post(COMPLETIONS, completion())
-        await until(lambda: w.proxy.admission.inflight == len(busy))
+        await until(lambda: w.inflight == len(busy))
         for _ in range(16):
             await w.client()
-        await until(lambda: w.proxy.connections.open == MAX_SEARCHED + 20)
+        await until(lambda: w.open_connections == MAX_SEARCHED + 20)
         statuses = []
         for _ in range(3):  # the first may look at none but busy ones
             other = await w.client(address="127.0.0.2")
@@ -512,7 +509,7 @@ def test_a_passed_stream_is_its_own_clients() -> None:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             body = {"model": "tiny", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
             client.send(request("POST", "/v1/messages", body, GREEDY))
-        await until(lambda: w.proxy.admission.inflight == 2)
+        await until(lambda: w.inflight == 2)
         await slow(w, clock, 1)
         answer = await w.ask(COMPLETIONS, completion(), OTHER)
         assert (answer.status, answer.text) == (200, TEXT)

@@ -186,7 +186,7 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
             await gone(w, engine.url)
         gone_now = [engine.url.removeprefix("http://") for engine in [*by_name, *by_hand]]
         assert remains(w.proxy, gone_now, (w._recorder, file, names)) == []
-        page = w.proxy.metrics.page().decode()
+        page = w.page().decode()
         assert not [name for name in gone_now if name in page]
         assert {member.source for member in members.members.values()} <= {"settings", "admin"}
 

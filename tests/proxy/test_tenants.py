@@ -38,11 +38,10 @@ def trusting(**fields: Any) -> Callable[[Settings], Settings]:
 
 async def send(w: World, ident: str, headers: Lines, **fields: Any) -> Client:
     """A request that has a place, or waits for one."""
-    admission = w.proxy.admission
-    before = admission.inflight + admission.waiting
+    before = w.inflight + w.waiting
     client = await w.client()
     client.post(COMPLETIONS, completion(**fields), [*headers, ("x-request-id", ident)])
-    await until(lambda: admission.inflight + admission.waiting == before + 1)
+    await until(lambda: w.inflight + w.waiting == before + 1)
     return client
 
 
@@ -57,7 +56,7 @@ async def order(w: World, sent: list[tuple[str, Lines]], **fields: Any) -> list[
 
 
 def tenants(w: World) -> set[bytes | str]:
-    return {client.name for client in w.proxy.known_clients}
+    return {client.name for one in w.workers for client in one.known_clients}
 
 
 async def test_places_are_divided_by_weight(tmp_path: Path) -> None:

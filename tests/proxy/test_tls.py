@@ -17,7 +17,7 @@ from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply
-from tests.fakes.tls import BIG, Side, behind, connections, front, fronted
+from tests.fakes.tls import BIG, Side, behind, front, fronted
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, TEXT, chat, completion, until, world
 
 # -- clients
@@ -103,7 +103,7 @@ async def test_a_refused_body_is_no_next_request(ours: Side) -> None:
         assert (await client.answer()).status == 401
         client.send(b"body" + good)
         assert await client.closed()
-        await until(lambda: w.server is not None and not w.server.server_state.tasks)
+        await until(lambda: not w.tasks)
         assert len(w.events(RequestEnded)) == 1
         assert not [r for engine in w.engines for r in engine.requests]
 
@@ -154,7 +154,7 @@ async def test_a_client_that_reads_on_gets_all_of_a_large_stream(ours: Side) -> 
         client.post(COMPLETIONS, completion(stream=True))
         head = await client.head()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await until(lambda: any(one.flow.write_paused for one in connections(w)))
+        await until(lambda: any(one.flow.write_paused for one in w.connections))
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         answer = await client.rest(head)
         assert answer.ended
@@ -189,7 +189,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections_and_drops_none(
         old.post(COMPLETIONS, completion())
         assert (await old.answer()).status == 200
         ours.sign()
-        w.proxy.credentials.look()
+        w.look_at_files()
         new = await w.client()
         assert serial(new) != serial(old)
         for client in (old, new):
@@ -228,7 +228,7 @@ async def test_a_certificate_that_expires_is_reported(
             caplog.clear()
             ours.sign(not_before=now - 9 * day, not_after=ends)
             for _ in range(3):
-                w.proxy.credentials.look()
+                w.look_at_files()
             (line,) = logged()
             assert line.endswith(f"{ends:%Y-%m-%d %H:%M} UTC{said}")
             assert line in w.proxy.credentials.shortcomings()
@@ -237,7 +237,7 @@ async def test_a_certificate_that_expires_is_reported(
             assert main(["config", "validate", "--decode", "127.0.0.1:1", *tls]) == 0
             assert line in capsys.readouterr().err
         ours.sign()
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert (await w.get("/ready")).json["details"] == []
 
 
@@ -250,13 +250,13 @@ async def test_half_of_a_renewal_changes_nothing(ours: Side, caplog: pytest.LogC
         new = Path(ours.certificate).read_bytes()
         Path(ours.certificate).write_bytes(old)
         for _ in range(3):
-            w.proxy.credentials.look()
+            w.look_at_files()
         assert serial(await w.client()) == before
         (logged,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == "pdproxy.files"]
         assert "the key is not the certificate's" in logged
         assert any("the key is not the certificate's" in line for line in (await w.get("/ready")).json["details"])
         Path(ours.certificate).write_bytes(new)
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert serial(await w.client()) != before
         assert (await w.get("/ready")).json["details"] == []
 
@@ -267,9 +267,9 @@ async def test_an_authority_that_is_taken_out_lets_nobody_in_any_more(ours: Side
         w.tls = ours.trusting(theirs)
         assert (await w.get("/health")).status == 200
         trustme.CA().cert_pem.write_to_path(theirs.authority)
-        w.proxy.credentials.look()
+        w.look_at_files()
         with pytest.raises((ssl.SSLError, ConnectionError, asyncio.IncompleteReadError)):
             await w.get("/health")
         theirs.ca.cert_pem.write_to_path(theirs.authority)
-        w.proxy.credentials.look()
+        w.look_at_files()
         assert (await w.get("/health")).status == 200

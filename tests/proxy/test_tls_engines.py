@@ -94,7 +94,7 @@ async def test_an_engine_whose_certificate_goes_bad_while_it_serves(
     caplog.set_level(logging.DEBUG, "pdproxy")
     async with world(0, 1, adjust=behind(ca=theirs.authority), engine_tls=theirs.server(), limits={"attempts": 1}) as w:
         trustme.CA().cert_pem.write_to_path(theirs.authority)
-        w.proxy.credentials.look()
+        w.look_at_files()
         answer = await w.ask(COMPLETIONS, completion())
         assert answer.status == 503
         assert answer.json["error"]["message"] == "an engine could not be reached"
@@ -270,7 +270,7 @@ async def test_an_old_session_does_not_outlive_its_authority(ours: Side, theirs:
         said, session = await asyncio.to_thread(visit, w.port, None)
         assert said.startswith(b"HTTP/1.1 200")
         trustme.CA().cert_pem.write_to_path(theirs.authority)
-        w.proxy.credentials.look()
+        w.look_at_files()
         with pytest.raises(OSError):  # noqa: PT011 - an alert, or a connection that just closes
             await asyncio.to_thread(visit, w.port, session)
 

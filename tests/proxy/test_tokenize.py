@@ -146,7 +146,7 @@ async def test_not_where_nothing_needs_it(tokenize: str) -> None:
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert legs(w)[0]["prompt"] == PROMPT
         assert w.proxy.tokens is None
-        assert b"pdproxy_tokenize_agrees{" not in w.proxy.metrics.page()
+        assert b"pdproxy_tokenize_agrees{" not in w.page()
 
 
 async def test_the_engines_own_model() -> None:
