@@ -39,7 +39,7 @@ async def test_two_workers_serve_and_drain(tmp_path: Path) -> None:
     go = asyncio.Event()
 
     async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.DONE)
+        await reply.pieces(WORD, answers.end())
         await reply.finish()
 
     path = tmp_path / "log"
@@ -55,7 +55,7 @@ async def test_two_workers_serve_and_drain(tmp_path: Path) -> None:
             proxy.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(0.2)
             go.set()
-            assert (await client.rest(head)).body == WORD + WORD + answers.DONE
+            assert (await client.rest(head)).body == WORD + WORD + answers.end()
             assert await proxy.process.wait() == 0
             assert not any(_runs(pid) for pid in pids)
     lines = path.read_text()
@@ -68,7 +68,7 @@ async def test_a_killed_worker_is_replaced_and_the_other_streams_on(tmp_path: Pa
     go = asyncio.Event()
 
     async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.DONE)
+        await reply.pieces(WORD, answers.end())
         await reply.finish()
 
     with (tmp_path / "log").open("wb") as log:
@@ -85,7 +85,7 @@ async def test_a_killed_worker_is_replaced_and_the_other_streams_on(tmp_path: Pa
             go.set()
             ends = await asyncio.gather(*(client.rest(head) for client, head in clients), return_exceptions=True)
             whole = [
-                one for one in ends if not isinstance(one, BaseException) and one.body == WORD + WORD + answers.DONE
+                one for one in ends if not isinstance(one, BaseException) and one.body == WORD + WORD + answers.end()
             ]
             assert 0 < len(whole) < 16
             await _serves(proxy, 12)

@@ -50,7 +50,7 @@ def _scripted(proxy: Served, go: asyncio.Event, chance: random.Random) -> None:
     """Let requests stop at every stage until the test goes on: in their prefill, before the first token, in their stream."""
 
     async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.DONE)
+        await reply.pieces(WORD, answers.end())
         await reply.finish()
 
     proxy.prefill.scripts.clear()

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import pytest
 
-from pdproxy.app.engines import Profiles, build_ledger
+from pdproxy.app.engines import Profiles
+from pdproxy.app.ledger import build_ledger
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.settings.crosscheck import checked_node

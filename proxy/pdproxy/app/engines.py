@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Sequence
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.replica_ledger import kind_of_ledger
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load
@@ -15,18 +13,11 @@ from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
-from pdproxy.scheduling import placements, policies
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
-from pdproxy.scheduling.outliers import OutlierLimits, Outliers
-from pdproxy.scheduling.placement import Placement
-from pdproxy.scheduling.policy import Cached, PolicyFactory
-from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.crosscheck import both_schemes, checked_node, checked_nodes, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
-from pdproxy.settings.outliers import OutlierSettings
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.schema import Node, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.answer_budget import AnswerBudget
@@ -84,75 +75,6 @@ def _read(name: str | None) -> Profile | None:
         return None if name is None else load(name)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-
-
-def policies_of(pool: Pool) -> dict[Role, PolicyFactory]:
-    """Return what makes the policies of a pool's roles."""
-    return {Role.PREFILL: policies.POLICIES[pool.policy.prefill], Role.DECODE: policies.POLICIES[pool.policy.decode]}
-
-
-def slo_of(pool: Pool) -> Slo:
-    """Return a pool's objective."""
-    return Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap)
-
-
-def build_ledger(
-    settings: Settings,
-    profiles: Profiles,
-    cached: Cached | None = None,
-    chance: Callable[[], float] = random.random,
-    make: Callable[..., Ledger] = Ledger,
-) -> Ledger:
-    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
-
-    `make`: makes one of several workers', instead of a `Ledger`.
-    """
-    limits, pool = settings.limits, settings.pool
-    kind = kind_of_ledger(settings) if make is Ledger else make
-    return kind(
-        [],
-        breaker_failures=limits.breaker_failures,
-        breaker_cooldown=limits.breaker_cooldown,
-        slow_start=settings.health.slow_start,
-        policies=policies_of(pool),
-        alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
-        placement=_placement(settings, profiles, cached, chance),
-        chance=chance,
-        cached=cached,
-        windows=bool(limits.engine_requests),
-    )
-
-
-def outlier_limits(limits: OutlierSettings) -> OutlierLimits:
-    """Return the limits of `Outliers`."""
-    return OutlierLimits(
-        limits.error_share, limits.min_requests, limits.slower_than, limits.exclude_for, limits.max_share
-    )
-
-
-def build_outliers(limits: OutlierSettings) -> Outliers:
-    """Return what judges engines against their peers."""
-    return Outliers(outlier_limits(limits))
-
-
-def _placement(
-    settings: Settings, profiles: Profiles, cached: Cached | None, chance: Callable[[], float]
-) -> Placement | None:
-    """Return what decides whether a prompt is split, None where it is split whenever it can be."""
-    pool, replicas = settings.pool, settings.replicas
-    make = placements.PLACEMENTS.get(pool.placement)
-    if make is None:
-        return None
-    context = placements.PlacementContext(
-        slo=slo_of(pool),
-        refuse_late=pool.policy.refuse_late,
-        hardware=profiles.hardware,
-        chunk=profiles.chunk,
-        cached=cached,
-        replicas=replicas.at_first if replicas.several else None,
-        chance=chance,
-    )
-    return make(context)
 
 
 class EngineSetup:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from pdproxy.app.dns import Names
-from pdproxy.app.engines import outlier_limits, policies_of, slo_of
+from pdproxy.app.ledger import outlier_limits, policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from pdproxy.app.capacity import PoolCapacity, Scraped
 from pdproxy.app.continuations import build_continuing
-from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, build_outliers, no_key
+from pdproxy.app.engines import EngineSetup, Profiles, no_key
 from pdproxy.app.gauges import placement_gauges
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
+from pdproxy.app.ledger import build_ledger, build_outliers
 from pdproxy.app.membership import build_membership
 from pdproxy.app.notices import Noticing, build_notices
 from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixes

@@ -1,0 +1,103 @@
+"""Wiring of a pool's ledger: its policies, its placement, and its kind: for one proxy, several workers or several replicas."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+from pdproxy.app.engines import Profiles
+from pdproxy.scheduling import placements, policies
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.outliers import OutlierLimits, Outliers
+from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.policy import Cached, PolicyFactory
+from pdproxy.scheduling.replicas import ReplicaLedger
+from pdproxy.scheduling.slo import Slo
+from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.schema import Pool, Settings
+from pdproxy.transfer.registry import entry_of
+
+
+def policies_of(pool: Pool) -> dict[Role, PolicyFactory]:
+    """Return what makes the policies of a pool's roles."""
+    return {Role.PREFILL: policies.POLICIES[pool.policy.prefill], Role.DECODE: policies.POLICIES[pool.policy.decode]}
+
+
+def slo_of(pool: Pool) -> Slo:
+    """Return a pool's objective."""
+    return Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap)
+
+
+def build_ledger(
+    settings: Settings,
+    profiles: Profiles,
+    cached: Cached | None = None,
+    chance: Callable[[], float] = random.random,
+    make: Callable[..., Ledger] = Ledger,
+) -> Ledger:
+    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
+
+    `make`: makes one of several workers', instead of a `Ledger`.
+    """
+    limits, pool = settings.limits, settings.pool
+    kind = _kind(settings) if make is Ledger else make
+    return kind(
+        [],
+        breaker_failures=limits.breaker_failures,
+        breaker_cooldown=limits.breaker_cooldown,
+        slow_start=settings.health.slow_start,
+        policies=policies_of(pool),
+        alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
+        placement=_placement(settings, profiles, cached, chance),
+        chance=chance,
+        cached=cached,
+        windows=bool(limits.engine_requests),
+    )
+
+
+def outlier_limits(limits: OutlierSettings) -> OutlierLimits:
+    """Return the limits of `Outliers`."""
+    return OutlierLimits(
+        limits.error_share, limits.min_requests, limits.slower_than, limits.exclude_for, limits.max_share
+    )
+
+
+def build_outliers(limits: OutlierSettings) -> Outliers:
+    """Return what judges engines against their peers."""
+    return Outliers(outlier_limits(limits))
+
+
+def _placement(
+    settings: Settings, profiles: Profiles, cached: Cached | None, chance: Callable[[], float]
+) -> Placement | None:
+    """Return what decides whether a prompt is split, None where it is split whenever it can be."""
+    pool, replicas = settings.pool, settings.replicas
+    make = placements.PLACEMENTS.get(pool.placement)
+    if make is None:
+        return None
+    context = placements.PlacementContext(
+        slo=slo_of(pool),
+        refuse_late=pool.policy.refuse_late,
+        hardware=profiles.hardware,
+        chunk=profiles.chunk,
+        cached=cached,
+        replicas=replicas.at_first if replicas.several else None,
+        chance=chance,
+    )
+    return make(context)
+
+
+def _kind(settings: Settings) -> Callable[..., Ledger]:
+    """Return what makes the ledger of a pool."""
+    replicas = settings.replicas
+    if not replicas.several:
+        return Ledger
+    return partial(ReplicaLedger, replicas=replicas.at_first, max_age=partial(_longest, settings))
+
+
+def _longest(settings: Settings) -> float:
+    """Return for how many seconds an engine's report counts: until three in a row should have come."""
+    probes = settings.probes
+    return 3 * max(probes.interval, probes.scrape_interval) + settings.deadlines.probe
