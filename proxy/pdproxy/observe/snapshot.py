@@ -57,6 +57,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_settings_reloads_total": Rule.MOST,
         "pdproxy_node_inflight": Rule.SUM,
         "pdproxy_node_info": Rule.MOST,
+        "pdproxy_node_other_requests": Rule.MOST,
         # The part of the workers that see it so.
         "pdproxy_node_state": Rule.MEAN,
         "pdproxy_node_up": Rule.MEAN,
@@ -65,6 +66,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_prediction_error_ratio": Rule.MEAN,
         "pdproxy_prefix_blocks": Rule.SUM,
         "pdproxy_queue": Rule.SUM,
+        "pdproxy_replicas": Rule.MOST,
         "pdproxy_retries": Rule.SUM,
         "pdproxy_tasks": Rule.SUM,
         "pdproxy_time_correction_ratio": Rule.MEAN,
