@@ -5,6 +5,7 @@ A prompt that was tried twice may be cached on P, so cached tokens are not compa
 """
 
 import asyncio
+import os
 import secrets
 import signal
 import time
@@ -23,7 +24,7 @@ from .shapes import COMPLETIONS, USAGE, story
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
-BETWEEN_TOKENS, FIRST_TOKEN, PREFILL = 3.0, 15.0, 15.0
+BETWEEN_TOKENS, FIRST_TOKEN, PREFILL, STALLED = 3.0, 15.0, 15.0, 4.0
 SETTINGS = {
     "deadlines": {
         "connect": 2,
@@ -227,6 +228,36 @@ async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:
     while (held := prefill.counters().sum("vllm:kv_cache_usage_perc")) > 0:
         assert time.monotonic() < deadline, f"P still holds {held:.1%} of its KV"
         await asyncio.sleep(0.1)
+
+
+async def test_a_frozen_core_under_unstreamed_requests(fleet: Fleet, tmp_path: Path) -> None:
+    """D's server answers, its core stands still: the other D answers its requests soon, and the core is let in again."""
+    fleet.heal()
+    bodies = [_body(max_tokens=200, ignore_eos=True) for _ in range(8)]
+    plain = await asyncio.gather(*(ask(fleet.plain.url, COMPLETIONS, body) for body in bodies))
+    health = {"stalled_after": STALLED, "canary_timeout": 2}
+    proxy = Proxy.start(fleet.prefills, fleet.decodes, tmp_path, settings={"health": health})
+    victim = fleet.decodes[0]
+    (core,) = [pid for pid in victim.pids() if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    try:
+        await asyncio.gather(*(ask(proxy.url, COMPLETIONS, _body()) for _ in range(4)))
+        asked = [asyncio.create_task(ask(proxy.url, COMPLETIONS, body)) for body in bodies]
+        await asyncio.sleep(0.3)
+        os.kill(core, signal.SIGSTOP)
+        seen = await asyncio.gather(*asked)
+        assert [differs(one, two, strict=False, warm=True) for one, two in zip(plain, seen, strict=True)] == [""] * 8
+        assert max(answer.seconds for answer in seen) < STALLED + 15, "far from deadlines.total, an hour"
+        counters = proxy.counters()
+        assert counters.sum("pdproxy_stalls_total", node=victim.url) == 1
+        assert counters.sum("pdproxy_node_up", node=victim.url) == 0
+        os.kill(core, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while proxy.counters().sum("pdproxy_node_up", node=victim.url) == 0:
+            assert time.monotonic() < deadline, "a core that works again is not let in"
+            await asyncio.sleep(0.2)
+    finally:
+        os.kill(core, signal.SIGCONT)
+        assert proxy.stop() == 0, proxy.tail()
 
 
 async def test_prefill_frozen(fleet: Fleet, serve: START) -> None:
