@@ -34,7 +34,7 @@ from pdproxy.observe.events import (
     ServedAlone,
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
-from pdproxy.observe.logs import LogObserver, access_fields
+from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
 from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, MAX_TENANTS, Gauge, Metrics
 
 
@@ -239,10 +239,29 @@ def test_an_access_line_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append(line(*given))
             return made[-1]
 
+        expected = formatter.line(0, "INFO", "pdproxy.access", "request", access_fields(event))
         monkeypatch.setattr(formatter, "_line", counted)
-        shown = formatter.own_line(0, "INFO", "pdproxy.access", "request", access_fields(event))
-        assert made == [shown]
+        shown = formatter.own_line(0, "INFO", "pdproxy.access", "request", ACCESS_FIELDS, access_values(event))
+        assert made == ([shown] if isinstance(formatter, JsonFormatter) else [])
+        assert shown == expected
         assert len(shown) > MAX_VALUE
+
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.text(max_size=1).map(lambda one: one * 600)
+)
+
+
+@given(lines=st.lists(st.tuples(*[_VALUES] * 4), min_size=1, max_size=4))
+def test_an_own_line_is_the_same_as_any_line(lines: list[tuple[object, ...]]) -> None:
+    """Whatever its values are, and whatever those of the lines before it were."""
+    names = ("one", "two", "three", "four")
+    for formatter in (JsonFormatter(), TextFormatter()):
+        formatter.always = {"worker": 2}
+        for values in lines:
+            fields = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            expected = formatter.line(0, "INFO", "pdproxy.access", "request", fields)
+            assert formatter.own_line(0, "INFO", "pdproxy.access", "request", names, values) == expected
 
 
 def test_an_unknown_engine_makes_no_series() -> None:

@@ -125,6 +125,6 @@ def test_every_name_used_is_named_here() -> None:
     assert "import RequestResponseCycle" in sources[0]
     assert "import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle" in sources[1]
     assert "import STATUS_LINE, RequestResponseCycle" in sources[2]
-    assert "import RequestResponseCycle" in sources[3]
+    assert "import HttpToolsProtocol, RequestResponseCycle" in sources[3]
     bound = protocol.protocol_class(None)  # type: ignore[arg-type]
     assert issubclass(bound, HttpToolsProtocol)

@@ -82,6 +82,8 @@ class PoolCapacity:
     A watcher of engines, and an observer.
     """
 
+    only = (NodeChanged, MemberChanged, RequestEnded, LegFailed)
+
     def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places, replicas: int = 1) -> None:
         self._windows = Windows()
         self._limits, self._replicas = limits, replicas

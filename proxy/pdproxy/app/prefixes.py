@@ -36,6 +36,8 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 class KnowingPrefixes:
     """What a pool knows of its engines' prefix caches. A watcher of engines and an observer."""
 
+    only = (NodeChanged,)
+
     def __init__(self, knowledge: Knowledge, engines: EngineRegistry, now: Callable[[], float]) -> None:
         self.knowledge = knowledge
         self.of_requests = Prefixes(knowledge, now)

@@ -66,6 +66,8 @@ class Bootstraps:
     when the engine first comes up.
     """
 
+    only = (HandleEnded, NodeChanged)
+
     def __init__(
         self,
         engines: EngineRegistry,

@@ -61,6 +61,8 @@ class Canaries:
     its model, or raises UnusableError; it runs in a thread of `threads`. An observer and a watcher of engines.
     """
 
+    only = (NodeChanged,)
+
     def __init__(
         self,
         engines: EngineRegistry,

@@ -73,6 +73,8 @@ class KvEventSources:
     `ports`: at which engines may connect, none without `own.host`. `deadline`: seconds for the answer of a replay.
     """
 
+    only = (NodeChanged,)
+
     def __init__(
         self,
         engines: EngineRegistry,

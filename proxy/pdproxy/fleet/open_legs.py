@@ -59,8 +59,11 @@ class OpenLegs:
     def remove(self, leg: OpenLeg, *, ended_well: float | None = None) -> None:
         """A leg is over. `ended_well`: when, if its engine has answered as it should."""
         self.legs.pop(leg, None)
-        sign = leg.last_sign() if ended_well is None else ended_well
-        if sign > leg.since:
-            self.last_sign = max(self.last_sign, sign)
-        if ended_well is not None and leg.prompt_bytes >= LARGE:
-            self.pace.prefilled(leg.prompt_bytes, ended_well - leg.since)
+        if ended_well is None:
+            sign = leg.last_sign()
+        else:
+            sign = ended_well
+            if leg.prompt_bytes >= LARGE:
+                self.pace.prefilled(leg.prompt_bytes, ended_well - leg.since)
+        if sign > leg.since and sign > self.last_sign:
+            self.last_sign = sign

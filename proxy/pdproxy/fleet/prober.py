@@ -58,6 +58,8 @@ class Prober:
     `derenders`: engines are asked whether they derender.
     """
 
+    only = (LegFailed,)
+
     def __init__(
         self,
         engines: EngineRegistry,

@@ -79,6 +79,8 @@ class Registrations:
     `read`: how the contract reads one. `timeout`: seconds without a heartbeat after which an engine is gone.
     """
 
+    only = (NodeChanged,)
+
     def __init__(
         self,
         engines: EngineRegistry,

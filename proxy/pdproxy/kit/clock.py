@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+import msgspec
+
 from pdproxy.kit.frames import frames
 
 logger = logging.getLogger("pdproxy")
@@ -25,15 +27,12 @@ def _nothing() -> None:
     """Do nothing: what a cancelled timer calls."""
 
 
-class Timer:
+class Timer(msgspec.Struct, eq=False):
     """One call at a certain time, unless it is cancelled first."""
 
-    __slots__ = ("_number", "_slots", "then")
-
-    def __init__(self, slots: dict[int, dict[Timer, None]], number: int, then: Callable[[], None]) -> None:
-        self._slots = slots
-        self._number = number
-        self.then = then
+    _slots: dict[int, dict[Timer, None]]
+    _number: int
+    then: Callable[[], None]
 
     def cancel(self) -> None:
         """Drop the call. Cancelling twice, or after the call, changes nothing."""
@@ -133,18 +132,15 @@ def _log(error: Exception) -> None:
     logger.error("the function of a deadline failed: %s", frames(error))
 
 
-class Within:
+class Within(msgspec.Struct, eq=False):
     """See `Clock.within`. It is entered once, by the task that it may interrupt."""
 
-    __slots__ = ("_cancelling", "_clock", "_late", "_seconds", "_task", "_timer")
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._late = False
-        self._task: asyncio.Task[object] | None = None
-        self._timer: Timer | None = None
-        self._cancelling = 0
+    _clock: Clock
+    _seconds: float
+    _late: bool = False
+    _task: asyncio.Task[object] | None = None
+    _timer: Timer | None = None
+    _cancelling: int = 0
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()

@@ -170,10 +170,12 @@ class FairQueue(Generic[Ticket]):
             tenant.free_cost = tenant.free_cost - entry.cost if tenant.places else 0.0
         elif cost is not None:
             tenant.received += (cost - entry.cost) / tenant.weight
-        if tenant.waiting:
+        if tenant.entries:
             self._push(tenant)
-        self._rest(tenant)
-        self.fill()
+        elif not tenant.places:
+            self._rest(tenant)
+        if self._order:
+            self.fill()
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets of all requests that wait."""

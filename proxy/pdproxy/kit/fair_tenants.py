@@ -8,6 +8,8 @@ from collections.abc import Hashable
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+import msgspec
+
 Ticket = TypeVar("Ticket")
 _order = attrgetter("order")
 
@@ -66,19 +68,18 @@ class Tenant(Generic[Ticket]):
         return self.waiting_cost if before == count else self.waiting_cost * before / count
 
 
-class Entry(Generic[Ticket]):
+class Entry(msgspec.Struct, Generic[Ticket], eq=False):
     """One request: it waits, has a place, or neither any more. `ticket` is the caller's.
 
     `cost`: what its tenant is charged. `size`: what it takes of `max_size` while it has a place. `order`: its priority, until
     when it would wait, and a growing number.
     """
 
-    __slots__ = ("charged", "cost", "has_place", "order", "size", "tenant", "ticket", "waits")
-
-    def __init__(self, tenant: Tenant[Ticket], ticket: Ticket, cost: float, size: int) -> None:
-        self.tenant = tenant
-        self.ticket = ticket
-        self.cost = cost
-        self.size = size
-        self.order = (0, math.inf, 0)
-        self.waits = self.has_place = self.charged = False
+    tenant: Tenant[Ticket]
+    ticket: Ticket
+    cost: float
+    size: int
+    order: tuple[int, float, int] = (0, math.inf, 0)
+    waits: bool = False
+    has_place: bool = False
+    charged: bool = False

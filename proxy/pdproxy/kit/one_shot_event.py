@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 
-class OneShotEvent:
+
+class OneShotEvent(msgspec.Struct, eq=False):
     """Set once, and never cleared."""
 
-    __slots__ = ("_set", "_waiters")
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiters: list[asyncio.Future[None]] | None = None
+    _set: bool = False
+    _waiters: list[asyncio.Future[None]] | None = None
 
     def __repr__(self) -> str:
         return f"<OneShotEvent {'set' if self._set else 'not set'}>"

@@ -347,23 +347,30 @@ Event = (
 
 
 class Observer(Protocol):
-    """Gets events."""
+    """Gets events. One with an attribute `only`, a tuple of types, gets no others: some come with each request."""
 
     def notify(self, event: Event) -> None:
         """Process an event, quickly."""
 
 
 class Observers:
-    """All observers. Each event goes to them in order."""
+    """All observers. Each event goes in order to those that want it."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
+        self._of_type: dict[type[Event], tuple[Observer, ...]] = {}
 
     def add(self, *observers: Observer) -> None:
         """Pass events to more observers, after those that are there."""
         self._observers += observers
+        self._of_type.clear()
 
     def notify(self, event: Event) -> None:
-        """Pass an event to every observer."""
-        for observer in self._observers:
+        """Pass an event to every observer that wants it."""
+        kind = type(event)
+        found = self._of_type.get(kind)
+        if found is None:
+            wanting = [one for one in self._observers if kind in getattr(one, "only", (kind,))]
+            found = self._of_type[kind] = tuple(wanting)
+        for observer in found:
             observer.notify(event)

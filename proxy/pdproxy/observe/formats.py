@@ -11,8 +11,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
+from types import NoneType
 
 import msgspec
 
@@ -31,10 +33,14 @@ _DIVISORS = (1, 8, 64)
 """Divisors of both limits, tried one after the other until the line is short enough."""
 _MAX_CACHED = 256
 """Characters of a value whose quoted form is cached, since it may be logged again: an engine's address, a model, a path."""
+_MAX_SHAPES = 256
+"""Combinations of types of values, of lines that each request writes, that are remembered."""
 _NUMBERS = frozenset((int, float, bool))
 _EXCEPTION = "exception"
 
 Fields = Mapping[str, object]
+_Shape = tuple[str, Callable[[Sequence[object]], Iterable[object]], tuple[int, ...]]
+"""A template of a line, the values that it takes, and the places of those that are texts."""
 
 
 class Formatter(logging.Formatter):
@@ -57,16 +63,26 @@ class Formatter(logging.Formatter):
             fields = {**fields, _EXCEPTION: frames(error)}
         return self.line(record.created, record.levelname, record.name, record.getMessage().rstrip(), fields)
 
-    def own_line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
-        """Return the same as `line`, at less cost, for texts that are short already: every request writes such a line."""
+    def own_line(
+        self, created: float, level: str, logger: str, message: str, names: Sequence[str], values: Sequence[object]
+    ) -> str:
+        """Return the same as `line`, at less cost, for texts that are short already: every request writes such a line.
+
+        Fields without a value (None) are left out. `names`: always the same ones.
+        """
         try:
-            line = self._line(created, level, logger, message, fields)
+            line = self._own_line(created, level, logger, message, names, values)
             # A line that is shorter than a value may be has no value that is too long.
-            if len(line) <= MAX_VALUE or (len(line) <= MAX_LINE and _is_short(message, fields)):
+            if len(line) <= MAX_VALUE or (len(line) <= MAX_LINE and _are_short(values)):
                 return line
         except (ValueError, TypeError):
             pass
-        return self.line(created, level, logger, message, fields)
+        return self.line(created, level, logger, message, _with_value(names, values))
+
+    def _own_line(
+        self, created: float, level: str, logger: str, message: str, names: Sequence[str], values: Sequence[object]
+    ) -> str:
+        return self._line(created, level, logger, message, _with_value(names, values))
 
     def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         """Return the line of an event at `created`, in Unix seconds."""
@@ -106,6 +122,8 @@ class TextFormatter(Formatter):
         """Make one. It caches the quoted forms of short values."""
         super().__init__("%Y-%m-%d %H:%M:%S")
         self._cached = lru_cache(256)(_quoted)
+        self._shapes: dict[tuple[type, ...], _Shape] = {}
+        """By the types of an own line's values."""
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         if not message.isprintable():
@@ -122,6 +140,36 @@ class TextFormatter(Formatter):
         for name, value in self.always.items():
             line += f" {name}={value}"
         return line
+
+    def _own_line(
+        self, created: float, level: str, logger: str, message: str, names: Sequence[str], values: Sequence[object]
+    ) -> str:
+        # Nearly all these lines have values of the same types at the same places: what that decides is decided once.
+        types = tuple(map(type, values))
+        shape = self._shapes.get(types)
+        if shape is None:
+            shape = self._shape_of(types, names)
+        template, present, texts = shape
+        shown = list(values)
+        for at in texts:
+            text: str = shown[at]  # type: ignore[assignment]
+            if not text.isalnum():
+                shown[at] = self._cached(text) if len(text) <= _MAX_CACHED else _quoted(text)
+        line = template % (self._time(created), level, logger, message, *present(shown))
+        for name, value in self.always.items():
+            line += f" {name}={value}"
+        return line
+
+    def _shape_of(self, types: tuple[type, ...], names: Sequence[str]) -> _Shape:
+        present = [at for at, one in enumerate(types) if one is not NoneType]
+        if any(types[at] is not str and types[at] not in _NUMBERS for at in present):
+            raise TypeError("a value that is neither a text nor a number")
+        if len(self._shapes) >= _MAX_SHAPES:
+            self._shapes.clear()
+        template = " ".join(["%s %s %s %s", *[f"{names[at]}=%s" for at in present]])
+        texts = tuple(at for at in present if types[at] is str)
+        shape = self._shapes[types] = (template, itemgetter(*present), texts)
+        return shape
 
 
 class JsonFormatter(Formatter):
@@ -158,12 +206,20 @@ def _quoted(text: str) -> str:
 
 
 def _is_short(message: str, fields: Fields) -> bool:
-    """Return whether nothing must be truncated. Called for every request."""
-    for value in fields.values():
+    """Return whether nothing must be truncated."""
+    return len(message) <= MAX_MESSAGE and _are_short(fields.values())
+
+
+def _are_short(values: Iterable[object]) -> bool:
+    for value in values:
         kind = type(value)
-        if (kind is str and len(value) > MAX_VALUE) or (kind is not str and kind not in _NUMBERS):  # type: ignore[arg-type]
+        if (kind is str and len(value) > MAX_VALUE) or (kind is not str and kind not in _NUMBERS and value is not None):  # type: ignore[arg-type]
             return False
-    return len(message) <= MAX_MESSAGE
+    return True
+
+
+def _with_value(names: Sequence[str], values: Sequence[object]) -> Fields:
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
 def _bounded(value: object, limit: int) -> object:

@@ -70,9 +70,10 @@ class Log:
         """How many lines were dropped."""
         return self._writer.dropped
 
-    def request(self, fields: Fields) -> None:
+    def request(self, event: RequestEnded) -> None:
         """Write an access line. The logging package would make a record for it, which costs more than the line."""
-        self._writer.write(self._formatter.own_line(time.time(), "INFO", access.name, "request", fields))
+        values = access_values(event)
+        self._writer.write(self._formatter.own_line(time.time(), "INFO", access.name, "request", ACCESS_FIELDS, values))
 
     def close(self) -> bool:
         """Write what waits, as long as it is read in time. Return whether all was written."""
@@ -106,7 +107,7 @@ class LogObserver:
             case RequestEnded():
                 if self._log is not None:
                     if self._log.shows_requests:
-                        self._log.request(access_fields(event))
+                        self._log.request(event)
                 elif access.isEnabledFor(logging.INFO):
                     _log(access, logging.INFO, "request", access_fields(event))
             case Refused():
@@ -180,48 +181,88 @@ def _debug(event: Event) -> None:
         _log(legs, logging.DEBUG, type(event).__name__, _fields(event))
 
 
-def access_fields(event: RequestEnded) -> Fields:
-    """Return the fields of the access line; those without a value are left out. docs/guide/monitoring.md describes each.
+ACCESS_FIELDS = (
+    "id",
+    "client",
+    "key",
+    "method",
+    "path",
+    "model",
+    "stream",
+    "status",
+    "outcome",
+    "reason",
+    "prefill",
+    "decode",
+    "why_alone",
+    "attempts",
+    "queue_ms",
+    "prefill_ms",
+    "kv_ms",
+    "alone_ms",
+    "decode_ms",
+    "first_ms",
+    "total_ms",
+    "prompt_tokens",
+    "completion_tokens",
+    "error",
+    "continued",
+    "continued_by",
+    "pause_ms",
+    "decision",
+    "predicted_ttft_ms",
+    "predicted_tpot_ms",
+)
+"""The fields of the access line. docs/guide/monitoring.md describes each."""
+
+
+def access_values(event: RequestEnded) -> tuple[object, ...]:
+    """Return the values of `ACCESS_FIELDS`; None for each that has none, which is left out of the line.
 
     Times are in milliseconds. Of a list of prompts: all engines, and the longest time of each phase.
     """
     legs = event.legs
     leg = legs[0] if len(legs) == 1 else _together(legs)
     split = leg.prefill is not None
-    of_answer = leg.first_s if leg.first_s is not None else leg.whole_s
-    found: dict[str, object] = {
-        "id": event.request_id,
-        "client": event.client,
-        "key": event.key,
-        "method": event.method,
-        "path": event.endpoint,
-        "model": event.model,
-        "stream": event.stream,
-        "status": event.status,
-        "outcome": event.outcome,
-        "reason": event.reason,
-        "prefill": leg.prefill,
-        "decode": leg.decode,
-        "why_alone": leg.why_alone,
-        "attempts": leg.attempts,
-        "queue_ms": _ms(event.queue_s),
-        "prefill_ms": _ms(leg.prefill_s),
-        "kv_ms": _ms(leg.first_s) if split else None,
-        "alone_ms": None if split else _ms(of_answer),
-        "decode_ms": _ms(leg.whole_s if split and leg.decode_s is None else leg.decode_s),
-        "first_ms": _ms(event.first_s),
-        "total_ms": _ms(event.total_s),
-        "prompt_tokens": event.prompt_tokens,
-        "completion_tokens": event.completion_tokens,
-        "error": event.error,
-    }
-    if leg.continued:
-        found["continued"], found["continued_by"] = leg.continued, leg.continued_by
-        found["pause_ms"] = _ms(leg.pause_s)
-    if leg.decision is not None:
-        found["decision"] = leg.decision
-        found["predicted_ttft_ms"], found["predicted_tpot_ms"] = _ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s)
-    return {name: value for name, value in found.items() if value is not None}
+    of_answer = leg.whole_s if leg.first_s is None else leg.first_s
+    first = event.first_s
+    return (
+        event.request_id,
+        event.client,
+        event.key,
+        event.method,
+        event.endpoint,
+        event.model,
+        event.stream,
+        event.status,
+        event.outcome,
+        event.reason,
+        leg.prefill,
+        leg.decode,
+        leg.why_alone,
+        leg.attempts,
+        _ms(event.queue_s),
+        _ms(leg.prefill_s),
+        _ms(leg.first_s) if split else None,
+        None if split else _ms(of_answer),
+        _ms(leg.whole_s if split and leg.decode_s is None else leg.decode_s),
+        None if first is None else _ms(first),
+        _ms(event.total_s),
+        event.prompt_tokens,
+        event.completion_tokens,
+        event.error,
+        leg.continued or None,
+        leg.continued_by,
+        _ms(leg.pause_s) if leg.continued else None,
+        leg.decision,
+        *((None, None) if leg.decision is None else (_ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s))),
+    )
+
+
+def access_fields(event: RequestEnded) -> Fields:
+    """Return the fields of the access line that have a value."""
+    found = zip(ACCESS_FIELDS, access_values(event), strict=True)
+    return {name: value for name, value in found if value is not None}
 
 
 def _together(legs: Sequence[LegTimes]) -> LegTimes:

@@ -124,6 +124,8 @@ class _Kept(NamedTuple):
 class Recent:
     """An observer that keeps the last `KEPT` requests. `now`: monotonic seconds."""
 
+    only = (RequestEnded, LegFailed, StreamContinued)
+
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.running: OrderedSet[Runs] = OrderedSet()

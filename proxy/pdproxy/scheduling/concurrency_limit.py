@@ -103,7 +103,8 @@ class ConcurrencyLimit:
             tenant = self._tenants[name] = _Tenant()
         tenant.weight = weight
         tenant.places += 1
-        tenant.timed += timed
+        if timed:
+            tenant.timed += 1
 
     def left(self, name: Hashable, seconds: float | None, time: float | None, *, late: bool = False) -> None:
         """A request leaves its place, after so many seconds, None if it was neither answered nor late. The others: see `ended`.
@@ -115,11 +116,12 @@ class ConcurrencyLimit:
         tenant.places -= 1
         if time is not None:
             tenant.timed -= 1
-        if seconds is not None:
-            self._share += _GAIN * ((time is not None) - self._share)
-            if time is not None:
+            if seconds is not None:
+                self._share += _GAIN * (1 - self._share)
                 tenant.ended += 1
                 tenant.needed += max(_GAIN, 1 / tenant.ended) * (_needed(seconds, time, late=late) - tenant.needed)
+        elif seconds is not None:
+            self._share -= _GAIN * self._share
         if not tenant.places:
             del self._tenants[name]
 

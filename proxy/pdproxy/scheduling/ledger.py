@@ -16,8 +16,8 @@ from pdproxy.scheduling.breakers import Breakers
 from pdproxy.scheduling.choice import Choice
 from pdproxy.scheduling.compatibility import Compatibility
 from pdproxy.scheduling.eligibility import Eligibility
-from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role, in_common
+from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
+from pdproxy.scheduling.nodes import DECODE, Evidence, Node, NodeSpec, Role, in_common
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
@@ -250,7 +250,7 @@ class Ledger:
         leases: list[Lease] = []
         for role, node in zip(roles, nodes, strict=True):
             # A decode engine that gets the prompt's KV has no work with the prompt.
-            leases.append(self._open(node, role, size if alone or role is not Role.DECODE else 0, ask))
+            leases.append(self._open(node, role, size if alone or role is not DECODE else 0, ask))
         return Assignment(tuple(leases))
 
     def place(
@@ -331,10 +331,10 @@ class Ledger:
             policy.closed(lease, verdict, now)
         if self.placement is not None:
             self.placement.closed(lease, verdict, now, tokens)
-        if verdict is Verdict.GOOD:
+        if verdict is GOOD:
             if node.failures or node.trial_places:
                 self.breakers.good(lease, now)
-        elif verdict is Verdict.FAILED:
+        elif verdict is FAILED:
             return self.breakers.failed(lease, now)
         elif (why := _DOWN.get(verdict)) is not None and self._nodes.get(node.url) is node:
             return self.mark_down(node.url, why, now)

@@ -66,15 +66,17 @@ class _Window:
     """Counts of the present half of the time, and of the one before."""
 
     half: int = 0
+    ends: float = 0.0
+    """When the present half of the time ends."""
     now: _Counts = field(default_factory=_Counts)
     before: _Counts = field(default_factory=_Counts)
 
-    def turn(self, now: float) -> _Counts:
+    def turn(self, now: float) -> None:
         half = int(2 * now / WINDOW)
         if half != self.half:
             self.before = self.now if half == self.half + 1 else _Counts()
             self.now, self.half = _Counts(), half
-        return self.now
+        self.ends = (half + 1) * WINDOW / 2
 
     def all(self, now: float) -> _Counts:
         self.turn(now)
@@ -105,7 +107,9 @@ class Outliers:
         window = self._windows.get((url, role))
         if window is None:
             window = self._windows[url, role] = _Window()
-        counts = window.turn(now)
+        if now >= window.ends:
+            window.turn(now)
+        counts = window.now
         if failed:
             counts.failed += 1
         else:

@@ -60,6 +60,8 @@ class Outputs:
 
     def expected(self, prompt: int, limit: int | None = None) -> float:
         """Return how long an answer will be. `limit`: the request's own, None if it has none."""
-        size = min(prompt.bit_length(), _CLASSES - 1)
+        size = prompt.bit_length()
+        if size >= _CLASSES:
+            size = _CLASSES - 1
         mean = self._means[size] if self._counts[size] >= _ENOUGH else self.mean
         return mean if limit is None or limit > mean else float(max(limit, 1))

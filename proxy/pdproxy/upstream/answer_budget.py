@@ -65,9 +65,9 @@ class BudgetShare:
 
     def check_length(self, headers: Headers) -> None:
         """Raise EngineError if an answer's headers announce more than the limit."""
-        for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
-                raise self._too_large()
+        length = dict(headers).get(b"content-length")  # the parser refuses a second one
+        if length is not None and length.isdigit() and int(length) > self._limit:
+            raise self._too_large()
 
     def grow(self, count: int, what: str | None = None) -> None:
         """Hold `count` bytes more, which are kept elsewhere. After an error nothing is held.

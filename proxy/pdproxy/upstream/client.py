@@ -60,18 +60,15 @@ class Answer(msgspec.Struct, frozen=True):
         return next((value for key, value in self.headers if key == name), None)
 
 
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """A request whose whole answer is awaited. Its owner may await `answered`, several times one after the other, or close it."""
 
-    __slots__ = ("_headers", "_leg", "_outcome", "_share", "_status", "_waiter")
-
-    def __init__(self, share: BudgetShare) -> None:
-        self._outcome: Answer | EngineError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._status = 0
-        self._headers: Headers = []
-        self._share = share
-        self._leg: Leg | None = None
+    _share: BudgetShare
+    _outcome: Answer | EngineError | None = None
+    _waiter: asyncio.Future[None] | None = None
+    _status: int = 0
+    _headers: Headers = []
+    _leg: Leg | None = None
 
     def attach(self, leg: Leg) -> None:
         """Set the leg of the request."""
@@ -362,7 +359,7 @@ class EngineClient:
                 connection.close()
 
     def _free(self, connection: EngineConnection) -> None:
-        if self._is_former(connection):
+        if connection.address is not None and self._is_former(connection):
             connection.close()
             return
         now = asyncio.get_running_loop().time()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 import httptools
+import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
 from pdproxy.wire.chunks import whole_chunks
@@ -69,14 +70,11 @@ class Reads(Protocol):
         """From now on, pass reads that begin between two chunks to `forward`."""
 
 
-class Leg:
+class Leg(msgspec.Struct, eq=False):
     """One request on a connection. Does nothing once its answer is over: the connection may carry another request by then."""
 
-    __slots__ = ("_connection", "_number")
-
-    def __init__(self, connection: EngineConnection, number: int) -> None:
-        self._connection = connection
-        self._number = number
+    _connection: EngineConnection
+    _number: int
 
     def __repr__(self) -> str:
         return f"<Leg {self._number} on {self._connection!r}>"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
@@ -50,6 +50,12 @@ class GuardedProtocol(ClientConnection):
         "_refusal",
         "_unparsed",
     )
+
+    # Of uvicorn. `super()` looks through the classes at each call, and these are called for each request.
+    _parse = HttpToolsProtocol.data_received
+    _begin_message = HttpToolsProtocol.on_message_begin
+    _keep_url = HttpToolsProtocol.on_url
+    _keep_header = HttpToolsProtocol.on_header
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -112,7 +118,7 @@ class GuardedProtocol(ClientConnection):
         if self._discarding:
             return
         self._progress = False
-        super().data_received(data)
+        self._parse(data)
         if self._discarding or self.transport.is_closing():
             return
         # The parser keeps a header's value until it is complete.
@@ -134,7 +140,7 @@ class GuardedProtocol(ClientConnection):
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise OverloadedError("too many requests wait on this connection", Reason.CONNECTIONS)  # stops the parser
-        super().on_message_begin()
+        self._begin_message()
         self._in_head = self._progress = True
         self._head_bytes = self._hosts = 0
 
@@ -143,7 +149,7 @@ class GuardedProtocol(ClientConnection):
         self._head_bytes += len(url)
         if self._head_bytes > self.bounds.max_header_bytes:
             self._stop_head()
-        super().on_url(url)
+        self._keep_url(url)
         if len(self.url) > MAX_PATH and len(self.url.partition(b"?")[0]) > MAX_PATH:
             self._refusal = PathTooLongError(f"The request's path is longer than {MAX_PATH} bytes")
             raise self._refusal  # stops the parser
@@ -154,7 +160,7 @@ class GuardedProtocol(ClientConnection):
         if self._head_bytes > self.bounds.max_header_bytes:
             self._stop_head()
         if self._in_head:  # trailers are ignored: what headers have decided may not change behind the body
-            super().on_header(name, value)
+            self._keep_header(name, value)
             if len(name) == 4 and name.lower() == b"host":
                 self._hosts += 1 if _HOST.fullmatch(value) else 2
             if self.expect_100_continue and self.parser.get_http_version() == "1.0":

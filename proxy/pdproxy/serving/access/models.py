@@ -75,6 +75,8 @@ class Models:
     `chance`: from 0 to 1; `now`: the clock of engines' breakers, in monotonic seconds.
     """
 
+    only = (NodeChanged, MemberChanged)
+
     def __init__(self, pools: list[PoolModels], chance: Callable[[], float], now: Callable[[], float]) -> None:
         self.pools = pools
         self._chance = chance

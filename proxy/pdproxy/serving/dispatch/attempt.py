@@ -15,7 +15,7 @@ from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.nodes import PREFILL, Role
 from pdproxy.scheduling.prefix.knowledge import Prediction
 from pdproxy.serving.dispatch.prefixes import of_engine, reporting
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
@@ -109,7 +109,7 @@ class Attempt:
     def prefill_url(self) -> str | None:
         """The prefill engine, None if one engine serves alone."""
         lease = self.assignment.leases[0]
-        return lease.node.url if lease.role is Role.PREFILL else None
+        return lease.node.url if lease.role is PREFILL else None
 
     def prepare(self) -> None:
         """Make what the contract needs for these engines: an id for the prefill leg, and a wait for its notices."""
@@ -167,7 +167,7 @@ class Attempt:
 
     def cached(self, url: str, usage: Usage | None) -> None:
         """Compare what was expected of an engine's cache with what its own answer says."""
-        found = of_engine(self._predictions, url)
+        found = of_engine(self._predictions, url) if self._predictions else None
         if found is not None and usage is not None and usage.prompt_tokens_details is not None:
             assert self.resources.prefixes is not None
             self.resources.prefixes.answered(found, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)

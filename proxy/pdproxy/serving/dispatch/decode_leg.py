@@ -11,7 +11,7 @@ import asyncio
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
-from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_answer import compare, failed, judge
@@ -86,12 +86,12 @@ class DecodeLeg:
         """
         attempt, resources, custody, url = self._attempt, self._attempt.resources, self._custody, self._url
         started = resources.now()
-        verdict = Verdict.NEUTRAL
+        verdict = NEUTRAL
         data_came = whole = False
         new_relay(attempt)
         attempt.take(self._lease)
         attempt.asked_url = self._url
-        open_leg = OpenAnswer(attempt, started, self._end)
+        open_leg = OpenAnswer(attempt, started, self._lease.prompt_bytes, self._end)
         self._engine.open_legs.add(open_leg)
         try:
             if custody is not None:
@@ -112,7 +112,7 @@ class DecodeLeg:
                     custody.decode_answered()
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
-                verdict = Verdict.GOOD
+                verdict = GOOD
                 over = attempt.prefill_over
                 if over is not None and first.status == 200 and await counts_came_beside(attempt, over):
                     first = with_cached_counts(attempt, first)
@@ -132,7 +132,7 @@ class DecodeLeg:
             finally:
                 attempt.decode_s = resources.now() - first_at
             whole = True
-            verdict = Verdict.GOOD
+            verdict = GOOD
             compare(attempt, self._url)
             if self._turn is not None and attempt.relay is not None:
                 turn.streamed(self._turn, attempt.relay)
@@ -142,10 +142,10 @@ class DecodeLeg:
                 await self._end_if_accepted(started)
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
-            verdict = Verdict.NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
+            verdict = NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
             return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
         finally:
-            self._engine.open_legs.remove(open_leg, ended_well=resources.now() if verdict is Verdict.GOOD else None)
+            self._engine.open_legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)
             if self._leg is not None:
                 if whole:
                     self._leg.let_finish(FINISH_GRACE)

@@ -27,6 +27,8 @@ class Derendering:
     `most`: tokens of a prompt and its answer together, so that no engine parses for long. An observer.
     """
 
+    only = (NodeChanged,)
+
     def __init__(
         self,
         ask: Ask,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from msgspec import structs
 
 from pdproxy.kit.errors import EngineTimeoutError, PdproxyError, UnparsedError, Wait
@@ -27,14 +27,13 @@ from pdproxy.wire.continuable import Reason
 from pdproxy.wire.engine import Usage
 
 
-@dataclass(slots=True)
-class Streams:
+class Streams(msgspec.Struct):
     """The streams of one answer in order. `usage`: that of the last one; `done`: tokens of the answer in those before it.
 
     `keeps_usage`: as of `EventFilter`, of any of them.
     """
 
-    paths: list[FastPath] = field(default_factory=list)
+    paths: list[FastPath] = msgspec.field(default_factory=list)
     usage: Usage | None = None
     done: int = 0
     keeps_usage: bool = False

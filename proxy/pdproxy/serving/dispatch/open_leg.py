@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from pdproxy.kit.errors import EngineError
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_start import has_data
-from pdproxy.upstream.client import Pending
 
 
-class OpenPrefillLeg:
-    """A prefill leg. It shows nothing before its whole answer. `fail` is what ends it."""
+class OpenPrefillLeg(msgspec.Struct, eq=False):
+    """A prefill leg. It shows nothing before its whole answer. `fail` ends it."""
 
-    __slots__ = ("fail", "prompt_bytes", "since")
-
-    must_progress = True
-    waits_for = None
-
-    def __init__(self, since: float, prompt_bytes: int, fail: Callable[[EngineError], None]) -> None:
-        self.since = since
-        self.prompt_bytes = prompt_bytes
-        self.fail = fail
+    since: float
+    prompt_bytes: int
+    fail: Callable[[EngineError], None]
+    must_progress: bool = True
+    waits_for: None = None
 
     def last_sign(self) -> float:
         """Return that none has come."""
@@ -31,16 +28,13 @@ class OpenPrefillLeg:
         """It waits for no KV that its end depends on."""
 
 
-class OpenAnswer:
+class OpenAnswer(msgspec.Struct, eq=False):
     """An answering leg. `end` ends it before its data, and returns whether it has."""
 
-    __slots__ = ("_attempt", "_end", "prompt_bytes", "since")
-
-    def __init__(self, attempt: Attempt, since: float, end: Callable[[EngineError], bool]) -> None:
-        self._attempt = attempt
-        self._end = end
-        self.since = since
-        self.prompt_bytes = attempt.assignment.leases[-1].prompt_bytes
+    _attempt: Attempt
+    since: float
+    prompt_bytes: int
+    _end: Callable[[EngineError], bool]
 
     def last_sign(self) -> float:
         """Return when the last data came that went on to the client."""
@@ -70,13 +64,3 @@ class OpenAnswer:
         relay = self._attempt.relay
         if relay is not None and not self._end(error):
             relay.failed(error)
-
-
-def failing(pending: Callable[[], Pending | None]) -> Callable[[EngineError], None]:
-    """Return what ends a leg whose whole answer is awaited, once it was sent."""
-
-    def fail(error: EngineError) -> None:
-        if (sent := pending()) is not None:
-            sent.fail(error)
-
-    return fail

@@ -23,16 +23,15 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL
+from pdproxy.scheduling.nodes import PREFILL
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
-from pdproxy.serving.dispatch.open_leg import OpenPrefillLeg, failing
+from pdproxy.serving.dispatch.open_leg import OpenPrefillLeg
 from pdproxy.serving.dispatch.prefill_record import largest_answer, record_of
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
@@ -80,7 +79,7 @@ class PrefillLeg:
         self._parsed = request.parsed
         self.promised: Custody | None = None
         """The custody of KV that was promised to a decode engine."""
-        self._lease = attempt.assignment[Role.PREFILL]
+        self._lease = attempt.assignment[PREFILL]
         self._url = self._lease.node.url
         engine = resources.engines.known[self._url]
         self._client: EngineClient = engine.client
@@ -88,7 +87,7 @@ class PrefillLeg:
         # Of the run that is asked: an answer of an earlier run must not be taken for one of the next.
         self._peers = engine.run.peers if resources.transfer.contract.peer_in is not None else None
         self._pending: Pending | None = None
-        self._verdict = Verdict.NEUTRAL
+        self._verdict = NEUTRAL
         self._adopted = False
         self.handed_on = False
         """Whether the custodian awaits its answer."""
@@ -117,7 +116,7 @@ class PrefillLeg:
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
-        open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, failing(lambda: self._pending))
+        open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, self._end)
         self._open_legs.add(open_leg)
         if resources.turns is not None:
             self._turn = turn_before(self._attempt, resources.turns, self._sent_ids)
@@ -140,7 +139,7 @@ class PrefillLeg:
             self.abandon()
             raise
         except TimeoutError:
-            self._verdict = Verdict.FAILED
+            self._verdict = FAILED
             keeper = None if self._turn is None else self._turn.hung()
             self._adopt(lambda: None)  # it may be about to finish, and only its answer names its KV
             self._adopted = False  # the lease ends now
@@ -151,7 +150,7 @@ class PrefillLeg:
             self._verdict = verdict_of(error)
             return self._failed(error)
         finally:
-            self._open_legs.remove(open_leg, ended_well=resources.now() if self._verdict is Verdict.GOOD else None)
+            self._open_legs.remove(open_leg, ended_well=resources.now() if self._verdict is GOOD else None)
             if self._turn is not None:
                 self._turn.over(asked=self._pending is not None)
             if not self._adopted:
@@ -188,6 +187,10 @@ class PrefillLeg:
             self._pending = None
 
     # -- asking
+
+    def _end(self, error: EngineError) -> None:  # its engine stands still
+        if self._pending is not None:
+            self._pending.fail(error)
 
     def _message(self) -> Message:
         """Return the leg's request.
@@ -234,7 +237,7 @@ class PrefillLeg:
         """Take custody of a handle that a notice brought. The engine may finish its answer, which is not needed any more."""
         resources = self._attempt.resources
         assert self._pending is not None
-        self._verdict = Verdict.GOOD
+        self._verdict = GOOD
         end = partial(resources.close, self._lease, self._verdict)
         resources.custodian.orphans.outlive(self._pending, resources.deadlines.prefill, end)
         self._adopted = True
@@ -245,7 +248,7 @@ class PrefillLeg:
         if answer.status != 200:
             if not is_clients_fault(answer):
                 raise refused(url, answer)
-            self._verdict = Verdict.GOOD
+            self._verdict = GOOD
             if answer.status != 400:
                 return Answered(answer)
             if self._attempt.added_is_refused(url):
@@ -265,7 +268,7 @@ class PrefillLeg:
         handle = contract.handle(self._parsed, read, self.dispatch)
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
-        self._verdict = Verdict.GOOD
+        self._verdict = GOOD
         self._attempt.cached(url, read.usage)
         finished = handle.first is not None and handle.first.finish_reason is not None
         return Prefilled(self._take(handle), answer.body if finished else b"")
@@ -279,9 +282,6 @@ class PrefillLeg:
 
     # -- custody
 
-    def _record(self) -> PrefillRecord:
-        return record_of(self._attempt, self._parsed, self.dispatch)
-
     def _take(self, handle: Handle) -> Custody:
         resources = self._attempt.resources
         if self._turn is not None:
@@ -290,11 +290,11 @@ class PrefillLeg:
         if self.promised is not None:
             self.promised.made(handle)
             return self.promised
-        return resources.custodian.take(handle, self._record())
+        return resources.custodian.take(handle, record_of(self._attempt, self._parsed, self.dispatch))
 
     def _adopt(self, end: Callable[[], None]) -> None:
         """Hand the leg to the custodian, which awaits its answer and releases what it holds."""
         if self._pending is not None:
-            record = self._attempt.hand_on(self._record())
+            record = self._attempt.hand_on(record_of(self._attempt, self._parsed, self.dispatch))
             self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
             self._adopted = self.handed_on = True

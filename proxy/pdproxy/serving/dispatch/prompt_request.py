@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from pdproxy.scheduling.prefix.prompts import Beginning
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import LegHeaders
@@ -14,7 +16,15 @@ from pdproxy.wire.continuable import Reason
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 
-class PromptRequest:
+def _no_relay() -> Relay:
+    raise RuntimeError("the request was dropped")
+
+
+def _no_writer(_: Relay) -> ResponseWriter:
+    raise RuntimeError("the request was dropped")
+
+
+class PromptRequest(msgspec.Struct, eq=False):
     """One prompt (or, with `prompt` None, a whole request for one engine alone), and where its answer goes.
 
     `ids` are the prompt's token ids, None while they are not known; `key`: what finds the turn that it continues
@@ -26,27 +36,16 @@ class PromptRequest:
     None before the stream flows, or if that is off.
     """
 
-    __slots__ = ("beginning", "headers", "ids", "key", "left", "new_relay", "parsed", "prompt", "record", "stream_to")
-
-    def __init__(
-        self,
-        parsed: Parsed,
-        prompt: Prompt | None,
-        headers: LegHeaders,
-        new_relay: Callable[[], Relay],
-        *,
-        left: int = 0,
-    ) -> None:
-        self.parsed = parsed
-        self.prompt = prompt
-        self.headers = headers
-        self.new_relay = new_relay
-        self.stream_to: Callable[[Relay], ResponseWriter] = _no_writer
-        self.ids: TokenIds | None = None
-        self.key: bytes | None = None
-        self.beginning: Beginning | None = None
-        self.left = left
-        self.record: Record | Reason | None = None
+    parsed: Parsed
+    prompt: Prompt | None
+    headers: LegHeaders
+    new_relay: Callable[[], Relay]
+    stream_to: Callable[[Relay], ResponseWriter] = _no_writer
+    ids: TokenIds | None = None
+    key: bytes | None = None
+    beginning: Beginning | None = None
+    left: int = 0
+    record: Record | Reason | None = None
 
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
@@ -63,11 +62,3 @@ class PromptRequest:
 
 
 _DROPPED = Parsed(Route.COMPLETIONS, {}, None, True, False, False, (), None, 0)
-
-
-def _no_relay() -> Relay:
-    raise RuntimeError("the request was dropped")
-
-
-def _no_writer(_: Relay) -> ResponseWriter:
-    raise RuntimeError("the request was dropped")

@@ -12,9 +12,9 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
-from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.nodes import PREFILL
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
@@ -112,15 +112,14 @@ class ExchangeResources:
 
     def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None) -> None:
         """End a lease. Report it if this takes the engine out of use. `relay`: that of the answer, if the engine has answered."""
-        node, tokens, now = lease.node, None, self.now()
-        if verdict is Verdict.GOOD or verdict is Verdict.FAILED:
-            failed = verdict is Verdict.FAILED
+        node, tokens, now, ledger = lease.node, None, self.now(), self.ledger
+        if (failed := verdict is FAILED) or verdict is GOOD:
             pace = None if failed else self._pace(lease, relay, now)
-            seconds = now - lease.since if lease.role is Role.PREFILL else None
+            seconds = now - lease.since if lease.role is PREFILL else None
             self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds)
-        if relay is not None and self.ledger.placement is not None:
+        if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
-        if self.ledger.close(lease, verdict, now, tokens):
+        if ledger.close(lease, verdict, now, tokens):
             reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
 
@@ -132,7 +131,7 @@ class ExchangeResources:
         """
         if self.ledger.placement is not None:
             return None
-        if lease.role is Role.PREFILL:
+        if lease.role is PREFILL:
             comparable = lease.prompt_bytes and not self.ledger.needs_details
             return (now - lease.since) / lease.prompt_bytes if comparable else None
         if relay is None or relay.fast_path.events < _MIN_EVENTS:

@@ -129,9 +129,10 @@ class Admission:
         """
         if self._closed:
             raise _shutting_down()
-        expected = self.expected(demand)
-        place, size = Place(self._left, demand, expected), demand.prompt + int(expected)
-        cost = demand.prompt + self._output_weight * expected
+        prompt = demand.prompt
+        expected = self._outputs.expected(prompt, demand.limit) * demand.answers
+        place, size = Place(self._left, demand, expected), prompt + int(expected)
+        cost = prompt + self._output_weight * expected
         priority, patience = demand.priority if self._by_priority else 0, self._timeout
         if deadline is not None:
             now = self._clock.now()
@@ -169,28 +170,28 @@ class Admission:
 
     def _left(self, place: Place, ended: Ended) -> None:
         """A request ends its place."""
-        demand, expected, prompt, completion = place.demand, place.expected, ended.prompt, ended.completion
-        cost, now = None, self._clock.now()
+        demand, prompt, completion, late = place.demand, ended.prompt, ended.completion, ended.late
+        entry, time, now = place.out_of_queue(), place.time, self._clock.now()
+        cost: float | None = None
         self._add_up(now, self._queue.taken)
         if is_known := prompt is not None or completion is not None:
-            prompt = demand.prompt if prompt is None else prompt
-            cost = prompt + self._output_weight * (expected if completion is None else completion)
+            cost = demand.prompt if prompt is None else prompt
+            cost += self._output_weight * (place.expected if completion is None else completion)
             self._waits.ended(now, cost, ended.seconds)
-        needed = now - place.begun if ended.late or (ended.answered and is_known) else None
-        self._limit.left(place.entry.tenant.name, needed, place.time, late=ended.late)
-        is_learned = ended.late or (ended.answered and is_known and self._waits.learns(now))
+        says_time = late or (is_known and ended.answered)
+        self._limit.left(entry.tenant.name, now - place.begun if says_time else None, time, late=late)
+        is_learned = says_time and (late or self._waits.learns(now))
         if is_learned:
-            longer = self._waits.served(now, demand.prompt, ended.seconds, late=ended.late)
+            longer = self._waits.served(now, demand.prompt, ended.seconds, late=late)
             served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
-            self._limit.ended(now, place.begun, served, longer, place.time, late=ended.late)
-            if completion and demand.answers and not ended.late:
+            self._limit.ended(now, place.begun, served, longer, time, late=late)
+            if completion and demand.answers and not late:
                 self._outputs.add(demand.prompt, completion // demand.answers)
-        entry = place.entry
-        del place.entry  # they refer to each other
         self._queue.leave(entry, cost)
         if is_learned:
             self._resize()
-        self._check_drained()
+        if self._closed:
+            self._check_drained()
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         place.wake = asyncio.get_running_loop().create_future()
@@ -218,8 +219,7 @@ class Admission:
             self._check_drained()  # a place that was granted to a request that no longer wants it was released
 
     def _give_up(self, place: Place) -> None:
-        entry = place.entry
-        del place.entry  # they refer to each other
+        entry = place.out_of_queue()
         if entry.has_place:
             self._add_up(self._clock.now(), self._queue.taken)
             self._limit.left(entry.tenant.name, None, place.time)
@@ -237,7 +237,9 @@ class Admission:
         place.begun = now = self._clock.now()
         self._add_up(now, taken)
         place.served_before = self._served
-        self._limit.begun(place.entry.tenant.name, place.entry.tenant.weight, timed=place.time is not None)
+        assert place.entry is not None
+        tenant = place.entry.tenant
+        self._limit.begun(tenant.name, tenant.weight, timed=place.time is not None)
 
     def _add_up(self, now: float, taken: int) -> None:
         self._served += taken * (now - self._served_at)

@@ -208,10 +208,9 @@ class Lifecycle:
                 if use is not None:
                     use.end(request.tokens_used())
                 if place is not None:
-                    seconds = resources.now() - (request.admitted or request.received)
-                    tokens = request.totals.prompt_tokens, request.totals.completion_tokens
-                    late = isinstance(error, EngineTimeoutError)
-                    place.leave(seconds, *tokens, late=late, answered=error is None)
+                    seconds, totals = resources.now() - (request.admitted or request.received), request.totals
+                    late, answered = isinstance(error, EngineTimeoutError), error is None
+                    place.leave(seconds, totals.prompt_tokens, totals.completion_tokens, late=late, answered=answered)
             try:
                 if error is not None:
                     await request.answer_error(error)

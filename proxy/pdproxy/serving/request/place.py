@@ -25,23 +25,28 @@ class Ended(msgspec.Struct, frozen=True):
     answered: bool = True
 
 
-class Place:
-    """A request's place, or its wait for one. Released by one `leave`. `left`: called then."""
+class Place(msgspec.Struct, eq=False):
+    """A request's place, or its wait for one. Released by one `leave`, which calls `left`."""
 
-    __slots__ = ("_left", "begun", "demand", "entry", "expected", "served_before", "time", "wake")
+    left: Callable[[Place, Ended], None]
+    demand: Demand
+    expected: float
+    """How many tokens its answers are likely to have."""
+    entry: Entry[Place] | None = None
+    """None before it is in the queue, and after its end."""
+    begun: float = 0.0
+    served_before: float = 0.0
+    """When it got its place, and for how many seconds in sum requests had had places until then."""
+    time: float | None = None
+    """The seconds that it had from its arrival on, None if its client named none."""
+    wake: asyncio.Future[None] | None = None
+    """Done once the place is granted or refused. None if it was free."""
 
-    def __init__(self, left: Callable[[Place, Ended], None], demand: Demand, expected: float) -> None:
-        self._left = left
-        self.demand = demand
-        self.expected = expected
-        """How many tokens its answers are likely to have."""
-        self.entry: Entry[Place]
-        self.begun = self.served_before = 0.0
-        """When it got its place, and for how many seconds in sum requests had had places until then."""
-        self.time: float | None = None
-        """The seconds that it had from its arrival on, None if its client named none."""
-        self.wake: asyncio.Future[None] | None = None
-        """Done once the place is granted or refused. None if it was free."""
+    def out_of_queue(self) -> Entry[Place]:
+        """Return its entry, and refer to it no more: they refer to each other."""
+        entry, self.entry = self.entry, None
+        assert entry is not None
+        return entry
 
     def grant(self) -> bool:
         """Grant the place to a request that waits for it. Return False if it was cancelled or refused, and has not run since."""
@@ -67,4 +72,4 @@ class Place:
         answered: bool = True,
     ) -> None:
         """Release the place: it is granted to a request that waits, if there is one. The arguments: see `Ended`."""
-        self._left(self, Ended(seconds, prompt, completion, late, answered))
+        self.left(self, Ended(seconds, prompt, completion, late, answered))

@@ -119,6 +119,7 @@ class SharedAdmission(Admission):
     def _begin(self, place: Place, taken: int) -> None:
         super()._begin(place, taken)
         entry = place.entry
+        assert entry is not None
         self._show(taken + 1, self._queue.size + (0 if entry.has_place else entry.size))
 
     def _add_up(self, now: float, taken: int) -> None:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pdproxy.observe.events import Gaps, LegTimes
 from pdproxy.serving.dispatch.exchange import Exchange
 
 
-class RequestTotals:
+class RequestTotals(msgspec.Struct, eq=False):
     """The sums of one request. Owned by one `LiveRequest`."""
 
-    __slots__ = ("_completion", "_counted", "_gaps", "_legs", "_prompt", "_reported")
-
-    def __init__(self) -> None:
-        self._gaps: Gaps | None = None
-        self._legs: list[tuple[int, LegTimes]] = []
-        self._reported = False
-        """Whether an engine has reported a usage."""
-        self._prompt = 0
-        self._completion = 0
-        self._counted = 0
-        """Tokens of streams without a usage; events, where their tokens are not known."""
+    _gaps: Gaps | None = None
+    _legs: list[tuple[int, LegTimes]] = []
+    _reported: bool = False
+    """Whether an engine has reported a usage."""
+    _prompt: int = 0
+    _completion: int = 0
+    _counted: int = 0
+    """Tokens of streams without a usage; events, where their tokens are not known."""
 
     @property
     def legs(self) -> Sequence[LegTimes]:

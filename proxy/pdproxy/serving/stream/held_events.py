@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pdproxy.upstream.answer_budget import BudgetShare
 
 
-class HeldEvents:
+class HeldEvents(msgspec.Struct, eq=False):
     """Whole events of one stream, which are counted in its share of the answer budget."""
 
-    __slots__ = ("_events", "_share")
-
-    def __init__(self, share: BudgetShare) -> None:
-        self._share = share
-        self._events: list[bytes] = []
+    _share: BudgetShare
+    _events: list[bytes] = []
 
     def __repr__(self) -> str:
         return f"<HeldEvents {len(self._events)} reads>"
