@@ -342,8 +342,12 @@ class Ledger:
 
     def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:
         """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""
-        choosers = [self._eligibility.best_of(role, ask.model) for role in roles]
-        nodes = tuple([choose(ask) for choose in choosers if choose is not None])
+        chosen: list[Node] = []
+        for role in roles:  # all roles choose, also behind one that has none: turns move on in the same way
+            choose = self._eligibility.best_of(role, ask.model)
+            if choose is not None:
+                chosen.append(choose(ask))
+        nodes = tuple(chosen)
         return nodes if len(nodes) == len(roles) and self._compatibility.compatible(roles, nodes) else None
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:

@@ -310,8 +310,7 @@ class EngineConnection(asyncio.Protocol):
         self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._final:  # trailers are dropped: the sink has the headers already
-            self._headers.append((name.lower(), value))
+        self._headers.append((name.lower(), value))  # trailers are dropped: the sink has its list already
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

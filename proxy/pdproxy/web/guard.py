@@ -161,9 +161,10 @@ class GuardedProtocol(ClientConnection):
             self._stop_head()
         if self._in_head:  # trailers are ignored: what headers have decided may not change behind the body
             self._keep_header(name, value)
-            if len(name) == 4 and name.lower() == b"host":
+            size = len(name)
+            if size == 4 and name.lower() == b"host":
                 self._hosts += 1 if _HOST.fullmatch(value) else 2
-            if self.expect_100_continue and self.parser.get_http_version() == "1.0":
+            if size == 6 and self.expect_100_continue and self.parser.get_http_version() == "1.0":
                 # A client of HTTP/1.0 knows no interim answers: it would take one for the answer.
                 self.expect_100_continue = False
 
