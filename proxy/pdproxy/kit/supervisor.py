@@ -35,6 +35,8 @@ DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
 READY, REFUSED, PONG = "ready", "refused", "pong"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping."""
 _LONGEST_WAIT = 1.0
+_READS = 32
+"""Of a dead worker's link: what a socket holds, however large the system makes it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -156,11 +158,22 @@ class Supervisor:
     # -- processes
 
     def _start(self, worker: WorkerProcess) -> None:
+        """Start a worker's process.
+
+        Raises:
+            OSError: the system has no process, memory or files left.
+        """
         parents, end = pair()
         parent = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
+                stream.flush()
+        try:
+            pid = os.fork()
+        except OSError:
+            parents.close()
+            end.close()
+            raise
         if pid == 0:
             self._run_worker(worker.number, parents, end, parent)
         end.close()
@@ -191,25 +204,28 @@ class Supervisor:
             os._exit(code)
 
     def _reap(self) -> None:
-        for worker in self.workers:
-            if worker.pid is None:
-                continue
-            try:
-                pid, status = os.waitpid(worker.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = worker.pid, 1 << 8
-            if pid:
-                self._died(worker, os.waitstatus_to_exitcode(status))
+        """Process the ends of workers. As process 1, as in a container, this one gets the children of dead workers as well."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                for worker in self.workers:
+                    if worker.pid == found[0]:
+                        self._died(worker, os.waitstatus_to_exitcode(found[1]))
+        except ChildProcessError:
+            for worker in self.workers:
+                if worker.pid is not None:
+                    self._died(worker, 1)
 
     def _died(self, worker: WorkerProcess, code: int) -> None:
-        self._read(worker)  # what it has sent before its end
+        for _ in range(_READS):  # what it has sent before its end
+            self._read(worker)
         if worker.link is not None:
             worker.link.close()
         pid, worker.pid, worker.link, worker.ready = worker.pid, None, None, False
         self._watcher.died(worker.number)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if self._end_by is not None:
-            self._failed = self._failed or (code != 0 and not self._at_once)
+            # SIGTERM for the whole group ends a worker that has just begun.
+            self._failed = self._failed or (code not in (0, -signal.SIGTERM) and not self._at_once)
             return
         if not self._any_ready:
             if worker.refused is not None:
@@ -218,14 +234,19 @@ class Supervisor:
             self._failed = True
             self._end(self._times.at_once)
             return
-        now, pauses = time.monotonic(), self._times.pauses
-        if now - worker.since >= self._times.well:
+        if time.monotonic() - worker.since >= self._times.well:
             worker.deaths = 0
-        pause = pauses[min(worker.deaths, len(pauses) - 1)]
-        worker.deaths += 1
-        worker.due = now + pause
+        pause = self._put_off(worker)
         why = "" if worker.refused is None else f": {worker.refused.decode()}"
         logger.error("worker %d (process %s) %s, and starts again in %g s%s", worker.number, pid, how, pause, why)
+
+    def _put_off(self, worker: WorkerProcess) -> float:
+        """Return in how many seconds a worker starts again: it has failed once more."""
+        pauses = self._times.pauses
+        pause = pauses[min(worker.deaths, len(pauses) - 1)]
+        worker.deaths += 1
+        worker.due = time.monotonic() + pause
+        return pause
 
     def _kill(self, worker: WorkerProcess, why: str) -> None:
         if worker.pid is not None:
@@ -353,8 +374,13 @@ class Supervisor:
             return
         for worker in self.workers:
             if worker.pid is None and now >= worker.due:
-                self.restarts += 1
-                self._start(worker)
+                try:
+                    self._start(worker)
+                except OSError as error:  # the others serve on
+                    pause = self._put_off(worker)
+                    logger.error("worker %d can't be started, tried again in %g s: %s", worker.number, pause, error)  # noqa: TRY400
+                else:
+                    self.restarts += 1
 
 
 def _die_with_parent(parent: int) -> None:
