@@ -205,13 +205,15 @@ class Lifecycle:
             try:
                 request.add_up()
             finally:
-                if use is not None:
-                    use.end(request.tokens_used())
-                if place is not None:
-                    seconds = resources.now() - (request.admitted or request.received)
-                    tokens = request.totals.prompt_tokens, request.totals.completion_tokens
-                    late = isinstance(error, EngineTimeoutError)
-                    place.leave(seconds, *tokens, late=late, answered=error is None)
+                try:
+                    if use is not None:
+                        use.end(request.tokens_used())
+                finally:
+                    if place is not None:
+                        seconds = resources.now() - (request.admitted or request.received)
+                        tokens = request.totals.prompt_tokens, request.totals.completion_tokens
+                        late = isinstance(error, EngineTimeoutError)
+                        place.leave(seconds, *tokens, late=late, answered=error is None)
             try:
                 if error is not None:
                     await request.answer_error(error)
