@@ -34,6 +34,12 @@ class Watcher:
     def received(self, worker: Process, message: Message) -> None:
         print(f"said {worker.number} {message.kind}", flush=True)
 
+    def starts(self, number: int) -> None:
+        print(f"starts {number}", flush=True)
+
+    def waits(self, number: int, seconds: float) -> None:
+        print(f"waits {number} {seconds:g}", flush=True)
+
     def died(self, number: int) -> None:
         print(f"died {number}", flush=True)
 

@@ -180,3 +180,16 @@ async def _state(proxy: Served, state: str) -> dict[str, Any]:
             if found["state"] == state:
                 return found
             await asyncio.sleep(0.05)
+
+
+async def test_without_a_standard_error() -> None:
+    """No socket takes its number, which libuv would not close: workers serve, are replaced, and end with 0."""
+    async with served(None, workers=2) as proxy:
+        for pid in (proxy.process.pid, *proxy.workers()):
+            assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
+        killed = proxy.workers()[0]
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: killed not in proxy.workers() and len(proxy.workers()) == 2)
+        await _serves(proxy)
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await proxy.process.wait() == 0

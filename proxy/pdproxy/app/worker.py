@@ -155,6 +155,7 @@ async def _serve(
         names = follow_names(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log, names)
+            await reloading.catch_up()
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()

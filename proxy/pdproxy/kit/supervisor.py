@@ -35,8 +35,6 @@ DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
 READY, REFUSED, PONG = "ready", "refused", "pong"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping."""
 _LONGEST_WAIT = 1.0
-_READS = 32
-"""Of a dead worker's link: what a socket holds, however large the system makes it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -81,8 +79,14 @@ class Watcher(Protocol):
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """A worker has sent another message than those above."""
 
+    def starts(self, number: int) -> None:
+        """A worker's process is started next. OSError: it can't be yet."""
+
     def died(self, number: int) -> None:
         """A worker's process has ended. Its next one is not started yet."""
+
+    def waits(self, number: int, seconds: float) -> None:
+        """A worker has failed, and is started again in so many seconds."""
 
     def ready(self, worker: WorkerProcess) -> None:
         """A worker serves."""
@@ -163,11 +167,10 @@ class Supervisor:
         Raises:
             OSError: the system has no process, memory or files left.
         """
+        self._watcher.starts(worker.number)
         parents, end = pair()
         parent = os.getpid()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
-                stream.flush()
+        _flush()
         try:
             pid = os.fork()
         except OSError:
@@ -199,24 +202,22 @@ class Supervisor:
         except BaseException as error:
             logger.critical("worker %d failed: %s", number, frames(error))
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
+            _flush()
             os._exit(code)
 
     def _reap(self) -> None:
         """Process the ends of workers. As process 1, as in a container, this one gets the children of dead workers as well."""
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                for worker in self.workers:
-                    if worker.pid == found[0]:
-                        self._died(worker, os.waitstatus_to_exitcode(found[1]))
+                for worker in (one for one in self.workers if one.pid == found[0]):
+                    self._died(worker, os.waitstatus_to_exitcode(found[1]))
         except ChildProcessError:
             for worker in self.workers:
                 if worker.pid is not None:
                     self._died(worker, 1)
 
     def _died(self, worker: WorkerProcess, code: int) -> None:
-        for _ in range(_READS):  # what it has sent before its end
+        for _ in range(32):  # all that it has sent before its end, however much a socket holds
             self._read(worker)
         if worker.link is not None:
             worker.link.close()
@@ -246,6 +247,7 @@ class Supervisor:
         pause = pauses[min(worker.deaths, len(pauses) - 1)]
         worker.deaths += 1
         worker.due = time.monotonic() + pause
+        self._watcher.waits(worker.number, pause)
         return pause
 
     def _kill(self, worker: WorkerProcess, why: str) -> None:
@@ -296,8 +298,8 @@ class Supervisor:
         poll.register(self._wakes.fileno(), select.POLLIN)
         linked = {}
         for worker in self.workers:
-            if worker.link is not None and (fd := worker.link.fileno()) >= 0:
-                linked[fd] = worker
+            if worker.link is not None:
+                linked[fd := worker.link.fileno()] = worker
                 poll.register(fd, select.POLLIN | (select.POLLOUT if worker.link.unsent else 0))
         now = time.monotonic()
         due = [self._pinged + self._times.ping, *([] if self._end_by is None else [self._end_by])]
@@ -381,6 +383,12 @@ class Supervisor:
                     logger.error("worker %d can't be started, tried again in %g s: %s", worker.number, pause, error)  # noqa: TRY400
                 else:
                     self.restarts += 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or it is None
+            stream.flush()
 
 
 def _die_with_parent(parent: int) -> None:
