@@ -11,21 +11,20 @@ The first SIGTERM or SIGINT has all workers drain; a SIGINT after it ends them a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
+from pdproxy.kit.forked import die_with_parent, flush_output
 from pdproxy.kit.frames import frames
-from pdproxy.kit.links import Link, LinkError, Message, pair
+from pdproxy.kit.links import Link, LinkError, Message, TooLongError, pair
 
 logger = logging.getLogger("pdproxy.workers")
 
@@ -35,7 +34,6 @@ DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
 READY, REFUSED, PONG = "ready", "refused", "pong"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping."""
 _LONGEST_WAIT = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +154,8 @@ class Supervisor:
             return
         try:
             worker.link.send(message)
+        except TooLongError as error:
+            logger.error("worker %d is not sent %s", worker.number, error)  # noqa: TRY400
         except LinkError as error:
             self._kill(worker, str(error))
 
@@ -170,7 +170,7 @@ class Supervisor:
         self._watcher.starts(worker.number)
         parents, end = pair()
         parent = os.getpid()
-        _flush()
+        flush_output()
         try:
             pid = os.fork()
         except OSError:
@@ -193,7 +193,7 @@ class Supervisor:
                 signal.signal(name, signal.SIG_DFL)
             for name in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all: the parent passes them on
                 signal.signal(name, signal.SIG_IGN)
-            _die_with_parent(parent)
+            die_with_parent(parent)
             parents.close()
             for other in self.workers:
                 if other.link is not None:
@@ -202,7 +202,7 @@ class Supervisor:
         except BaseException as error:
             logger.critical("worker %d failed: %s", number, frames(error))
         finally:
-            _flush()
+            flush_output()
             os._exit(code)
 
     def _reap(self) -> None:
@@ -383,17 +383,3 @@ class Supervisor:
                     logger.error("worker %d can't be started, tried again in %g s: %s", worker.number, pause, error)  # noqa: TRY400
                 else:
                     self.restarts += 1
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, or it is None
-            stream.flush()
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the system kill this process when its parent ends. Where the system can't, the end of its link ends it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
