@@ -139,6 +139,27 @@ def test_more_names_than_slots_count_for_themselves() -> None:
     assert workers.enter(0, "k39") is not None
 
 
+def test_names_that_come_and_go() -> None:
+    """Thousands of them, in workers that are killed now and then: the slots of those that are gone are free."""
+    workers = Workers(2)
+    for turn in range(400):
+        workers.limits = {f"k{turn * 4 + at}": KeyLimits(rpm=2) for at in range(4)}
+        for name in workers.limits:
+            for number in (0, 1):
+                use = workers.enter(number, name)
+                assert use is not None
+                use.end(1)
+            with pytest.raises(LimitError):  # it is shared: the other one's request counts
+                workers.enter(turn % 2, name)
+        if turn % 50 == 49:
+            workers.killed(turn // 50 % 2)
+    assert [len(one._used) for one in workers.all] == [4, 0]
+    workers.limits = {}
+    for number in (0, 1):
+        assert workers.enter(number) is None
+        assert not workers.table.column(number).keys()
+
+
 @settings(max_examples=80)
 @given(st.integers(1, 4), st.integers(0, 2**32), st.booleans())
 def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: bool) -> None:

@@ -65,6 +65,15 @@ class SharedQuotas(Quotas):
         self.take_over(used, account)
         return account
 
+    def _follow(self, limits: Mapping[str, KeyLimits]) -> None:
+        super()._follow(limits)
+        for name in self._used.keys() - self._accounts.keys():
+            del self._used[name]
+        # Also what this worker's predecessor has left: keys come and go for as long as the proxy runs.
+        kept = {used.key for used in self._used.values()} | set(map(key_of, limits))
+        for key in set(self._column.keys()) - kept:
+            self._column.drop(key)
+
     def _begun(self, key: str, account: Account) -> Use:
         used = self._used[key]
         used.requests = _wrapped(used.requests + _SCALE)
