@@ -7,29 +7,88 @@ from types import MappingProxyType
 
 EACH = "it counts what each worker does by itself: probes, lines of the log, failures until a breaker opens, engines in turn"
 KEPT = "it counts connections to engines, which each worker keeps for itself"
+DIVIDED = "it fills a bound that is divided among workers: connections, bytes of bodies and answers, readers, retries"
+INSIDE = "it looks into one process, or changes that one alone: its tasks and parts, its engines, its admin API"
+PREDICTED = "it is about predicted waits, which each worker knows from what it has served itself"
 SHARES = "it is about tenants' shares while requests wait, which hold in each worker"
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
     {
+        "test_admin.py::test_an_engine_added_here_survives_a_reload": INSIDE,
+        "test_admin.py::test_recent_requests": INSIDE,
+        "test_admin_requests.py::test_clients_that_leave_are_no_running_requests": INSIDE,
+        "test_admin_requests.py::test_requests_that_run": INSIDE,
+        "test_continued_edges.py::test_a_client_that_leaves_while_it_waits_for_a_retry": INSIDE,
+        "test_continued_edges.py::test_a_request_whose_time_is_up_between_two_streams": EACH,
+        "test_continued_not.py::test_a_client_that_leaves_while_nothing_comes": EACH,
+        "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
         "test_dead_core.py::test_the_first_answer_of_a_dead_core_takes_the_engine_out": EACH,
+        "test_deadlines.py::test_connect": EACH,
+        "test_deadlines.py::test_probe": EACH,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
+        "test_dns.py::test_engines_come_and_go_with_their_name": INSIDE,
+        "test_engines_come_and_go.py::test_a_decode_engine_comes_and_goes": INSIDE,
+        "test_engines_come_and_go.py::test_a_removed_engine_dies_while_it_serves_a_request": INSIDE,
+        "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": INSIDE,
+        "test_engines_come_and_go.py::test_an_engine_that_is_being_added_leaves_the_proxy_ready": INSIDE,
+        "test_engines_come_and_go.py::test_one_that_is_added_again_is_probed_again": INSIDE,
+        "test_engines_come_and_go.py::test_removed_between_prefill_and_decode": INSIDE,
+        "test_engines_come_and_go.py::test_the_last_decode_engine_is_removed": INSIDE,
+        "test_first_contact.py::test_a_refusal_is_a_release_once_kv_has_moved": EACH,
+        "test_hostile_bodies.py::test_an_honest_large_body_is_served_byte_for_byte": DIVIDED,
+        "test_hostile_bodies.py::test_bodies_that_wait_to_be_read_are_bounded": DIVIDED,
+        "test_hostile_clients.py::test_bodies_under_way_have_one_bound_in_all": DIVIDED,
+        "test_hostile_engines.py::test_a_prefill_without_end": EACH,
+        "test_hostile_engines.py::test_a_stream_without_data_is_tried_elsewhere": EACH,
+        "test_hostile_engines.py::test_an_answer_without_end_is_tried_elsewhere": EACH,
+        "test_hostile_engines.py::test_many_answers_share_one_room": DIVIDED,
+        "test_hostile_logs.py::test_a_pipe_that_nobody_reads": EACH,
+        "test_hostile_logs.py::test_the_last_lines_are_written": EACH,
+        "test_incompatible_engines.py::test_different_prompt_lengths_eject_the_pair": EACH,
         "test_keys.py::test_a_file_that_goes_bad_changes_nothing_and_is_told_once": EACH,
+        "test_membership.py::test_a_fleet_that_changes_under_streaming_clients": INSIDE,
+        "test_membership.py::test_a_prefill_engine_stays_until_its_kv_was_read": INSIDE,
+        "test_membership.py::test_a_stream_that_is_too_late_goes_on_elsewhere": INSIDE,
+        "test_metrics_table.py::test_series_of_a_removed_engine_are_dropped": INSIDE,
+        "test_metrics_table.py::test_the_process_and_its_versions_are_on_the_page": INSIDE,
+        "test_monitoring.py::test_a_body_that_is_refused_is_counted": DIVIDED,
+        "test_monitoring.py::test_a_connection_that_is_refused_is_counted": DIVIDED,
+        "test_monitoring.py::test_a_flood_of_refusals_does_not_fill_the_log": EACH,
+        "test_monitoring.py::test_an_emptied_key_file_means_that_no_key_is_valid": EACH,
+        "test_monitoring.py::test_ready_is_degraded_if_no_pair_fits": EACH,
+        "test_operation.py::test_an_engine_that_was_never_up_is_logged_once": EACH,
+        "test_operation.py::test_late_answers_count_only_in_a_row": EACH,
+        "test_operation.py::test_ready_says_what_is_down": EACH,
+        "test_other_routes_fail.py::test_an_engine_that_dies_in_a_stream": EACH,
+        "test_other_routes_fail.py::test_the_breaker_hears_of_failures": EACH,
+        "test_outliers.py::test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_again": EACH,
+        "test_outliers.py::test_an_engine_that_is_slower_than_its_peers_is_excluded": EACH,
+        "test_overload.py::test_a_full_queue_says_when_there_may_be_room": PREDICTED,
+        "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once": PREDICTED,
+        "test_pass_through.py::test_default_engines_answer_both_routes": EACH,
         "test_prefill_fails.py::test_a_prefill_engine_that_refuses_connections": EACH,
         "test_prefill_fails.py::test_the_breaker_shuts_out_an_engine_that_keeps_failing": EACH,
+        "test_replicas.py::test_one_proxy_has_a_plain_ledger": INSIDE,
         "test_requests.py::test_without_proxy_keys_the_engine_key_is_kept_for_probes": EACH,
-        "test_tenants.py::test_places_are_divided_by_weight": SHARES,
-        "test_tenants.py::test_weights_of_the_settings": SHARES,
-        "test_tenants.py::test_priority_orders_the_requests_of_one_tenant": SHARES,
+        "test_retry_budget.py::test_a_request_that_waits_too_long_is_refused": DIVIDED,
+        "test_retry_budget.py::test_a_request_waits_until_another_retry_has_its_data": DIVIDED,
+        "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
+        "test_settings_file.py::test_other_settings_are_followed": INSIDE,
+        "test_settings_file.py::test_the_file_of_the_settings_is_followed": INSIDE,
+        "test_shares.py": SHARES,
         "test_tenants.py::test_a_key_bounds_the_priorities_of_its_requests": SHARES,
         "test_tenants.py::test_on_routes_of_one_engine_only_the_header_is_read": SHARES,
+        "test_tenants.py::test_places_are_divided_by_weight": SHARES,
+        "test_tenants.py::test_priority_orders_the_requests_of_one_tenant": SHARES,
+        "test_tenants.py::test_weights_of_the_settings": SHARES,
         "test_tls.py::test_a_certificate_that_expires_is_reported": EACH,
         "test_tls.py::test_half_of_a_renewal_changes_nothing": EACH,
     }
 )
-"""Reasons by the test's file and name. All parameters of a test are left out."""
+"""Reasons by the test's file and name, or by the file for all in it. All parameters of a test are left out."""
 
 
 def reason(file: str, name: str) -> str | None:
     """Return why a test needs one worker, None if it does not."""
-    return ONE_WORKER.get(f"{file}::{name}")
+    return ONE_WORKER.get(f"{file}::{name}", ONE_WORKER.get(file))

@@ -1,7 +1,7 @@
 """Several workers in one event loop: each is a whole proxy with its part of what workers share, and all listen at one port.
 
 With PDPROXY_TEST_WORKERS=2 the tests of `world` run so, where their settings allow it, and those of `tests.fakes.process` with
-processes. `.ci/full workers` names the files that pass; `tests.fakes.one_worker` the tests in them that can't, and why.
+processes. `.ci/full workers` runs all of `tests/proxy` so; `tests.fakes.one_worker` names the tests that can't, and why.
 Tests with other fixtures (`pool`, `registered`, virtual time) have one proxy in any case.
 """
 

@@ -6,9 +6,12 @@ the workers refused their settings, whose text is printed.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,10 @@ from pathlib import Path
 from pdproxy.kit.links import Link, LinkError, Message
 from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD, RefusedError, Supervisor, Times
 from pdproxy.kit.supervisor import WorkerProcess as Process
+
+PR_SET_CHILD_SUBREAPER = 36
+REFUSALS = 3
+"""How often the system has no process left, in mode `full`, from the first restart on."""
 
 
 class Watcher:
@@ -26,6 +33,12 @@ class Watcher:
 
     def received(self, worker: Process, message: Message) -> None:
         print(f"said {worker.number} {message.kind}", flush=True)
+
+    def starts(self, number: int) -> None:
+        print(f"starts {number}", flush=True)
+
+    def waits(self, number: int, seconds: float) -> None:
+        print(f"waits {number} {seconds:g}", flush=True)
 
     def died(self, number: int) -> None:
         print(f"died {number}", flush=True)
@@ -52,6 +65,8 @@ def work(mode: str, number: int, end: socket.socket) -> int:
         end.setblocking(True)
         link.send(Message(REFUSED, body=b"key file: gone"))
         return 2
+    if mode == "leaves":
+        print(f"child {subprocess.Popen(['sleep', '0.2']).pid}", flush=True)
     link.send(Message(READY))
     while True:
         time.sleep(0.005)
@@ -69,8 +84,27 @@ def work(mode: str, number: int, end: socket.socket) -> int:
                 return 0
 
 
+def full() -> None:
+    """Have the system be out of processes once both workers run."""
+    fork, calls = os.fork, 0
+
+    def refused() -> int:
+        nonlocal calls
+        calls += 1
+        if 2 < calls <= 2 + REFUSALS:
+            print(f"refused with {len(os.listdir('/proc/self/fd'))} files", flush=True)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    os.fork = refused
+
+
 def main() -> int:
     mode = sys.argv[1]
+    if mode == "full":
+        full()
+    if mode == "leaves":  # as process 1 of a container: it becomes the parent of its workers' children when these die
+        assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     times = Times(ping=0.02, silent=0.6, first=30.0, pauses=(0.0, 0.05, 0.1), at_once=0.3)
     supervisor = Supervisor(2, lambda number, end: work(mode, number, end), Watcher, 0.5, times)
     try:

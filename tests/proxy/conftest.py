@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -28,6 +29,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _left_out[why or ""] += 1
     items[:] = kept
     config.hook.pytest_deselected(items=out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that has started this one, if pytest runs in several."""
+    if hasattr(session.config, "workeroutput"):
+        found = {"with": sorted(several.ran[True]), "without": sorted(several.ran[False]), "left_out": dict(_left_out)}
+        session.config.workeroutput["several"] = found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what such a process tells. Each has collected all tests."""
+    found = getattr(node, "workeroutput", {}).get("several", {"with": [], "without": [], "left_out": {}})
+    several.ran[True].update(found["with"])
+    several.ran[False].update(found["without"])
+    _left_out.update({why: count for why, count in found["left_out"].items() if why not in _left_out})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.fakes.client import request
 from tests.fakes.engine import Reply, Script
 from tests.fakes.passed import RESPONSES, everyone, responses
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, TEXT, World, chat, completion, until, world
+from tests.proxy.test_keys import bearer
 
 MIB = 1 << 20
 LIMITS = {"max_answer_bytes": MIB, "max_buffered_answer_bytes": 4 * MIB}
@@ -273,6 +275,23 @@ async def test_a_number_that_no_counter_has() -> None:
         everyone(w, RESPONSES, scripts.streams(*[b'data: {"sequence_number":1}\n\n'] * 3, event))
         answer = await w.ask(RESPONSES, responses(stream=True))
         assert (answer.status, answer.events[-1]) == (200, event)
+
+
+@pytest.mark.parametrize("digits", [14, 400])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_usage_that_is_no_count(tmp_path: Path, digits: int, stream: bool) -> None:
+    """Of a key with limits, in which usage is added up: the request ends, its place is free, and the key is served."""
+    (tmp_path / "keys").write_text("a:sk-a tpm=600000 inflight=1")
+    count = 10**digits
+    events = answers.stream(False, count, ["a"], with_usage=True)
+    body = answers.compact({"choices": [{"index": 0, "text": "a"}], "usage": answers.usage(count, count)})
+    script = scripts.streams(*events) if stream else scripts.whole(body)
+    async with world(auth={"api_keys_file": str(tmp_path / "keys")}) as w:
+        for _ in range(4):
+            w.decode[0].script(script)
+            answer = await w.ask(COMPLETIONS, completion(stream=stream), bearer("sk-a"))
+            assert answer.status == 200
+        await w.quiet()
 
 
 # -- probes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -180,3 +181,53 @@ async def _state(proxy: Served, state: str) -> dict[str, Any]:
             if found["state"] == state:
                 return found
             await asyncio.sleep(0.05)
+
+
+async def test_without_a_standard_error() -> None:
+    """No socket takes its number, which libuv would not close: workers serve, are replaced, and end with 0."""
+    async with served(None, workers=2) as proxy:
+        for pid in (proxy.process.pid, *proxy.workers()):
+            assert os.readlink(f"/proc/{pid}/fd/2") == os.devnull
+        killed = proxy.workers()[0]
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: killed not in proxy.workers() and len(proxy.workers()) == 2)
+        await _serves(proxy)
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await proxy.process.wait() == 0
+
+
+async def test_counters_never_decrease_while_workers_are_killed_and_stopped(tmp_path: Path) -> None:
+    """Fifty clients ask for them meanwhile. Prometheus takes a counter that decreases for one that began anew."""
+    ended = asyncio.Event()
+    pages: list[float] = []
+
+    async def ask() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError, EOFError, TimeoutError):  # it was the one that was killed
+                async with asyncio.timeout(5):
+                    await proxy.ask("GET", "/metrics")
+
+    async def watch() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError, EOFError, TimeoutError):
+                async with asyncio.timeout(5):
+                    await proxy.ask("POST", COMPLETIONS, completion())
+                    pages.append(await proxy.metric("pdproxy_requests_total"))
+
+    with (tmp_path / "log").open("wb") as log:
+        async with served(log, workers=2) as proxy:
+            await _serves(proxy, 8)
+            tasks = [asyncio.create_task(one()) for one in (watch, *[ask] * 50)]
+            for times in range(1, 4):
+                seen = len(pages)
+                await until(lambda seen=seen: len(pages) >= seen + 3, PATIENCE)  # type: ignore[misc]
+                stopped, killed = proxy.workers()
+                os.kill(stopped, signal.SIGSTOP)
+                await asyncio.sleep(1.5)
+                os.kill(stopped, signal.SIGCONT)
+                os.kill(killed, signal.SIGKILL)
+                await until_metric(proxy, "pdproxy_worker_restarts_total", times)
+            ended.set()
+            await asyncio.gather(*tasks)
+    assert pages == sorted(pages)
+    assert len(pages) > 9

@@ -15,7 +15,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.name_server import name_server
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
-from tests.fakes.world import COMPLETIONS, TEXT, completion
+from tests.fakes.world import COMPLETIONS, TEXT, completion, until
 
 NAME = "_vllm._tcp.example"
 
@@ -96,3 +96,66 @@ async def test_two_workers_follow_their_file_and_a_name(tmp_path: Path) -> None:
             assert len(proxy.workers()) == 2
     for engine in engines:
         engine.stop()
+
+
+async def test_a_worker_that_starts_again_begins_with_the_settings_of_the_others(tmp_path: Path) -> None:
+    """Not with those of the supervisor's start: an engine that was taken out gets nothing.
+
+    Where the file can't be used it waits, and the others get all connections: none waits for it.
+    """
+    path, port, books = tmp_path / "pdproxy.yaml", free_port(), Books()
+    prefill, former, present = engines = [FakeEngine(role, books) for role in ("prefill", "decode", "decode")]
+    for engine in engines:
+        await engine.listen()
+
+    def write(decode: FakeEngine) -> None:
+        path.write_text(
+            f"listen: {{port: {port}, workers: 2}}\n"
+            f"pools:\n- connector: nixl\n  nodes:\n  - {{url: '{prefill.url}', role: prefill}}\n"
+            f"  - {{url: '{decode.url}', role: decode}}\n"
+        )
+
+    async def serves() -> None:
+        for _ in range(12):
+            async with asyncio.timeout(PATIENCE):
+                assert (await proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
+
+    write(former)
+    async with _serving(path, port, [prefill, former]) as proxy:
+        await _until(proxy, lambda body: '"state":"ok"' in body)
+        write(present)
+        proxy.process.send_signal(signal.SIGHUP)
+        async with asyncio.timeout(PATIENCE):
+            while await proxy.metric("pdproxy_node_up", node=present.url) != 1:
+                await asyncio.sleep(0.05)
+            while await proxy.metric("pdproxy_node_up", node=former.url):
+                await asyncio.sleep(0.05)
+        former.requests.clear()
+        before = proxy.workers()
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: before[0] not in proxy.workers())
+        await serves()
+        path.write_text("pools: 1\n")
+        os.kill(before[1], signal.SIGKILL)
+        while await _restarts(proxy) < 4:  # its pauses are 0, 1, 2 and 4 s: now it waits, and its socket is closed
+            await asyncio.sleep(0.05)
+        await serves()
+        assert await proxy.metric("pdproxy_workers") == 1
+        write(present)
+        async with asyncio.timeout(PATIENCE):
+            while await proxy.metric("pdproxy_workers") != 2:
+                await asyncio.sleep(0.05)
+        await serves()
+        assert not former.requests
+        assert present.requests
+    for engine in engines:
+        engine.stop()
+
+
+async def _restarts(proxy: Served) -> float:
+    """How often workers were started again, asked of whom answers: a connection that waits for a dead one is given up."""
+    try:
+        async with asyncio.timeout(0.5):
+            return await proxy.metric("pdproxy_worker_restarts_total")
+    except (TimeoutError, OSError):
+        return 0.0

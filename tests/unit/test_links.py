@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.kit import links
-from pdproxy.kit.links import Link, LinkError, Message, pair
+from pdproxy.kit.links import Link, LinkError, Message, TooLongError, pair
 
 
 def _ends() -> tuple[Link, Link]:
@@ -60,6 +60,18 @@ def test_one_that_does_not_read_is_no_longer_sent_to(monkeypatch: pytest.MonkeyP
         one.send(page)
     with pytest.raises(LinkError, match="not read"):
         one.send(page)
+    one.close()
+    other.close()
+
+
+def test_a_message_that_is_too_long_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of more engines than anybody thought of would otherwise end the worker that makes it, again and again."""
+    monkeypatch.setattr(links, "MAX_MESSAGE", 1000)
+    one, other = _ends()
+    with pytest.raises(TooLongError, match="'page' of 1"):
+        one.send(Message("page", body=bytes(1000)))
+    one.send(Message("page", body=b"x"))
+    assert _all(other, 1) == [Message("page", body=b"x")]
     one.close()
     other.close()
 

@@ -19,6 +19,7 @@ from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.logs import configure, set_level
 from pdproxy.settings.changes import Changes, changes
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Node, Pool, Settings
@@ -206,6 +207,23 @@ async def test_a_file_that_changes_while_the_proxy_starts(tmp_path: Path) -> Non
     await reloading.look()
     await reloading.look()
     assert [len(one) for one in members.sets] == [3]
+
+
+async def test_who_starts_later_begins_with_the_files_as_they_are(file: File) -> None:
+    """Where they have not changed nothing is read; where they can't be used it must not begin; a pipe counts as it was."""
+    await file.reloading.catch_up()
+    assert file.reads == 0
+    file.write(MORE)
+    await file.reloading.catch_up()
+    assert [len(one) for one in file.members.sets] == [3]
+    file.write("pools: 1\n")
+    with pytest.raises(SettingsError, match=r"can't be read again: .*pools"):
+        await file.reloading.catch_up()
+    file.path.unlink()
+    os.mkfifo(file.path)
+    async with asyncio.timeout(20):
+        await file.reloading.catch_up()
+    assert len(file.members.sets) == 1
 
 
 async def test_a_proxy_that_ends_reads_nothing(file: File) -> None:

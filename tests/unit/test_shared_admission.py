@@ -112,6 +112,17 @@ async def test_tokens_in_flight_are_those_of_all() -> None:
     workers.close()
 
 
+async def test_a_size_without_bound() -> None:
+    """A request that asks for thousands of answers, after an engine that claimed enormous ones: it is served."""
+    workers = Workers(2, 2)
+    workers.all[0]._outputs.add(1, 2**60)
+    place = await workers.all[0].enter(Client("c"), Demand(answers=2**14))
+    assert workers.all[1].everywhere == 1
+    place.leave()
+    assert workers.all[1].everywhere == 0
+    workers.close()
+
+
 async def test_what_a_dead_worker_had_is_free() -> None:
     """It wakes nobody: who waits looks by itself."""
     workers = Workers(2, 1)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit.errors import LimitError, Reason
-from pdproxy.kit.shared_table import SharedTable
+from pdproxy.kit.shared_table import SharedTable, key_of
 from pdproxy.serving.access.quotas import Quotas, Use
-from pdproxy.serving.access.shared_quotas import KEPT, MEASURES, SharedQuotas
+from pdproxy.serving.access.shared_quotas import KEPT, MEASURES, TOKENS, SharedQuotas
 from pdproxy.settings.key_lines import KeyLimits
 
 
@@ -139,6 +139,27 @@ def test_more_names_than_slots_count_for_themselves() -> None:
     assert workers.enter(0, "k39") is not None
 
 
+def test_names_that_come_and_go() -> None:
+    """Thousands of them, in workers that are killed now and then: the slots of those that are gone are free."""
+    workers = Workers(2)
+    for turn in range(400):
+        workers.limits = {f"k{turn * 4 + at}": KeyLimits(rpm=2) for at in range(4)}
+        for name in workers.limits:
+            for number in (0, 1):
+                use = workers.enter(number, name)
+                assert use is not None
+                use.end(1)
+            with pytest.raises(LimitError):  # it is shared: the other one's request counts
+                workers.enter(turn % 2, name)
+        if turn % 50 == 49:
+            workers.killed(turn // 50 % 2)
+    assert [len(one._used) for one in workers.all] == [4, 0]
+    workers.limits = {}
+    for number in (0, 1):
+        assert workers.enter(number) is None
+        assert not workers.table.column(number).keys()
+
+
 @settings(max_examples=80)
 @given(st.integers(1, 4), st.integers(0, 2**32), st.booleans())
 def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: bool) -> None:
@@ -172,3 +193,39 @@ def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: boo
             for use in (shared_use, alone_use):
                 use.charge(tokens)
             going.append((shared_use, alone_use, tokens * chance.random() * 2))
+
+
+@pytest.mark.parametrize("tokens", [2**40, 10**30])
+def test_use_without_bound_ends_all_the_same(tokens: int) -> None:
+    """Sums wrap and levels are cut: the key is in debt everywhere, serves nothing more, and no request fails otherwise."""
+    workers = Workers(2, a=KeyLimits(tpm=600, inflight=20), b=KeyLimits(tpm=10**30))
+    uses = [workers.enter(0) for _ in range(20)]
+    for use in uses:
+        assert use is not None
+        use.end(tokens)
+    for number in (0, 1):
+        with pytest.raises(LimitError) as refused:
+            workers.enter(number)
+        assert refused.value.reason is Reason.KEY_TOKENS
+    assert workers.all[1]._accounts["a"].elsewhere == 0
+    for number in (0, 1, 0):
+        use = workers.enter(number, "b")
+        assert use is not None
+        use.end(tokens)
+
+
+def test_sums_that_wrap() -> None:
+    """What was used since the start is more than a cell holds: what is left is right all the same."""
+    workers = Workers(2, a=KeyLimits(tpm=6000))
+    for number in (0, 1):
+        row = workers.table.column(number).row(key_of("a"))
+        assert row is not None
+        row[TOKENS] = 2**63 - 1_000_000 * (number + 1)
+    workers.all = [workers.made(number) for number in (0, 1)]
+    for turn in range(8):
+        use = workers.enter(turn % 2)
+        assert use is not None
+        use.end(100)
+    account = workers.all[0]._account("a", workers.limits["a"])
+    assert account.tokens is not None
+    assert account.tokens.level == 6000 - 8 * 100

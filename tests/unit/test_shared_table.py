@@ -80,6 +80,19 @@ def test_what_a_dead_process_had_is_gone_but_for_sums() -> None:
     assert others.sums(9) == (1, 101)
 
 
+def test_keys_of_dead_processes_fill_no_table() -> None:
+    """Engines come and go, and so do processes: the next one can't drop what it does not know."""
+    table = SharedTable(2, 4, 1)
+    for turn in range(100):
+        column, others = table.column(0), table.others(1)
+        for at in range(4):
+            assert column.write(turn * 4 + at + 1, (7,))
+        assert others.sums(turn * 4 + 1) == (7,)
+        table.clear(0)
+        assert others.sums(turn * 4 + 1) == (0,)
+        assert others.changed() is None
+
+
 def test_keys_are_the_same_everywhere() -> None:
     """They don't depend on the process's hash seed, and no text is the empty slot."""
     assert key_of("http://a:1") == 7474447514010783343

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
+from types import SimpleNamespace
 
 import pytest
 
 from pdproxy.app import siblings
-from pdproxy.app.shown import together
+from pdproxy.app.shown import ShownOfAll, add_up, together
 from pdproxy.app.siblings import Siblings
 from pdproxy.kit import switchboard
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.kit.switchboard import REPORT, Switchboard
+from pdproxy.observe.snapshot import Snapshot
 from pdproxy.web.app import Readiness, State
+from tests.fakes.world import until
 
 
 class Parent:
@@ -100,6 +105,82 @@ async def test_the_last_report_of_a_dead_worker_stays() -> None:
     parent.sent(1, Message(REPORT, body=b"b"))
     parent.switchboard.died(1)
     assert (await parent.all[0].ask("name")).past == b"ab"
+
+
+async def test_one_that_ends_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it: its last report comes in place of its answer, and is in what is left for the next question only."""
+    monkeypatch.setattr(siblings, "PATIENCE", 30.0)
+    parent = Parent(3)
+    parent.all[1].answers["name"] = lambda: b"x"
+    parent.sent(2, Message(REPORT, body=b"r"))
+    parent.silent.add(2)
+    asking = asyncio.create_task(parent.all[0].ask("name"))
+    await until(lambda: parent.all[0]._open and next(iter(parent.all[0]._open.values())).found.of)
+    parent.switchboard.died(2)
+    found = await asking
+    assert (found.of, found.silent, found.last, found.past) == ({1: b"x"}, [2], {2: b"r"}, b"")
+    parent.workers[2].ready = False
+    found = await parent.all[0].ask("name")
+    assert (found.of, found.silent, found.last, found.past) == ({1: b"x"}, [], {}, b"r")
+    assert not parent.switchboard._questions
+
+
+async def test_one_that_stands_still_has_its_last_report_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer behind that is not passed on; one that has never reported has none."""
+    monkeypatch.setattr(siblings, "PATIENCE", 0.05)
+    parent = Parent(3)
+    parent.silent |= {1, 2}
+    parent.sent(2, Message(REPORT, body=b"r"))
+    found = await parent.all[0].ask("name")
+    assert (found.of, found.silent, found.last, found.complete) == ({}, [1, 2], {1: b"", 2: b"r"}, True)
+    parent.sent(1, Message(switchboard.REPLY, 1, body=b"late"))
+    assert not parent.switchboard._questions
+
+
+async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(siblings, "PATIENCE", 0.05)
+    parent = Parent(2)
+    parent.silent.add(0)  # to whom it sends nothing
+    assert not (await parent.all[0].ask("name")).complete
+
+
+def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
+    """What a worker shows that has counted so much."""
+    metrics = SimpleNamespace(snapshot=lambda: Snapshot({"pdproxy_requests_total": {("a",): count[number]}}, {}))
+    return ShownOfAll(None, lambda: Readiness(State.OK), metrics, parent.all[number], number, lambda: 0)  # type: ignore[arg-type, call-arg]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_no_page_shows_less_than_one_before(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whatever ends or stands still at whatever moment: a counter that decreases looks like one that began anew."""
+    monkeypatch.setattr(siblings, "PATIENCE", 0.01)
+    chance, parent, count = random.Random(seed), Parent(3), [0.0] * 3
+    parent.switchboard._add_up = add_up
+    shown = [_counted(parent, number, count) for number in range(3)]
+    pages: list[float] = []
+    for _ in range(60):
+        count[chance.randrange(3)] += chance.randrange(1, 9)
+        asked = chance.choice([number for number in range(3) if number not in parent.silent])
+        page = asyncio.create_task(shown[asked].metrics())
+        match chance.randrange(6):
+            case 0:
+                shown[chance.randrange(3)].report()
+            case 1 if len(parent.silent) < 2:
+                parent.silent.add(chance.choice([number for number in range(3) if number != asked]))
+            case 2:
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+                dead = chance.choice([number for number in range(3) if number != asked])
+                parent.switchboard.died(dead)
+                parent.all[dead] = Siblings(lambda message, number=dead: parent.sent(number, message))  # type: ignore[misc]
+                parent.workers[dead].pid, count[dead] = chance.randrange(2**31), 0.0
+                parent.silent.discard(dead)
+                shown[dead] = _counted(parent, dead, count)
+        found = re.search(rb"pdproxy_requests_total\{.*\} (.*)", await page)
+        assert found is not None
+        pages.append(float(found[1]))
+    assert pages == sorted(pages)
+    assert pages[-1] > 0
 
 
 def _ready(state: State, *details: str) -> Readiness:

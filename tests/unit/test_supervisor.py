@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.toy_workers import REFUSALS
+
 PATIENCE = 180.0
 
 
@@ -208,3 +210,45 @@ async def test_what_is_refused_later_ends_nobody_else(tmp_path: Path) -> None:
         assert _runs(other)
         process.process.terminate()
         assert await process.ended() == 0
+
+
+async def test_a_system_without_processes_ends_nobody_else(tmp_path: Path) -> None:
+    """The worker is started once there is one; until then nothing is left open by the attempts."""
+    async with toy("full", tmp_path) as process:
+        first, other = await process.both()
+        os.kill(first, signal.SIGKILL)
+        await process.until(lambda lines: sum(line.startswith("ready 0") for line in lines) == 2)
+        assert _runs(other)
+        process.process.terminate()
+        assert await process.ended() == 0
+        assert process.lines[-1] == "restarts 1"
+        refusals = [line for line in process.lines if line.startswith("refused with")]
+        assert len(refusals) == REFUSALS
+        assert len(set(refusals)) == 1
+
+
+async def test_children_of_a_dead_worker_leave_nothing(tmp_path: Path) -> None:
+    """Where the supervisor becomes their parent, as process 1 of a container, it takes their end, too."""
+    async with toy("leaves", tmp_path) as process:
+        for pid in await process.both():
+            os.kill(pid, signal.SIGKILL)
+        await process.until(lambda lines: sum(line.startswith("ready") for line in lines) == 4)
+        children = [int(line.split()[1]) for line in process.lines if line.startswith("child")]
+        deadline = time.monotonic() + PATIENCE
+        while any(Path(f"/proc/{pid}").exists() for pid in children[:2]):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        process.process.terminate()
+        assert await process.ended() == 0
+
+
+async def test_sigterm_for_the_whole_group_is_no_failure(tmp_path: Path) -> None:
+    """As systemd and shells send it: a worker without a handler ends by it."""
+    async with toy("serves", tmp_path) as process:
+        pids = await process.both()
+        process.process.terminate()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        assert await process.ended() == 0
+        assert process.lines[-1] == "restarts 0"

@@ -85,6 +85,17 @@ class Reloading:
         """Read the settings now: somebody asks for it."""
         self._wake.set()
 
+    async def catch_up(self) -> None:
+        """Read the files now if they have changed since the start: who takes another's place begins where that was.
+
+        Raises:
+            SettingsError: they can't be used. What was read at the start may be long out of date.
+        """
+        if self._stamps() != self._used and all(map(_can_be_read_again, self._source.paths)):
+            await self.look(asked=True)
+            if self._failure is not None:
+                raise SettingsError(f"the settings can't be read again: {self._failure}")
+
     async def run(self) -> None:
         """Look at the files once per second until cancelled."""
         while True:
@@ -134,14 +145,17 @@ class Reloading:
 
     def _read_files(self) -> Settings:
         for path in self._source.paths:
-            # A pipe was read at the start, and would have a thread wait for a writer until the process is killed.
-            try:
-                mode = path.stat().st_mode
-            except OSError:
-                continue  # it is gone, or can't be looked at: reading it says so
-            if not stat.S_ISREG(mode):
+            if not _can_be_read_again(path):
                 raise SettingsError(f"{spell_file(path)}: is no regular file, and can be read only at the start")
         return self._source.read()
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [stamp(path) for path in self._paths]
+
+
+def _can_be_read_again(path: Path) -> bool:
+    """Return False for a pipe: it was read at the start, and a thread would wait for its writer until the process is killed."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return True  # it is gone, or can't be looked at: reading it says so

@@ -10,6 +10,7 @@ import msgspec
 
 from pdproxy.app.readiness import MAX_DETAILS
 from pdproxy.app.siblings import Siblings
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.links import Message
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.kit.tasks import TaskOwner
@@ -60,7 +61,7 @@ class ShownOfAll(Shown):
         self._siblings = siblings
         self._number = number
         self._everywhere = everywhere
-        siblings.answers["metrics"] = lambda: encode(self._snapshot())
+        siblings.answers["metrics"] = lambda: encode(self._told())
         siblings.answers["ready"] = lambda: _encode_ready(self._own_readiness())
 
     def load(self) -> int:
@@ -73,13 +74,21 @@ class ShownOfAll(Shown):
         found = {self._number: self._own_readiness()}
         found |= {number: _decode_ready(answer) for number, answer in answers.of.items()}
         silent = [f"worker {number} does not answer" for number in answers.silent]
+        if not answers.complete:
+            silent.append("the supervisor does not answer")
         return together(found, silent)
 
     async def metrics(self) -> bytes:
-        """See `Shown`."""
+        """See `Shown`. What was counted never decreases: of a worker that does not answer it is what it has reported last.
+
+        Raises:
+            PdproxyError: the supervisor does not answer.
+        """
         answers = await self._siblings.ask("metrics")
-        every = [self._snapshot(), *(decode(one) for one in answers.of.values())]
-        page = merged([*every, decode(answers.past)] if answers.past else every)
+        if not answers.complete:
+            raise PdproxyError("the supervisor does not answer")
+        parts = [*answers.of.values(), *answers.last.values(), answers.past]
+        page = merged([self._told(), *(decode(one) for one in parts if one)])
         page.values[catalog_workers.RESTARTS.name] = {(): answers.restarts}
         return page_of(page)
 
@@ -94,7 +103,13 @@ class ShownOfAll(Shown):
 
     def report(self) -> None:
         """Report the counts to the parent."""
-        self._siblings.send(Message(REPORT, body=encode(self._snapshot().without_levels())))
+        self._told()
+
+    def _told(self) -> Snapshot:
+        """Return what is shown, and report it first: a page after the end of this process must not show less."""
+        found = self._snapshot()
+        self._siblings.send(Message(REPORT, body=encode(found.without_levels())))
+        return found
 
     def _snapshot(self) -> Snapshot:
         found = self._own_metrics.snapshot()

@@ -6,11 +6,12 @@ Owns the worker's questions. Many clients may cause the same question: it is ask
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdproxy.kit.links import Message
-from pdproxy.kit.switchboard import ANSWER, ASK, ASKED, PAST, QUESTION, REPLY, decode_asked
+from pdproxy.kit.switchboard import ANSWER, ASK, ASKED, LAST, LATE, PAST, QUESTION, REPLY, decode_asked
 
 PATIENCE = 1.0
 """Seconds for the answers of all others."""
@@ -18,10 +19,14 @@ PATIENCE = 1.0
 
 @dataclass(slots=True)
 class Answers:
-    """What the others have answered, by their numbers. `silent`: those that did not in time."""
+    """What the others have answered, by their numbers. `silent`: those that did not in time, or have ended meanwhile."""
 
     of: dict[int, bytes] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
+    last: dict[int, bytes] = field(default_factory=dict)
+    """The last reports of the silent ones, empty where there was none."""
+    complete: bool = True
+    """Whether the parent has answered: without that nothing is known of the others."""
     past: bytes = b""
     """What is left of workers that have ended."""
     restarts: int = 0
@@ -36,7 +41,7 @@ class _Open:
         self.done = asyncio.Event()
 
     def look(self) -> None:
-        if self.asked is not None and self.asked <= self.found.of.keys():
+        if self.asked is not None and self.asked <= self.found.of.keys() | self.found.last.keys():
             self.done.set()
 
 
@@ -58,7 +63,7 @@ class Siblings:
         self._send(message)
 
     async def ask(self, question: str) -> Answers:
-        """Return what the others answer, within a second."""
+        """Return what the others answer, within a second, and one more for the last reports of those that do not."""
         task = self._asking.get(question)
         if task is None:
             task = self._asking[question] = asyncio.create_task(self._ask(question), name=f"ask for {question}")
@@ -71,12 +76,13 @@ class Siblings:
         one = self._open[number] = _Open()
         self._send(Message(ASK, number, body=question.encode()))
         try:
-            async with asyncio.timeout(PATIENCE):
-                await one.done.wait()
-        except TimeoutError:
-            one.found.silent = sorted((one.asked or set()) - one.found.of.keys())
+            if not await _waited(one.done):
+                self._send(Message(LATE, number))
+                await _waited(one.done)
         finally:
             del self._open[number]
+        one.found.silent = sorted((one.asked or set()) - one.found.of.keys())
+        one.found.complete = one.done.is_set()
         return one.found
 
     def received(self, message: Message) -> None:
@@ -96,4 +102,14 @@ class Siblings:
             one.found.past = message.body
         elif message.kind == ANSWER:
             one.found.of[message.worker] = message.body
+        elif message.kind == LAST:
+            one.found.last[message.worker] = message.body
         one.look()
+
+
+async def _waited(done: asyncio.Event) -> bool:
+    """Return whether it is set in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE):
+            await done.wait()
+    return done.is_set()

@@ -25,8 +25,9 @@ from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.fleet.dns_source import DnsSource
 from pdproxy.kit.ids import name_worker
-from pdproxy.kit.links import Link, LinkError, Message
+from pdproxy.kit.links import Link, LinkError, Message, TooLongError
 from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD
+from pdproxy.kit.switchboard import REPORT
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
@@ -36,6 +37,10 @@ logger = logging.getLogger("pdproxy.workers")
 
 LOOK_EVERY = 0.01
 """Seconds between two looks whether the engines were probed."""
+LAST_WORDS = 2.0
+"""Seconds for the last report to be sent: of hundreds of engines a socket does not take it at once."""
+MAX_BEHIND = 8 << 20
+"""Bytes that wait to be sent. Behind more no report is added: a supervisor that is stopped for minutes ends no worker."""
 
 
 class Orders:
@@ -47,25 +52,40 @@ class Orders:
         self._hangups = hangups
         self._loop = asyncio.get_running_loop()
         self.then: Callable[[Message], None] = lambda _: None
+        self._sent = asyncio.Event()
+        """Nothing waits to be sent."""
+        self._sent.set()
         self._loop.add_reader(self._link.fileno(), self._read)
 
     def __repr__(self) -> str:
         return f"<Orders over {self._link!r}>"
 
     def send(self, message: Message) -> None:
-        """Send the supervisor a message."""
+        """Send the supervisor a message. A report is not, while it reads nothing: the next one says the same."""
+        if message.kind == REPORT and self._link.unsent > MAX_BEHIND:
+            return
         try:
             self._link.send(message)
             if self._link.unsent:
+                self._sent.clear()
                 self._loop.add_writer(self._link.fileno(), self._write)
+        except TooLongError as error:
+            logger.error("not sent: %s", error)  # noqa: TRY400
         except LinkError as error:
             self._gone(error)
+
+    async def all_sent(self) -> None:
+        """Wait until the supervisor has been sent everything, for some seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await self._sent.wait()
 
     def _write(self) -> None:
         try:
             self._link.flush()
             if not self._link.unsent:
                 self._loop.remove_writer(self._link.fileno())
+                self._sent.set()
         except LinkError as error:
             self._gone(error)
 
@@ -155,6 +175,7 @@ async def _serve(
         names = follow_names(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log, names)
+            await reloading.catch_up()
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
@@ -164,7 +185,9 @@ async def _serve(
                 await _probed(proxy, names.sources, ending)
         orders.send(Message(READY))
 
-    return await serve(settings, listener, ending, log, started, share)
+    code = await serve(settings, listener, ending, log, started, share)
+    await orders.all_sent()
+    return code
 
 
 async def _probed(proxy: Proxy, names: Sequence[DnsSource], ending: Ending) -> None:

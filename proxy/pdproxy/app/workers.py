@@ -1,7 +1,7 @@
 """Several workers that serve as one: their listening sockets, what they share, and the supervisor.
 
 Owns the order of the start: all sockets are bound and all memory is mapped before the first worker is forked. The sockets stay
-open here, so that connections that wait in a dead worker's queue are taken by its successor.
+open here, so that connections that wait in a dead worker's queue are taken by its successor, unless that has to wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 import socket
 import sys
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("pdproxy.workers")
 
 MARGIN = 10.0
 """Seconds behind all deadlines of a drain until a worker that is still there is killed."""
+LONGEST_WAIT = 1.0
+"""Seconds for which clients' connections may wait until a worker that has failed is started again."""
 
 
 def run(settings: Settings, source: SettingsSource | None = None) -> int:
@@ -40,6 +43,7 @@ def run(settings: Settings, source: SettingsSource | None = None) -> int:
         SettingsError: no worker can serve with these settings.
     """
     log = configure(settings.observe.log_level, settings.observe.log_format)
+    _open_standard_files()
     try:
         return _run(settings, log, source)
     except SettingsError:
@@ -69,6 +73,8 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
     gc.collect()
     gc.freeze()  # collections in a worker would copy the pages of what all of them share
 
+    address = host, listeners[0].getsockname()[1]
+
     def work(number: int, end: socket.socket) -> int:
         for at, listener in enumerate(listeners):
             if at != number:
@@ -76,7 +82,10 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
         log.name_worker(number)
         return worker.work(settings, source, listeners[number], log, end, shared, number)
 
-    supervisor = Supervisor(count, work, lambda supervisor: Parent(shared, supervisor), _drain_seconds(settings))
+    def parent(supervisor: Supervisor) -> Parent:
+        return Parent(shared, supervisor, listeners, address)
+
+    supervisor = Supervisor(count, work, parent, _drain_seconds(settings))
     try:
         return supervisor.run()
     except RefusedError as error:
@@ -89,8 +98,12 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
 class Parent(Watcher):
     """What the supervisor does for the workers besides keeping them."""
 
-    def __init__(self, shared: Shared, supervisor: Supervisor) -> None:
+    def __init__(
+        self, shared: Shared, supervisor: Supervisor, listeners: list[socket.socket], address: tuple[str, int]
+    ) -> None:
         self._shared = shared
+        self._listeners = listeners
+        self._address = address
         self._switchboard = Switchboard(supervisor, add_up)
         self._heirs = Heirs(supervisor, shared.custody)
 
@@ -101,6 +114,16 @@ class Parent(Watcher):
         else:
             self._switchboard.received(worker, message)
 
+    def starts(self, number: int) -> None:
+        """See `Watcher`."""
+        if self._listeners[number].fileno() < 0:
+            self._listeners[number] = _bound(*self._address)
+
+    def waits(self, number: int, seconds: float) -> None:
+        """See `Watcher`."""
+        if seconds > LONGEST_WAIT:  # connections would wait, perhaps for ever: the system gives new ones to the others
+            self._listeners[number].close()
+
     def died(self, number: int) -> None:
         """See `Watcher`."""
         self._shared.clear(number)
@@ -110,6 +133,15 @@ class Parent(Watcher):
     def ready(self, worker: WorkerProcess) -> None:
         """See `Watcher`."""
         self._heirs.hand_on()
+
+
+def _open_standard_files() -> None:
+    """Have no socket get the number of a standard file that is closed: libuv aborts the process that closes it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the least number that is free
 
 
 def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
@@ -129,6 +161,19 @@ def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
             listener.close()
         raise
     return listeners
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return one more socket at an address. It gets connections from when a worker serves it."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _drain_seconds(settings: Settings) -> float:

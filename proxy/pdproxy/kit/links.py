@@ -23,6 +23,10 @@ class LinkError(Exception):
     """The other process has ended, does not read, or sends what is no message."""
 
 
+class TooLongError(Exception):
+    """A message has more bytes than any may have. Nothing was sent, and the link goes on."""
+
+
 class Message(msgspec.Struct, array_like=True, frozen=True):
     """A message. `number` and `worker`: what it is about, by its kind; `body`: its content."""
 
@@ -53,18 +57,21 @@ class Link:
         return self._socket.fileno()
 
     @property
-    def unsent(self) -> bool:
-        """Whether bytes wait until the socket can be written."""
-        return bool(self._unsent)
+    def unsent(self) -> int:
+        """How many bytes wait until the socket can be written."""
+        return len(self._unsent)
 
     def send(self, message: Message) -> None:
         """Send a message, as much of it as the socket takes now.
 
         Raises:
+            TooLongError: the message is.
             LinkError: the other process has ended, or does not read.
         """
         data = _encode(message)
-        if len(data) > MAX_MESSAGE or len(self._unsent) + len(data) > MAX_UNSENT:
+        if len(data) > MAX_MESSAGE:
+            raise TooLongError(f"a message {message.kind!r} of {len(data)} bytes")
+        if len(self._unsent) + len(data) > MAX_UNSENT:
             raise LinkError(f"{len(self._unsent)} bytes are not read")
         self._unsent += _SIZE.pack(len(data)) + data
         self.flush()

@@ -24,6 +24,8 @@ STALE = 500_000
 """Microseconds after which a worker that has not looked is not waited for: it stands still, and would hold up all others."""
 RECENT = 60_000_000
 """Microseconds for which the number of places counts that another worker has found right."""
+MOST_SIZE = 1 << 56
+"""A size that is more is shown as this: it is an estimate, of a request that asks for thousands of answers perhaps."""
 _SINCE = itemgetter(SINCE)
 LOOK_EVERY = 0.05
 """Seconds between two looks while requests wait here: a worker that was killed wakes nobody."""
@@ -120,7 +122,7 @@ class SharedPlaces:
         `learned`: when it found the number of places right, None: it is the operator's.
         """
         row = self._row
-        row[TAKEN], row[SIZE] = taken, size
+        row[TAKEN], row[SIZE] = taken, min(size, MOST_SIZE)
         if not waiting and since is None and self._quiet == (places, learned):
             return
         row[LOOKED] = self._micros()

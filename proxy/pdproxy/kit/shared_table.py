@@ -68,8 +68,11 @@ class SharedTable:
         return Others([one for at, one in enumerate(self._columns) if at != number], self.measures)
 
     def clear(self, number: int) -> None:
-        """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums."""
+        """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums, if there are any."""
         column = self._columns[number]
+        if not self._kept:  # its next one need not know these keys, and would never drop them
+            for slot in range(self.slots):
+                column.keys[slot] = 0
         rows = column.rows
         for at in range(self.slots * self.measures):
             if rows[at] and at % self.measures not in self._kept:
@@ -124,6 +127,10 @@ class Column:
         header[_CHANGES] = count + 1
         return True
 
+    def keys(self) -> list[int]:
+        """Return the keys that have a slot."""
+        return list(self._slots)
+
     def drop(self, key: int) -> None:
         """Give the slot of a key back. Its numbers count no more."""
         if (slot := self._slots.pop(key, None)) is None:
@@ -153,14 +160,17 @@ class Column:
 
 
 class _Seen:
-    """A column of another process, and how far it was read. `begins`: for each key, the first byte of its row."""
+    """A column of another process, and how far it was read. `begins`: for each key, the first byte of its row.
 
-    __slots__ = ("begins", "changes", "header", "keys", "layout", "ring", "rows", "size")
+    `layout`: the one that `begins` is of; `noticed`: the last one of which `Others.changed` has told.
+    """
+
+    __slots__ = ("begins", "changes", "header", "keys", "layout", "noticed", "ring", "rows", "size")
 
     def __init__(self, cells: _Cells, size: int) -> None:
         self.header, self.ring, self.keys, self.rows = cells.header, cells.ring, cells.keys, cells.rows
         self.size = size
-        self.changes = self.layout = -1
+        self.changes = self.layout = self.noticed = -1
         self.begins: dict[int, int] = {}
 
     def find(self) -> None:
@@ -218,8 +228,8 @@ class Others:
             if not behind:
                 continue
             one.changes = changes
-            if one.header[_LAYOUT] != one.layout:
-                one.find()
+            if one.header[_LAYOUT] != one.noticed:
+                one.noticed = one.header[_LAYOUT]
                 anything = True
             elif anything or behind > most or behind < 0:
                 anything = True

@@ -11,21 +11,20 @@ The first SIGTERM or SIGINT has all workers drain; a SIGINT after it ends them a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
+from pdproxy.kit.forked import die_with_parent, flush_output
 from pdproxy.kit.frames import frames
-from pdproxy.kit.links import Link, LinkError, Message, pair
+from pdproxy.kit.links import Link, LinkError, Message, TooLongError, pair
 
 logger = logging.getLogger("pdproxy.workers")
 
@@ -35,7 +34,6 @@ DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
 READY, REFUSED, PONG = "ready", "refused", "pong"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping."""
 _LONGEST_WAIT = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +77,14 @@ class Watcher(Protocol):
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """A worker has sent another message than those above."""
 
+    def starts(self, number: int) -> None:
+        """A worker's process is started next. OSError: it can't be yet."""
+
     def died(self, number: int) -> None:
         """A worker's process has ended. Its next one is not started yet."""
+
+    def waits(self, number: int, seconds: float) -> None:
+        """A worker has failed, and is started again in so many seconds."""
 
     def ready(self, worker: WorkerProcess) -> None:
         """A worker serves."""
@@ -150,17 +154,29 @@ class Supervisor:
             return
         try:
             worker.link.send(message)
+        except TooLongError as error:
+            logger.error("worker %d is not sent %s", worker.number, error)  # noqa: TRY400
         except LinkError as error:
             self._kill(worker, str(error))
 
     # -- processes
 
     def _start(self, worker: WorkerProcess) -> None:
+        """Start a worker's process.
+
+        Raises:
+            OSError: the system has no process, memory or files left.
+        """
+        self._watcher.starts(worker.number)
         parents, end = pair()
         parent = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
+        flush_output()
+        try:
+            pid = os.fork()
+        except OSError:
+            parents.close()
+            end.close()
+            raise
         if pid == 0:
             self._run_worker(worker.number, parents, end, parent)
         end.close()
@@ -177,7 +193,7 @@ class Supervisor:
                 signal.signal(name, signal.SIG_DFL)
             for name in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all: the parent passes them on
                 signal.signal(name, signal.SIG_IGN)
-            _die_with_parent(parent)
+            die_with_parent(parent)
             parents.close()
             for other in self.workers:
                 if other.link is not None:
@@ -186,30 +202,31 @@ class Supervisor:
         except BaseException as error:
             logger.critical("worker %d failed: %s", number, frames(error))
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
+            flush_output()
             os._exit(code)
 
     def _reap(self) -> None:
-        for worker in self.workers:
-            if worker.pid is None:
-                continue
-            try:
-                pid, status = os.waitpid(worker.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = worker.pid, 1 << 8
-            if pid:
-                self._died(worker, os.waitstatus_to_exitcode(status))
+        """Process the ends of workers. As process 1, as in a container, this one gets the children of dead workers as well."""
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                for worker in (one for one in self.workers if one.pid == found[0]):
+                    self._died(worker, os.waitstatus_to_exitcode(found[1]))
+        except ChildProcessError:
+            for worker in self.workers:
+                if worker.pid is not None:
+                    self._died(worker, 1)
 
     def _died(self, worker: WorkerProcess, code: int) -> None:
-        self._read(worker)  # what it has sent before its end
+        for _ in range(32):  # all that it has sent before its end, however much a socket holds
+            self._read(worker)
         if worker.link is not None:
             worker.link.close()
         pid, worker.pid, worker.link, worker.ready = worker.pid, None, None, False
         self._watcher.died(worker.number)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if self._end_by is not None:
-            self._failed = self._failed or (code != 0 and not self._at_once)
+            # SIGTERM for the whole group ends a worker that has just begun.
+            self._failed = self._failed or (code not in (0, -signal.SIGTERM) and not self._at_once)
             return
         if not self._any_ready:
             if worker.refused is not None:
@@ -218,14 +235,20 @@ class Supervisor:
             self._failed = True
             self._end(self._times.at_once)
             return
-        now, pauses = time.monotonic(), self._times.pauses
-        if now - worker.since >= self._times.well:
+        if time.monotonic() - worker.since >= self._times.well:
             worker.deaths = 0
-        pause = pauses[min(worker.deaths, len(pauses) - 1)]
-        worker.deaths += 1
-        worker.due = now + pause
+        pause = self._put_off(worker)
         why = "" if worker.refused is None else f": {worker.refused.decode()}"
         logger.error("worker %d (process %s) %s, and starts again in %g s%s", worker.number, pid, how, pause, why)
+
+    def _put_off(self, worker: WorkerProcess) -> float:
+        """Return in how many seconds a worker starts again: it has failed once more."""
+        pauses = self._times.pauses
+        pause = pauses[min(worker.deaths, len(pauses) - 1)]
+        worker.deaths += 1
+        worker.due = time.monotonic() + pause
+        self._watcher.waits(worker.number, pause)
+        return pause
 
     def _kill(self, worker: WorkerProcess, why: str) -> None:
         if worker.pid is not None:
@@ -275,8 +298,8 @@ class Supervisor:
         poll.register(self._wakes.fileno(), select.POLLIN)
         linked = {}
         for worker in self.workers:
-            if worker.link is not None and (fd := worker.link.fileno()) >= 0:
-                linked[fd] = worker
+            if worker.link is not None:
+                linked[fd := worker.link.fileno()] = worker
                 poll.register(fd, select.POLLIN | (select.POLLOUT if worker.link.unsent else 0))
         now = time.monotonic()
         due = [self._pinged + self._times.ping, *([] if self._end_by is None else [self._end_by])]
@@ -353,13 +376,10 @@ class Supervisor:
             return
         for worker in self.workers:
             if worker.pid is None and now >= worker.due:
-                self.restarts += 1
-                self._start(worker)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the system kill this process when its parent ends. Where the system can't, the end of its link ends it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+                try:
+                    self._start(worker)
+                except OSError as error:  # the others serve on
+                    pause = self._put_off(worker)
+                    logger.error("worker %d can't be started, tried again in %g s: %s", worker.number, pause, error)  # noqa: TRY400
+                else:
+                    self.restarts += 1

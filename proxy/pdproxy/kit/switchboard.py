@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,6 +19,9 @@ ASK, REPLY, REPORT = "ask", "reply", "report"
 QUESTION, ASKED, ANSWER, PAST = "question", "asked", "answer", "past"
 """What the parent sends: a question, to whom a question went (`body`: `Asked`), an answer (`worker`: whose), and what is left of
 the workers that have ended."""
+LATE, LAST = "late", "last"
+"""What a worker sends when it waits no longer for answers (`number`: its own of the question), and what the parent sends for each
+worker that has not answered, or that has ended meanwhile (`worker`: which; `body`: its last report, if there is one)."""
 MAX_OPEN = 256
 """Questions that are not answered by all yet. The oldest is forgotten for one more."""
 
@@ -27,6 +31,16 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
 
     workers: tuple[int, ...]
     restarts: int
+
+
+@dataclass(slots=True)
+class _Question:
+    """Who asks, its process, its own number of the question, and who has not answered."""
+
+    asker: WorkerProcess
+    pid: int | None
+    number: int
+    waiting: set[int]
 
 
 encode_asked = msgspec.msgpack.Encoder().encode
@@ -39,8 +53,8 @@ class Switchboard:
     def __init__(self, supervisor: Supervisor, add_up: Callable[[bytes, bytes], bytes]) -> None:
         self._supervisor = supervisor
         self._add_up = add_up
-        self._questions: OrderedDict[int, tuple[WorkerProcess, int | None, int]] = OrderedDict()
-        """By their numbers: who asks, its process, and its own number of the question."""
+        self._questions: OrderedDict[int, _Question] = OrderedDict()
+        """By their numbers."""
         self._last = 0
         self._reports: dict[int, bytes] = {}
         self._past = b""
@@ -53,26 +67,43 @@ class Switchboard:
         if message.kind == ASK:
             self._ask(worker, message)
         elif message.kind == REPLY:
-            asked = self._questions.get(message.number)
-            if asked is not None and asked[0].pid == asked[1]:  # else another process has its number now
-                self._supervisor.send(asked[0], Message(ANSWER, asked[2], worker.number, message.body))
+            self._pass_on(ANSWER, message.number, worker.number, message.body)
+        elif message.kind == LATE:
+            for number, one in list(self._questions.items()):
+                if one.asker is worker and one.pid == worker.pid and one.number == message.number:
+                    for silent in sorted(one.waiting):
+                        self._pass_on(LAST, number, silent, self._reports.get(silent, b""))
         elif message.kind == REPORT:
             self._reports[worker.number] = message.body
 
     def died(self, number: int) -> None:
         """Keep the last report of a worker that has ended."""
-        if (report := self._reports.pop(number, b"")) and report:
+        report = self._reports.pop(number, b"")
+        for question in list(self._questions):  # who has asked it got what was left of others before
+            self._pass_on(LAST, question, number, report)
+        if report:
             self._past = self._add_up(self._past, report)
 
     def _ask(self, worker: WorkerProcess, message: Message) -> None:
         self._last += 1
-        self._questions[self._last] = worker, worker.pid, message.number
+        others = [one for one in self._supervisor.workers if one is not worker and one.ready]
+        self._questions[self._last] = _Question(worker, worker.pid, message.number, {one.number for one in others})
         if len(self._questions) > MAX_OPEN:
             self._questions.popitem(last=False)
-        others = [one for one in self._supervisor.workers if one is not worker and one.ready]
         asked = Asked(tuple(one.number for one in others), self._supervisor.restarts)
         self._supervisor.send(worker, Message(ASKED, message.number, body=encode_asked(asked)))
         if self._past:
             self._supervisor.send(worker, Message(PAST, message.number, body=self._past))
         for one in others:
             self._supervisor.send(one, Message(QUESTION, self._last, body=message.body))
+
+    def _pass_on(self, kind: str, question: int, number: int, body: bytes) -> None:
+        """Send who has asked a question what a worker answers, or its last report in place of that. Once for each."""
+        asked = self._questions.get(question)
+        if asked is None or number not in asked.waiting:
+            return
+        asked.waiting.discard(number)
+        if not asked.waiting:
+            del self._questions[question]
+        if asked.asker.pid == asked.pid:  # else another process has its number now
+            self._supervisor.send(asked.asker, Message(kind, asked.number, number, body))

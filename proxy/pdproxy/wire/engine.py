@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What a decoder raises for other data than it was made for, deeply nested data included."""
 _ABSENT = msgspec.Raw(b"null")  # a union of Raw with None is not decoded as Raw
+_Tokens = Annotated[int, Meta(ge=0, le=2**40)]
+"""More, of hundreds of digits perhaps, is no count: what adds it up or shares it with other workers could not hold it."""
 
 
 class TokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     """`usage.prompt_tokens_details`."""
 
-    cached_tokens: int | None = None
-    created_cache_tokens: int | None = None
+    cached_tokens: _Tokens | None = None
+    created_cache_tokens: _Tokens | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of an answer, in tokens."""
 
-    prompt_tokens: int = 0
-    total_tokens: int = 0
-    completion_tokens: int | None = 0
+    prompt_tokens: _Tokens = 0
+    total_tokens: _Tokens = 0
+    completion_tokens: _Tokens | None = 0
     prompt_tokens_details: TokensDetails | None = None
 
 

@@ -24,6 +24,10 @@ KEPT = frozenset(range(MEASURES)) - {INFLIGHT}
 """What stays when a worker is gone."""
 _SCALE = 1_000_000
 """Tokens are counted in parts, since estimates are no whole numbers."""
+_MOST = 1 << 62
+"""A level, or a limit, that is more is shown as this."""
+_WRAP = 1 << 64
+"""Sums of use wrap at the size of a cell: only their differences are used."""
 
 
 class _Used:
@@ -61,9 +65,18 @@ class SharedQuotas(Quotas):
         self.take_over(used, account)
         return account
 
+    def _follow(self, limits: Mapping[str, KeyLimits]) -> None:
+        super()._follow(limits)
+        for name in self._used.keys() - self._accounts.keys():
+            del self._used[name]
+        # Also what this worker's predecessor has left: keys come and go for as long as the proxy runs.
+        kept = {used.key for used in self._used.values()} | set(map(key_of, limits))
+        for key in set(self._column.keys()) - kept:
+            self._column.drop(key)
+
     def _begun(self, key: str, account: Account) -> Use:
         used = self._used[key]
-        used.requests += _SCALE
+        used.requests = _wrapped(used.requests + _SCALE)
         self.show(used, account)
         return _SharedUse(self, used, account)
 
@@ -76,9 +89,9 @@ class SharedQuotas(Quotas):
         if not newest[SHOWN]:
             return
         requests, tokens = self._total(used, others)
-        level = newest[REQUESTS_LEFT] - (requests - newest[REQUESTS_SEEN])
+        level = newest[REQUESTS_LEFT] - _wrapped(requests - newest[REQUESTS_SEEN])
         self._go_on(account.requests, level, newest[REQUESTS_SINCE], newest[REQUESTS_LIMIT])
-        level = newest[TOKENS_LEFT] - (tokens - newest[TOKENS_SEEN])
+        level = newest[TOKENS_LEFT] - _wrapped(tokens - newest[TOKENS_SEEN])
         self._go_on(account.tokens, level, newest[TOKENS_SINCE], newest[TOKENS_LIMIT])
 
     def show(self, used: _Used, account: Account) -> None:
@@ -86,8 +99,8 @@ class SharedQuotas(Quotas):
         levels, since, limits = [0, 0], [0, 0], [0, 0]
         for at, bucket in enumerate((account.requests, account.tokens)):
             if bucket is not None:  # not filled: where the limit caps it depends on when that is done
-                levels[at], since[at] = round(bucket.level * _SCALE), round(bucket.since * 1e9)
-                limits[at] = bucket.per_minute
+                levels[at] = min(max(round(bucket.level * _SCALE), -_MOST), _MOST)
+                since[at], limits[at] = round(bucket.since * 1e9), min(bucket.per_minute, _MOST)
         seen = self._total(used, self._others.each(used.key))
         shown = max(1, int(self._now() * 1e9))
         numbers = (used.requests, used.tokens, account.inflight, *levels, *since, *limits, *seen, shown)
@@ -100,7 +113,7 @@ class SharedQuotas(Quotas):
         for one in others:
             requests += one[REQUESTS]
             tokens += one[TOKENS]
-        return requests, tokens
+        return _wrapped(requests), _wrapped(tokens)
 
     @staticmethod
     def _go_on(bucket: Bucket | None, level: int, since: int, limit: int) -> None:
@@ -132,5 +145,10 @@ class _SharedUse(Use):
         self._show(0.0 if tokens is None else tokens - charged)
 
     def _show(self, tokens: float) -> None:
-        self._used.tokens += round(tokens * _SCALE)
+        self._used.tokens = _wrapped(self._used.tokens + round(tokens * _SCALE))
         self._quotas.show(self._used, self._account)
+
+
+def _wrapped(number: int) -> int:
+    """Return a sum as a cell of 64 bits has it."""
+    return (number + _WRAP // 2) % _WRAP - _WRAP // 2

@@ -205,12 +205,14 @@ class Lifecycle:
             try:
                 request.add_up()
             finally:
-                if use is not None:
-                    use.end(request.tokens_used())
-                if place is not None:
-                    seconds, totals = resources.now() - (request.admitted or request.received), request.totals
-                    late, answered = isinstance(error, EngineTimeoutError), error is None
-                    place.leave(seconds, totals.prompt_tokens, totals.completion_tokens, late=late, answered=answered)
+                try:
+                    if use is not None:
+                        use.end(request.tokens_used())
+                finally:
+                    if place is not None:
+                        seconds, totals = resources.now() - (request.admitted or request.received), request.totals
+                        tokens, answered = (totals.prompt_tokens, totals.completion_tokens), error is None
+                        place.leave(seconds, *tokens, late=isinstance(error, EngineTimeoutError), answered=answered)
             try:
                 if error is not None:
                     await request.answer_error(error)
