@@ -42,7 +42,6 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
         ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
         ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),
         ("limits: {engine_tokens: 8}", "limits.engine_tokens: 8"),
-        ("listen: {admin: 127.0.0.1:9}", "listen.admin: 127.0.0.1:9"),
     ],
 )
 def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str) -> None:

@@ -85,6 +85,11 @@ class Reloading:
         """Read the settings now: somebody asks for it."""
         self._wake.set()
 
+    async def catch_up(self) -> None:
+        """Read the files now if they have changed since the start: who takes another's place begins where that was."""
+        if self._stamps() != self._used:
+            await self.look(asked=True)
+
     async def run(self) -> None:
         """Look at the files once per second until cancelled."""
         while True:

@@ -10,10 +10,15 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from pdproxy.app.admin_of_all import AdminApiOfAll
+from pdproxy.app.followed_changes import KINDS, FollowedChanges
+from pdproxy.app.journal import Journal
+from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit import heirs, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.links import Message
@@ -35,6 +40,9 @@ from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.shared_admission import SharedAdmission
 from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.schema import Settings
+from pdproxy.web.admin.api import AdminApi
+from pdproxy.web.admin.service import AdminService
 from pdproxy.web.app import Readiness
 
 MAX_ENGINES = 4096
@@ -55,6 +63,8 @@ class Shared:
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
         self.quotas = SharedTable(workers, MAX_KEYS, shared_quotas.MEASURES, shared_quotas.KEPT)
         self.custody = SharedRecords(workers, shared_custodian.UNITS)
+        self.journal = Journal()
+        """Not shared: the parent's own, of which a worker has a copy from its fork."""
         # Where the system has no such counters, waiting workers look every few milliseconds.
         self.wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)] if hasattr(os, "eventfd") else []
 
@@ -68,6 +78,18 @@ class Shared:
         return Share(self, number, send, now)
 
 
+class Served(Protocol):
+    """What `Share.admin_api` needs of the proxy that it is part of."""
+
+    settings: Settings
+    registries: list[EngineRegistry]
+    readiness: ReadinessCheck
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock's seconds."""
+
+
 class Alone:
     """The parts of a process that serves alone."""
 
@@ -76,6 +98,11 @@ class Alone:
     quotas = Quotas
     custodian = Custodian
     shown = Shown
+
+    @staticmethod
+    def admin_api(service: AdminService, process: Served) -> AdminApi:
+        """Return what the routes of the admin API ask for."""
+        return AdminApi(service)
 
     def start(self, tasks: TaskOwner) -> None:
         """There is nobody to follow."""
@@ -96,6 +123,7 @@ class Share:
         self._now = now
 
         self.siblings = Siblings(send)
+        self.changes = FollowedChanges(send, shared.journal)
         self._ledger: SharedLedger | None = None
         self._shown: ShownOfAll | None = None
         self._custodian: SharedCustodian | None = None
@@ -122,7 +150,9 @@ class Share:
 
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""
-        if message.kind != ADOPT:
+        if message.kind in KINDS:
+            self.changes.received(message)
+        elif message.kind != ADOPT:
             self.siblings.received(message)
         elif self._custodian is not None:
             self._custodian.adopt(heirs.decode(message.body))
@@ -131,10 +161,14 @@ class Share:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
-            if self._ledger is not None:
-                self._ledger.refresh(all_of_it=True)
+            self.refresh()
             if self._admission is not None:
                 self._admission.look()
+
+    def refresh(self) -> None:
+        """Take over the loads of the other workers."""
+        if self._ledger is not None:
+            self._ledger.refresh(all_of_it=True)
 
     def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
         """Return the worker's ledger. The arguments: those of `Ledger`."""
@@ -171,3 +205,18 @@ class Share:
             admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
         )
         return self._shown
+
+    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
+        """Return what the routes of the admin API ask for, and make the changes that it was asked for so far."""
+        settings = process.settings
+        self.changes.start(service, process.registries, settings.observe.log_level)
+        process.readiness.show(self.changes.shortcomings)
+        return AdminApiOfAll(
+            service,
+            self.number,
+            self.siblings,
+            self.changes,
+            self.refresh,
+            lambda: settings.observe.log_level,
+            process.now,
+        )

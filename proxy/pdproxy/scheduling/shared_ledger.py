@@ -128,4 +128,4 @@ class SharedLedger(Ledger):
         (requests, prompt_bytes), (had_requests, had_bytes) = elsewhere, node.elsewhere
         node.requests += requests - had_requests
         node.prompt_bytes += prompt_bytes - had_bytes
-        node.elsewhere = requests, prompt_bytes
+        node.elsewhere = node.of_workers = requests, prompt_bytes

@@ -36,7 +36,6 @@ def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
         ("kv_ready", "notifier"): settings.kv_ready.notifier,
         ("limits", "engine_requests"): settings.limits.engine_requests,
         ("limits", "engine_tokens"): settings.limits.engine_tokens,
-        ("listen", "admin"): settings.listen.admin,
         ("replicas", "count"): settings.replicas.count if settings.replicas.several else None,
     }
     if len(settings.pools) > 1:
