@@ -17,6 +17,7 @@ from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.worker_checks import of_each, of_worker
 
+SECOND = "nodes: [{url: 'http://x:1', role: aggregated}]"
 ENGINES = (EngineFlag("prefill", "http://p:1"), EngineFlag("decode", "http://d:1"))
 
 
@@ -38,6 +39,14 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
         ("pools: [{connector: moriio}]", "pools[0].connector: moriio"),
         ("pools: [{connector: p2p-nccl}]", "pools[0].connector: p2p-nccl"),
         ("pools: [{connector: lmcache-mp}]", "pools[0].connector: lmcache-mp"),
+        (
+            f"pools: [{{name: a}}, {{name: b, policy: auto, {SECOND}}}]",
+            "pools[1].policy.placement: auto",
+        ),
+        (
+            f"pools: [{{name: a}}, {{name: b, connector: moriio, {SECOND}}}]",
+            "pools[1].connector: moriio",
+        ),
         ("kv_ready: {notifier: true}", "kv_ready.notifier: true"),
         ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
         ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),

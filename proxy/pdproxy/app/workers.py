@@ -74,7 +74,7 @@ def _listen_and_supervise(
             )
         return 2
     _warn_of_memory(settings)
-    shared = Shared(count)
+    shared = Shared(count, len(settings.pools))
     gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()  # collections in a worker would copy the pages of what all of them share
