@@ -68,6 +68,14 @@ def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
     assert _load(tmp_path, f"pools: [{{connector: {connector}}}]").listen.workers == 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["listen: {admin: 127.0.0.1:9}", "replicas: {count: 3}", f"pools: [{{name: a}}, {{name: b, {SECOND}}}]"],
+)
+def test_other_settings_are_accepted(tmp_path: Path, text: str) -> None:
+    assert _load(tmp_path, text).listen.workers == 2
+
+
 @pytest.mark.parametrize("wrong", ["0", "65", "many", "-1"])
 def test_the_number_of_workers_is_bounded(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(SettingsError, match="workers"):

@@ -9,6 +9,7 @@ from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_ledger
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
 
@@ -59,11 +60,10 @@ class PoolShare:
             self._custodian.adopt(records)
 
     def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
-        """Return the worker's ledger. The arguments: those of `Ledger`."""
+        """Return the worker's ledger. The arguments: those of `Ledger`, or of `ReplicaLedger`."""
         table = self._memory.loads
-        self._ledger = SharedLedger(
-            *arguments, column=table.column(self._number), others=table.others(self._number), **options
-        )
+        kind = SharedReplicaLedger if "replicas" in options else SharedLedger
+        self._ledger = kind(*arguments, column=table.column(self._number), others=table.others(self._number), **options)
         return self._ledger
 
     def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:

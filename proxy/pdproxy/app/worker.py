@@ -21,6 +21,7 @@ from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.dns import follow_names
 from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
 from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
@@ -156,6 +157,7 @@ async def _serve(
 
     async def started(proxy: Proxy) -> None:
         names = follow_names(proxy)
+        follow_replicas(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log, names)
             await reloading.catch_up()

@@ -139,7 +139,7 @@ class Node:
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
     elsewhere: tuple[int, int] = (0, 0)
-    """Those of both numbers that are other processes' leases: 0 in a `Ledger`, estimates in a `ReplicaLedger`."""
+    """Those of both numbers that are other processes' leases: other workers', and estimates of replicas'; 0 in a `Ledger`."""
     of_workers: tuple[int, int] = (0, 0)
     """Those of `elsewhere` that other workers of this proxy have: no estimates."""
     window: float | None = None

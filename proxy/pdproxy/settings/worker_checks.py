@@ -35,7 +35,6 @@ def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
         ("kv_ready", "notifier"): settings.kv_ready.notifier,
         ("limits", "engine_requests"): settings.limits.engine_requests,
         ("limits", "engine_tokens"): settings.limits.engine_tokens,
-        ("replicas", "count"): settings.replicas.count if settings.replicas.several else None,
     }
     return wrong + [(path, str(value).lower()) for path, value in others.items() if value]
 
