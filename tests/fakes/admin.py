@@ -59,12 +59,17 @@ class Api:
 
 
 class Admin(Api):
-    """Asks the API of a world's proxy. `server`: its first worker's."""
+    """Asks the API of a world's proxy. `servers`: one for each worker."""
 
-    def __init__(self, server: AdminServer, port: int, log: Log) -> None:
+    def __init__(self, servers: Sequence[AdminServer], port: int, log: Log) -> None:
         super().__init__(port)
-        self.server = server
+        self.servers = servers
         self.log = log
+
+    @property
+    def running(self) -> int:
+        """How many requests run, in all workers."""
+        return sum(len(server.recent.running) for server in self.servers)
 
 
 @asynccontextmanager
@@ -78,7 +83,7 @@ async def admin(w: World) -> AsyncIterator[Admin]:
         worker.tasks.keep(server.run, "admin API")
     await until(lambda: all(server.serving for server in servers))
     try:
-        yield Admin(servers[0], port, log)
+        yield Admin(servers, port, log)
     finally:
         at.close()
         log.close()

@@ -88,6 +88,11 @@ async def test_an_engine_is_gone_once_it_is_gone_in_all() -> None:
             assert (shown["state"], shown["drain"]["waits_for"]) == ("draining", "kv")
             assert new.url in {one["url"] for one in (await api.get("/engines"))["engines"]}
             assert new.url in (await api.ask("GET", "/list_workers")).json["urls"]
+        for _ in range(4):
+            again = await api.post("/engines", fields(new))
+            assert (again.status, again.json["result"]) == (200, "serving_again")
+            assert (await api.delete(path)).json["result"] == "removing"
+            await until(lambda: _in(w, new) == [False, True])
         held.clear()
         await until(lambda: _in(w, new) == [False, False])
         assert (await api.ask("GET", BASE + path)).status == 404

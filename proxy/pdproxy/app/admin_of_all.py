@@ -13,7 +13,8 @@ from pdproxy.fleet.entries import EngineEntry, PoolEngines
 from pdproxy.fleet.member import UnknownMemberError
 from pdproxy.fleet.merged_entries import View, merged, merged_entry
 from pdproxy.kit.text import truncate
-from pdproxy.observe.recent import KEPT, RecentRequest
+from pdproxy.observe import recent
+from pdproxy.observe.recent import RecentRequest
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change, Outcome, is_accepted
 from pdproxy.web.admin.errors import NotThereError, UnknownOutcomeError, error_of
@@ -138,7 +139,7 @@ class AdminApiOfAll(AdminApi):
             ended += [(answer.now - one.ended_s, one) for one in answer.requests if one.ended_s is not None]
         running.sort(key=lambda one: -one.total_s)
         ended.sort(key=lambda item: -item[0])
-        found = [*running[:KEPT], *(one for _, one in ended[:KEPT])]
+        found = [*running[: recent.KEPT], *(one for _, one in ended[: recent.KEPT])]
         return RequestList(list(islice(found, limit)), answers.silent)
 
     def _own_requests(self, text: str) -> bytes:
@@ -159,7 +160,9 @@ def _together(change: Change, own: int, asked: Asked) -> tuple[int, EngineChange
         if not accepted:
             return first.answer()
         raise error_of(first.status, f"worker {number} refuses it, and no other keeps it: {first.message}", first.owner)
-    status, found = _first(own, accepted)[1].answer()
+    # It may be gone in some of them already, and be new there.
+    again = (one for one in accepted.values() if one.result == "serving_again")
+    status, found = next(again, _first(own, accepted)[1]).answer()
     if asked.silent and isinstance(found, EngineChanged):
         late = f"{_silent(asked.silent)}, and makes the change when it goes on, or its successor does"
         found = msgspec.structs.replace(found, note=f"{found.note}; {late}")

@@ -97,12 +97,13 @@ class AdminService:
 
     def named(self, change: Change) -> Change:
         """Return a change with the URL of its engine, as far as that is known here."""
-        url = change.engine or change.fields.get("url", "")
+        text = change.engine or str(change.fields.get("url", ""))
+        url = text.encode(errors="replace").decode()  # JSON may hold what is no text
         with contextlib.suppress(SettingsError):
-            url = engine_url(str(url), ("url",))
+            url = engine_url(url, ("url",))
         with contextlib.suppress(MembershipError):
-            url = self.entries.find(str(url))[1]
-        return msgspec.structs.replace(change, engine=str(url))
+            url = self.entries.find(url)[1]
+        return msgspec.structs.replace(change, engine=url)
 
     def do(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
         """Do what an operator asks for. Return the status with the answer. The errors are those of the methods below."""
