@@ -180,9 +180,6 @@ class Service:
     def added(self) -> set[str]:
         return set(self.urls)
 
-    def known(self, url: str) -> Any:
-        return Service()
-
     def do(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
         if self.fails:
             raise ZeroDivisionError("secret")

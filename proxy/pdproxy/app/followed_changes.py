@@ -161,8 +161,6 @@ class FollowedChanges:
         for change in others:
             if change.kind != "log_level" or change.instead_of == level:  # else the settings were changed behind it
                 self._do(change)
-        for url in service.added():  # they served before this worker began
-            service.known(url).is_new = False
         for number, change in undecided:
             self._make(number, change)
 

@@ -165,6 +165,8 @@ async def _serve(
             if asked_early.is_set():
                 reloading.soon()
         serve_admin(proxy, admin, log)
+        for pool in proxy.pools:  # those that have come since the start of the first worker
+            pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.deadlines.probe):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pdproxy.fleet.entries import EngineEntry, Entries, PoolEngines
-from pdproxy.fleet.member import Member, MembershipError
+from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent
@@ -89,11 +89,6 @@ class AdminService:
         """Return the URLs of the engines that operators have added."""
         every = [item for pool in self.entries.pools for item in pool.membership.members.items()]
         return {url for url, member in every if member.is_wanted_by(ADMIN)}
-
-    def known(self, url: str) -> Member:
-        """Return an engine's membership. Raises UnknownMemberError if there is none."""
-        pool, url = self.entries.find(url)
-        return pool.membership.members[url]
 
     def named(self, change: Change) -> Change:
         """Return a change with the URL of its engine, as far as that is known here."""
