@@ -21,13 +21,11 @@ BASE = "/admin/v1"
 JSON = ("content-type", "application/json")
 
 
-class Admin:
-    """Asks the API."""
+class Api:
+    """Asks the API at a port."""
 
-    def __init__(self, server: AdminServer, port: int, log: Log) -> None:
-        self.server = server
+    def __init__(self, port: int) -> None:
         self.port = port
-        self.log = log
 
     async def ask(self, method: str, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = ()) -> Answer:
         """One request on a connection of its own."""
@@ -60,17 +58,32 @@ class Admin:
         return await self.ask("DELETE", f"{BASE}{path}")
 
 
+class Admin(Api):
+    """Asks the API of a world's proxy. `servers`: one for each worker."""
+
+    def __init__(self, servers: Sequence[AdminServer], port: int, log: Log) -> None:
+        super().__init__(port)
+        self.servers = servers
+        self.log = log
+
+    @property
+    def running(self) -> int:
+        """How many requests run, in all workers."""
+        return sum(len(server.recent.running) for server in self.servers)
+
+
 @asynccontextmanager
 async def admin(w: World) -> AsyncIterator[Admin]:
     """Serve a world's admin API on a port of the loopback."""
     port = free_port()
     at = AdminSocket(AdminPlace(None, "127.0.0.1", port))
     log = Log(LineWriter(io.StringIO(), str), make_formatter("text"), shows_requests=True)
-    server = AdminServer(w.proxy, at, log)
-    w.proxy.tasks.keep(server.run, "admin API")
-    await until(lambda: server.serving)
+    servers = [AdminServer(worker, at, log) for worker in w.workers]
+    for worker, server in zip(w.workers, servers, strict=True):
+        worker.tasks.keep(server.run, "admin API")
+    await until(lambda: all(server.serving for server in servers))
     try:
-        yield Admin(server, port, log)
+        yield Admin(servers, port, log)
     finally:
         at.close()
         log.close()

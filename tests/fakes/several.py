@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
+from pdproxy.app.changes import Changes
 from pdproxy.app.share import Share, Shared
 from pdproxy.app.shown import add_up
 from pdproxy.kit.links import Message
@@ -31,11 +32,17 @@ class Several:
         self.workers = [WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)]
         self._switchboard = Switchboard(self, add_up)  # type: ignore[arg-type]
         self._shared = Shared(count)
+        self.changes = Changes(self, self._shared.journal)  # type: ignore[arg-type]
         self.shares = [self._share(number, now) for number in range(count)]
 
     def _share(self, number: int, now: Callable[[], float]) -> Share:
         worker = self.workers[number]
-        return self._shared.of(number, lambda message: self._switchboard.received(worker, message), now)
+
+        def send(message: Message) -> None:
+            if not self.changes.received(worker, message):
+                self._switchboard.received(worker, message)
+
+        return self._shared.of(number, send, now)
 
     def send(self, worker: WorkerProcess, message: Message) -> None:
         """As the supervisor does, without sockets."""

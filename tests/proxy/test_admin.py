@@ -127,15 +127,18 @@ async def test_what_another_source_owns() -> None:
         wanted = await api.post("/engines", fields(w.decode[0]))
         assert (wanted.status, wanted.json["result"]) == (200, "wanted")
         assert (await entry(api, w.decode[0]))["also_wanted_by"] == ["admin"]
-        assert not w.proxy.membership.remove(url, "settings")
+        for worker in w.workers:
+            assert not worker.membership.remove(url, "settings")
         assert (await entry(api, w.decode[0]))["source"] == "admin"
-        w.proxy.membership.add(w.proxy.membership.members[url].settings, "dns://engines:8000")
+        for worker in w.workers:
+            worker.membership.add(worker.membership.members[url].settings, "dns://engines:8000")
         given_up = await api.delete(f"/engines/{name}")
         assert (given_up.status, given_up.json["result"]) == (200, "not_wanted")
         assert (await entry(api, w.decode[0]))["source"] == "dns://engines:8000"
         held = {url}
-        w.proxy.engines.keep_known(lambda: held)  # or it would be gone before the next question
-        w.proxy.membership.drain(url, "dns://engines:8000", removes=True)
+        for worker in w.workers:
+            worker.engines.keep_known(lambda: held)  # or it would be gone before the next question
+            worker.membership.drain(url, "dns://engines:8000", removes=True)
         leaving = await api.post(f"/engines/{name}/undrain")
         assert leaving.json["error"]["owner"] == "dns://engines:8000"
         held.clear()
@@ -147,14 +150,16 @@ async def test_an_engine_added_here_survives_a_reload(tmp_path: Path) -> None:
     async with world(decode=2) as w, admin(w) as api:
         rows = [f"  - {{url: {one.url}, role: {one.role}}}\n" for one in w.engines]
         path.write_text("pools:\n- nodes:\n" + "".join(rows))
-        reloading = follow(w.proxy, SettingsSource(load(path, {}), lambda: load(path, {}), [path]), api.log)
+        source = SettingsSource(load(path, {}), lambda: load(path, {}), [path])
+        every = [follow(worker, source, api.log) for worker in w.workers]
         new = await started(w, "decode")
         assert (await api.post("/engines", fields(new))).status == 201
         path.write_text("pools:\n- nodes:\n" + "".join(rows[:-1]))
-        await reloading.look(asked=True)
+        for reloading in every:
+            await reloading.look(asked=True)
         await gone(w, w.decode[1].url)
         assert (await entry(api, new))["source"] == "admin"
-        assert reloading.shortcomings() == []
+        assert not [text for reloading in every for text in reloading.shortcomings()]
 
 
 async def test_why_engines_are_not_paired(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +223,10 @@ WRONG: list[tuple[str, str, object, int, str]] = [
     ("POST", "/engines", b'{"url": NaN}', 400, "no JSON"),
     ("POST", "/engines", b'{"url": "a", "url": "b"}', 400, "given twice"),
     ("POST", "/engines", b'{"url": "\xff"}', 400, "no JSON"),
+    ("POST", "/engines", b'{"url": "\\ud800", "role": "decode"}', 400, "letters beyond ASCII"),
+    ("POST", "/engines", b'{"url": {"a": "b"}, "role": "decode"}', 400, "url: expected text"),
+    ("POST", "/engines", b'{"url": "http://a:1", "role": "\\ud800"}', 400, "role: expected"),
+    ("POST", "/engines", b'{"url": "http://a:1", "role": "decode", "x": 1' + b"0" * 400 + b"}", 400, "unknown key"),
     ("POST", "/engines", b" " * 70_000, 413, "larger than"),
     ("POST", "/engines?x=1", {}, 400, "unknown parameter"),
     ("POST", "/engines/ID/drain", {"seconds": -1}, 400, "seconds: expected"),

@@ -32,7 +32,7 @@ async def test_requests_that_run() -> None:
             if not number:
                 await client.head()
                 assert await client.piece() == WORD
-            await until(lambda: len(api.server.recent.running) == number + 1)  # noqa: B023 - it is awaited here
+            await until(lambda: api.running == number + 1)  # noqa: B023 - it is awaited here
         await until(lambda: len(decode.requests) == 2)
         document = (await api.ask("GET", "/openapi.json")).json
         found = await api.get("/requests")
@@ -53,7 +53,7 @@ async def test_requests_that_run() -> None:
         assert [one["id"] for one in (await api.get("/requests?id=id1"))["requests"]] == ["id1"]
         assert (await api.get("/requests?outcome=ok"))["requests"] == []
         go.set()
-        await until(lambda: not api.server.recent.running)
+        await until(lambda: not api.running)
         assert (await api.get("/requests?outcome=running"))["requests"] == []
         ended = (await api.get("/requests"))["requests"]
         assert sorted(one["id"] for one in ended) == ["id0", "id1", "id2"]
@@ -67,13 +67,13 @@ async def test_clients_that_leave_are_no_running_requests(monkeypatch: pytest.Mo
         clients = [await w.client() for _ in range(3)]
         for client in clients:
             client.post(COMPLETIONS, completion())
-        await until(lambda: len(api.server.recent.running) == 3)
+        await until(lambda: api.running == 3)
         monkeypatch.setattr(recent, "KEPT", 2)
         assert len((await api.get("/requests"))["requests"]) == 2
         for client in clients:
             client.close()
-        await until(lambda: not api.server.recent.running)
+        await until(lambda: not api.running)
         assert (await w.ask(COMPLETIONS, b"{")).status == 400
-        assert not api.server.recent.running
+        assert not api.running
     async with world() as w:
         assert (w.proxy.service.lifecycle.running, w.proxy.service.passthrough.lifecycle.running) == (None, None)

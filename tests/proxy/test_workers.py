@@ -111,6 +111,7 @@ async def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> N
     [
         (["--policy", "auto"], "pools[0].policy.placement: auto"),
         (["--api-keys-file", "/nowhere/keys"], "auth.api_keys_file"),
+        (["--admin", "unix:/nowhere/admin.sock"], "listen.admin: can't listen on unix:/nowhere/admin.sock"),
     ],
 )
 async def test_wrong_settings_end_with_two(arguments: list[str], line: str) -> None:

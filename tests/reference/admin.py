@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import cast
 
+from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.app import create_admin_app
-from pdproxy.web.admin.service import AdminService
 
 
 def page() -> str:
     """Return the document. The routes do not ask their service for it."""
-    return json.dumps(create_admin_app(cast("AdminService", None)).openapi(), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(create_admin_app(cast("AdminApi", None)).openapi(), indent=2, ensure_ascii=False) + "\n"

@@ -81,6 +81,17 @@ class File:
         return {labels[0]: value for labels, value in self.reloading.gauges()[0].read()}
 
 
+async def test_a_process_that_takes_the_place_of_another_begins_with_the_files_as_they_are(tmp_path: Path) -> None:
+    """Once, and only where they have changed since they were read."""
+    one = File(tmp_path / "pdproxy.yaml")
+    await one.reloading.catch_up()
+    assert (one.reads, one.members.sets) == (0, [])
+    one.write(MORE)
+    await one.reloading.catch_up()
+    await one.looked()
+    assert (one.reads, one.members.sets) == (1, [["http://p:8000", "http://d:8000", "http://e:8000"]])
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> File:
     return File(tmp_path / "pdproxy.yaml")

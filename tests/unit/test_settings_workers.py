@@ -17,6 +17,7 @@ from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.worker_checks import of_each, of_worker
 
+SECOND = "nodes: [{url: 'http://x:1', role: aggregated}]"
 ENGINES = (EngineFlag("prefill", "http://p:1"), EngineFlag("decode", "http://d:1"))
 
 
@@ -38,11 +39,18 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
         ("pools: [{connector: moriio}]", "pools[0].connector: moriio"),
         ("pools: [{connector: p2p-nccl}]", "pools[0].connector: p2p-nccl"),
         ("pools: [{connector: lmcache-mp}]", "pools[0].connector: lmcache-mp"),
+        (
+            f"pools: [{{name: a}}, {{name: b, policy: auto, {SECOND}}}]",
+            "pools[1].policy.placement: auto",
+        ),
+        (
+            f"pools: [{{name: a}}, {{name: b, connector: moriio, {SECOND}}}]",
+            "pools[1].connector: moriio",
+        ),
         ("kv_ready: {notifier: true}", "kv_ready.notifier: true"),
         ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
         ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),
         ("limits: {engine_tokens: 8}", "limits.engine_tokens: 8"),
-        ("listen: {admin: 127.0.0.1:9}", "listen.admin: 127.0.0.1:9"),
     ],
 )
 def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str) -> None:
@@ -58,6 +66,14 @@ def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str)
 @pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "shared", "auto"])
 def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
     assert _load(tmp_path, f"pools: [{{connector: {connector}}}]").listen.workers == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["listen: {admin: 127.0.0.1:9}", "replicas: {count: 3}", f"pools: [{{name: a}}, {{name: b, {SECOND}}}]"],
+)
+def test_other_settings_are_accepted(tmp_path: Path, text: str) -> None:
+    assert _load(tmp_path, text).listen.workers == 2
 
 
 @pytest.mark.parametrize("wrong", ["0", "65", "many", "-1"])

@@ -1,6 +1,7 @@
 """The admin API's server: a second listener in the proxy's own event loop. Owns its socket, and its connections.
 
-It serves for as long as the proxy runs, also while that drains.
+It serves for as long as the proxy runs, also while that drains. Several workers accept connections from one socket: one that
+stands still holds up none.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ class AdminServer:
         self.serving = False
         self._at = at
         keys = proxy.credentials.admin_keys
-        gate = Gate(create_admin_app(service), keys, proxy.observers, is_tcp=at.place.path is None)
+        gate = Gate(
+            create_admin_app(proxy.share.admin_api(service, proxy)), keys, proxy.observers, is_tcp=at.place.path is None
+        )
         proxy.metrics.add_gauges(
             [
                 Gauge(

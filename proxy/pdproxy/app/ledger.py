@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from pdproxy.app.engines import Profiles
 from pdproxy.scheduling import placements, policies
@@ -41,9 +42,12 @@ def build_ledger(
 
     `make`: makes one of several workers', instead of a `Ledger`.
     """
-    limits, pool = settings.limits, settings.pool
-    kind = _kind(settings) if make is Ledger else make
-    return kind(
+    limits, pool, replicas = settings.limits, settings.pool, settings.replicas
+    options: dict[str, Any] = {}
+    if replicas.several:
+        make = ReplicaLedger if make is Ledger else make
+        options = {"replicas": replicas.at_first, "max_age": partial(_longest, settings)}
+    return make(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
@@ -54,6 +58,7 @@ def build_ledger(
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
+        **options,
     )
 
 
@@ -87,14 +92,6 @@ def _placement(
         chance=chance,
     )
     return make(context)
-
-
-def _kind(settings: Settings) -> Callable[..., Ledger]:
-    """Return what makes the ledger of a pool."""
-    replicas = settings.replicas
-    if not replicas.several:
-        return Ledger
-    return partial(ReplicaLedger, replicas=replicas.at_first, max_age=partial(_longest, settings))
 
 
 def _longest(settings: Settings) -> float:

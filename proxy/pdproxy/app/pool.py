@@ -93,12 +93,12 @@ class PoolParts:
         pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
         credentials, watch, metrics, observers = process.credentials, process.watch, process.metrics, process.observers
         tasks, clock, now = process.tasks, process.clock, process.now
-        own_keys = credentials.keys.wanted
+        own_keys, share = credentials.keys.wanted, process.share.pool(len(process.registries))
 
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool)
         cached = knowledge.cached if knowledge is not None else None
-        ledger = build_ledger(settings, profiles, cached, watch.chance, process.share.ledger)
+        ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger)
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
         models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
@@ -122,7 +122,7 @@ class PoolParts:
         outliers = build_outliers(settings.outliers)
         exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
-        custodian = process.share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        custodian = share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)

@@ -10,10 +10,16 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from pdproxy.app.admin_of_all import AdminApiOfAll
+from pdproxy.app.followed_changes import KINDS, FollowedChanges
+from pdproxy.app.journal import Journal
+from pdproxy.app.pool_share import PoolAlone, PoolMemory, PoolShare
+from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit import heirs, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.links import Message
@@ -23,22 +29,18 @@ from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe import catalog_workers
 from pdproxy.observe.metrics import Gauge, Metrics
-from pdproxy.scheduling import shared_ledger
-from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.serving.access import shared_quotas
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.shared_quotas import SharedQuotas
 from pdproxy.serving.kv import shared_custodian
-from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.shared_admission import SharedAdmission
 from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.schema import Settings
+from pdproxy.web.admin.api import AdminApi
+from pdproxy.web.admin.service import AdminService
 from pdproxy.web.app import Readiness
 
-MAX_ENGINES = 4096
-"""Engines whose load is shared: as many as a pool can have."""
 MAX_KEYS = 8192
 """Names of keys whose use is shared. That of further ones counts in each worker by itself."""
 REFRESH_EVERY = 0.25
@@ -47,35 +49,59 @@ core saw late is found."""
 
 
 class Shared:
-    """The memory of so many workers."""
+    """The memory of so many workers, that have so many pools."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, pools: int = 1) -> None:
         self.workers = workers
-        self.loads = SharedTable(workers, MAX_ENGINES, shared_ledger.MEASURES)
+        self.pools = [PoolMemory(workers) for _ in range(pools)]
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
         self.quotas = SharedTable(workers, MAX_KEYS, shared_quotas.MEASURES, shared_quotas.KEPT)
         self.custody = SharedRecords(workers, shared_custodian.UNITS)
+        self.journal = Journal()
+        """Not shared: the parent's own, of which a worker has a copy from its fork."""
         # Where the system has no such counters, waiting workers look every few milliseconds.
         self.wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)] if hasattr(os, "eventfd") else []
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.loads, self.places, self.quotas):
+        for table in (self.places, self.quotas):
             table.clear(number)
+        for pool in self.pools:
+            pool.clear(number)
 
     def of(self, number: int, send: Callable[[Message], None], now: Callable[[], float] = time.monotonic) -> Share:
         """Return a worker's part. `send`: sends its parent a message."""
         return Share(self, number, send, now)
 
 
+class Served(Protocol):
+    """What `Share.admin_api` needs of the proxy that it is part of."""
+
+    settings: Settings
+    registries: list[EngineRegistry]
+    readiness: ReadinessCheck
+
+    @property
+    def now(self) -> Callable[[], float]:
+        """The clock's seconds."""
+
+
 class Alone:
     """The parts of a process that serves alone."""
 
-    ledger = Ledger
     admission = Admission
     quotas = Quotas
-    custodian = Custodian
     shown = Shown
+
+    @staticmethod
+    def pool(at: int) -> PoolAlone:
+        """Return the parts of the pool with this number."""
+        return PoolAlone()
+
+    @staticmethod
+    def admin_api(service: AdminService, process: Served) -> AdminApi:
+        """Return what the routes of the admin API ask for."""
+        return AdminApi(service)
 
     def start(self, tasks: TaskOwner) -> None:
         """There is nobody to follow."""
@@ -96,9 +122,10 @@ class Share:
         self._now = now
 
         self.siblings = Siblings(send)
-        self._ledger: SharedLedger | None = None
+        self.changes = FollowedChanges(send, shared.journal)
+        self._area = shared.custody.area(number)
+        self._pools: list[PoolShare] = []
         self._shown: ShownOfAll | None = None
-        self._custodian: SharedCustodian | None = None
         self._send = send
         self._admission: SharedAdmission | None = None
 
@@ -122,27 +149,33 @@ class Share:
 
     def received(self, message: Message) -> None:
         """Process a message of the parent that is not for the process itself."""
-        if message.kind != ADOPT:
+        if message.kind in KINDS:
+            self.changes.received(message)
+        elif message.kind != ADOPT:
             self.siblings.received(message)
-        elif self._custodian is not None:
-            self._custodian.adopt(heirs.decode(message.body))
+        elif self._pools:
+            records = heirs.decode(message.body)
+            for pool in self._pools:
+                pool.adopt(records)
             self._send(Message(ADOPTED, message.number))
 
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
-            if self._ledger is not None:
-                self._ledger.refresh(all_of_it=True)
+            self.refresh()
             if self._admission is not None:
                 self._admission.look()
 
-    def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
-        """Return the worker's ledger. The arguments: those of `Ledger`."""
-        table = self._shared.loads
-        self._ledger = SharedLedger(
-            *arguments, column=table.column(self.number), others=table.others(self.number), **options
-        )
-        return self._ledger
+    def refresh(self) -> None:
+        """Take over the loads of the other workers."""
+        for pool in self._pools:
+            pool.refresh()
+
+    def pool(self, at: int) -> PoolShare:
+        """Return the worker's part of the pool with this number."""
+        pool = PoolShare(self._shared.pools[at], self.number, at, self._area)
+        self._pools.append(pool)
+        return pool
 
     def admission(self, *arguments: Any, **options: Any) -> SharedAdmission:
         """Return the worker's admission. The arguments: those of `Admission`."""
@@ -156,18 +189,26 @@ class Share:
         table = self._shared.quotas
         return SharedQuotas(limits, now, column=table.column(self.number), others=table.others(self.number))
 
-    def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:
-        """Return the worker's custodian. The arguments: those of `Custodian`."""
-        self._custodian = SharedCustodian(*arguments, area=self._shared.custody.area(self.number), **options)
-        return self._custodian
-
     def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
         """Return what clients are shown of all workers. The arguments: those of `Shown`."""
         assert isinstance(admission, SharedAdmission)
-        if (custodian := self._custodian) is not None:
-            unshared = Gauge(catalog_workers.UNSHARED, lambda: [((), custodian.without_space)])
-            metrics.add_gauges([unshared])
+        metrics.add_gauges([Gauge(catalog_workers.UNSHARED, lambda: [((), self._area.without_space)])])
         self._shown = ShownOfAll(
             admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
         )
         return self._shown
+
+    def admin_api(self, service: AdminService, process: Served) -> AdminApi:
+        """Return what the routes of the admin API ask for, and make the changes that it was asked for so far."""
+        settings = process.settings
+        self.changes.start(service, process.registries, settings.observe.log_level)
+        process.readiness.show(self.changes.shortcomings)
+        return AdminApiOfAll(
+            service,
+            self.number,
+            self.siblings,
+            self.changes,
+            self.refresh,
+            lambda: settings.observe.log_level,
+            process.now,
+        )

@@ -46,11 +46,15 @@ class _Open:
 
 
 class Siblings:
-    """`send` sends the parent a message. `answers`: how this worker answers the others' questions, by their names."""
+    """`send` sends the parent a message. `answers`: how this worker answers the others' questions, by their names.
+
+    `answers_about`: the same for questions that say what they are about, behind their name and a space.
+    """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self.answers: dict[str, Callable[[], bytes]] = {}
+        self.answers_about: dict[str, Callable[[str], bytes]] = {}
         self._last = 0
         self._open: dict[int, _Open] = {}
         self._asking: dict[str, asyncio.Task[Answers]] = {}
@@ -88,9 +92,7 @@ class Siblings:
     def received(self, message: Message) -> None:
         """Process a message that the parent passes on."""
         if message.kind == QUESTION:
-            answer = self.answers.get(message.body.decode(errors="replace"))
-            if answer is not None:
-                self._send(Message(REPLY, message.number, body=answer()))
+            self._answer(message)
             return
         one = self._open.get(message.number)
         if one is None:
@@ -105,6 +107,13 @@ class Siblings:
         elif message.kind == LAST:
             one.found.last[message.worker] = message.body
         one.look()
+
+    def _answer(self, question: Message) -> None:
+        name, _, about = question.body.decode(errors="replace").partition(" ")
+        if (answer := self.answers.get(name)) is not None:
+            self._send(Message(REPLY, question.number, body=answer()))
+        elif (answer_about := self.answers_about.get(name)) is not None:
+            self._send(Message(REPLY, question.number, body=answer_about(about)))
 
 
 async def _waited(done: asyncio.Event) -> bool:

@@ -17,9 +17,11 @@ from dataclasses import replace
 import uvloop
 
 from pdproxy.app import uncaught
+from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.dns import follow_names
 from pdproxy.app.reloading import SettingsSource
+from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
 from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
@@ -123,10 +125,11 @@ def work(
     end: socket.socket,
     shared: Shared,
     number: int,
+    admin: AdminSocket | None = None,
 ) -> int:
     """Serve until the supervisor asks for the end. Return the exit code. `end`: of the link to the supervisor.
 
-    `shared`: what all workers share; `number`: that of this one.
+    `shared`: what all workers share; `number`: that of this one; `admin`: where all of them serve the admin API.
     """
     uncaught.install()
     name_worker(number)
@@ -135,7 +138,7 @@ def work(
         source = one_workers(source, settings.listen.workers)
     try:
         return uvloop.run(
-            _serve(of_worker(settings, settings.listen.workers), source, listener, log, end, shared, number)
+            _serve(of_worker(settings, settings.listen.workers), source, listener, log, end, shared, number, admin)
         )
     except SettingsError as error:
         end.setblocking(True)
@@ -160,6 +163,7 @@ async def _serve(
     end: socket.socket,
     shared: Shared,
     number: int,
+    admin: AdminSocket | None = None,
 ) -> int:
     asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
     ending, hangups = Ending(), Hangups()
@@ -173,12 +177,16 @@ async def _serve(
 
     async def started(proxy: Proxy) -> None:
         names = follow_names(proxy)
+        follow_replicas(proxy)
         if source is not None and source.paths:
             reloading = follow(proxy, source, log, names)
             await reloading.catch_up()
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
+        serve_admin(proxy, admin, log)
+        for pool in proxy.pools:  # those that have come since the start of the first worker
+            pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.deadlines.probe):

@@ -14,6 +14,8 @@ import socket
 import sys
 
 from pdproxy.app import worker
+from pdproxy.app.admin import AdminSocket, admin_socket
+from pdproxy.app.changes import Changes
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
 from pdproxy.app.share import Shared
@@ -57,6 +59,14 @@ def run(settings: Settings, source: SettingsSource | None = None) -> int:
 
 def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
     settings = fit_files(settings)
+    admin = admin_socket(settings)
+    with contextlib.closing(admin) if admin is not None else contextlib.nullcontext():
+        return _listen_and_supervise(settings, log, source, admin)
+
+
+def _listen_and_supervise(
+    settings: Settings, log: Log, source: SettingsSource | None, admin: AdminSocket | None
+) -> int:
     host, port, count = settings.listen.host, settings.listen.port, settings.listen.workers
     try:
         listeners = listen_together(host, port, count)
@@ -68,7 +78,7 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
             )
         return 2
     _warn_of_memory(settings)
-    shared = Shared(count)
+    shared = Shared(count, len(settings.pools))
     gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()  # collections in a worker would copy the pages of what all of them share
@@ -80,7 +90,7 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
             if at != number:
                 listener.close()
         log.name_worker(number)
-        return worker.work(settings, source, listeners[number], log, end, shared, number)
+        return worker.work(settings, source, listeners[number], log, end, shared, number, admin)
 
     def parent(supervisor: Supervisor) -> Parent:
         return Parent(shared, supervisor, listeners, address)
@@ -106,12 +116,13 @@ class Parent(Watcher):
         self._address = address
         self._switchboard = Switchboard(supervisor, add_up)
         self._heirs = Heirs(supervisor, shared.custody)
+        self._changes = Changes(supervisor, shared.journal)
 
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """See `Watcher`."""
         if message.kind == ADOPTED:
             self._heirs.adopted(worker, message)
-        else:
+        elif not self._changes.received(worker, message):
             self._switchboard.received(worker, message)
 
     def starts(self, number: int) -> None:
@@ -129,6 +140,7 @@ class Parent(Watcher):
         self._shared.clear(number)
         self._switchboard.died(number)
         self._heirs.died(number)
+        self._changes.died(number)
 
     def ready(self, worker: WorkerProcess) -> None:
         """See `Watcher`."""

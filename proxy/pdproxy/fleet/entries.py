@@ -155,16 +155,17 @@ class Entries:
     def _here(self) -> str:
         return "this pool" if len(self.pools) == 1 else "any pool"
 
-    def entry(self, url: str) -> EngineEntry:
-        """Return one engine's entry, with all its pairs.
+    def entry(self, url: str, *, pairs: bool = True) -> EngineEntry:
+        """Return one engine's entry. `pairs`: whether it shows all its pairs.
 
         Raises:
             UnknownMemberError: there is no such member.
         """
         for pool in self.pools:
             if url in pool.membership.members:
-                nodes = pool.nodes()
-                return self._entry(pool, url, _pairs(pool.engines[url].node, nodes, len(nodes)))
+                nodes = pool.nodes() if pairs else ()
+                found = _pairs(pool.engines[url].node, nodes, len(nodes)) if pairs else None
+                return self._entry(pool, url, found)
         raise UnknownMemberError(f"{url} is no engine of {self._here()}")
 
     async def all(self, *, pairs: bool = True, of: PoolEngines | None = None) -> AsyncIterator[EngineEntry]:
@@ -185,6 +186,12 @@ class Entries:
                     found = _pairs(pool.engines[url].node, nodes, MAX_NOT_PAIRED) if compare else None
                     yield self._entry(pool, url, found)
 
+    def plain(self) -> list[str]:
+        """Return the URLs of the engines that serve, of which there is nothing else to say."""
+        now = self._now()
+        every = [(pool, url, member) for pool in self.pools for url, member in pool.membership.members.items()]
+        return [url for pool, url, member in every if _is_plain(member, pool.engines[url].node, now)]
+
     def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
         now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
         node = engine.node
@@ -202,7 +209,7 @@ class Entries:
             models=[] if evidence is None else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
-            load=EngineLoad(node.requests - node.elsewhere[0], node.prompt_bytes - node.elsewhere[1], node.window),
+            load=EngineLoad(*node.known_load, node.window),
             breaker=EngineBreaker(
                 node.failures,
                 round(max(0.0, node.open_until - now), 1),
@@ -227,6 +234,10 @@ class Entries:
             drain.removes,
             None if over else waits_for,
         )
+
+
+def _is_plain(member: Member, node: Node, now: float) -> bool:
+    return member.state(node) is MemberState.SERVING and node.state(now) == "up" and not node.failures
 
 
 def _why(node: Node, now: float) -> str | None:

@@ -121,6 +121,11 @@ class Membership:
         for node in nodes:
             self._members[node.url] = Member(node, source, self._now(), is_new=False)
 
+    def have_served(self) -> None:
+        """Note that all members have served by other processes before this one began: none begins slowly."""
+        for member in self._members.values():
+            member.is_new = False
+
     def add(self, node: NodeSettings, source: str) -> Member:
         """Add an engine for a source. One that is there already is kept, and used again if it was about to leave.
 

@@ -142,7 +142,9 @@ class Node:
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
     elsewhere: tuple[int, int] = (0, 0)
-    """Those of both numbers that are other processes' leases: 0 in a `Ledger`, estimates in a `ReplicaLedger`."""
+    """Those of both numbers that are other processes' leases: other workers', and estimates of replicas'; 0 in a `Ledger`."""
+    of_workers: tuple[int, int] = (0, 0)
+    """Those of `elsewhere` that other workers of this proxy have: no estimates."""
     window: float | None = None
     """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0
@@ -214,6 +216,12 @@ class Node:
     def half_open(self, now: float) -> bool:
         """Return whether its cooldown is over, and no request has shown yet that it serves again."""
         return self.trial_places == 1 and now >= self.open_until
+
+    @property
+    def known_load(self) -> tuple[int, int]:
+        """Open leases of all workers of this proxy, and their prompt bytes."""
+        (requests, size), (other_requests, other_size) = self.elsewhere, self.of_workers
+        return self.requests - requests + other_requests, self.prompt_bytes - size + other_size
 
     def state(self, now: float) -> str:
         """Return which of `STATES` the engine is in."""

@@ -78,7 +78,7 @@ class ReplicaLedger(Ledger):
             if requests is None:
                 self._reports.pop(node, None)
             else:
-                own = node.requests - node.elsewhere[0]
+                own = node.known_load[0]
                 # A sum of what an engine says may be no number.
                 count = min(requests, MAX_REPORTED) if requests >= 0 else 0
                 self._reports[node] = _Report(count, own, now, node.run_number)
@@ -99,24 +99,24 @@ class ReplicaLedger(Ledger):
         node = self._nodes[url]
         super().remove(url)
         self._reports.pop(node, None)
-        self._put(node, 0)
+        self._suppose(node, 0)
 
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """See `Ledger`."""
         if not lease.closed:
-            self._put(lease.node, self._others(lease.node, -1))
+            self._suppose(lease.node, self._of_replicas(lease.node, -1))
         return super().close(lease, verdict, now, tokens)
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         self._sizes[node.role] += _GAIN * (prompt_bytes - self._sizes[node.role])
-        self._put(node, self._others(node, 1))
+        self._suppose(node, self._of_replicas(node, 1))
         return super()._open(node, role, prompt_bytes, ask)
 
-    def _others(self, node: Node, more: int) -> int:
+    def _of_replicas(self, node: Node, more: int) -> int:
         """Return what others have of an engine, when we have so many requests more."""
         if node.draining is not None or self._nodes.get(node.url) is not node:
             return 0
-        own, report = node.requests - node.elsewhere[0] + more, self._reports.get(node)
+        own, report = node.known_load[0] + more, self._reports.get(node)
         if report is None or report.run != node.run_number:
             return others(own, self.replicas)
         return others(own, self.replicas, report.requests, report.own)
@@ -124,14 +124,15 @@ class ReplicaLedger(Ledger):
     def _estimate(self, node: Node) -> None:
         """Estimate anew what others have of an engine, and have the policies know it."""
         before = node.elsewhere
-        self._put(node, self._others(node, 0))
+        self._suppose(node, self._of_replicas(node, 0))
         if node.elsewhere != before:
             for policy in self._interested[node.uses]:
                 policy.load_changed(node)
 
-    def _put(self, node: Node, requests: int) -> None:
-        """Have an engine's counters hold so many requests of others."""
-        size = requests * round(self._sizes[node.role])
-        node.requests += requests - node.elsewhere[0]
-        node.prompt_bytes += size - node.elsewhere[1]
-        node.elsewhere = requests, size
+    def _suppose(self, node: Node, requests: int) -> None:
+        """Have an engine's counters hold so many requests of other replicas."""
+        of_workers = node.of_workers
+        elsewhere = requests + of_workers[0], requests * round(self._sizes[node.role]) + of_workers[1]
+        node.requests += elsewhere[0] - node.elsewhere[0]
+        node.prompt_bytes += elsewhere[1] - node.elsewhere[1]
+        node.elsewhere = elsewhere

@@ -117,15 +117,16 @@ class SharedLedger(Ledger):
 
     def _read(self, key: int, node: Node) -> None:
         sums = self._others.sums(key)
-        if sums != node.elsewhere:
+        if sums != node.of_workers:
             self._put(node, sums)
             for policy in self._interested[node.uses]:
                 policy.load_changed(node)
 
-    @staticmethod
-    def _put(node: Node, elsewhere: tuple[int, ...]) -> None:
+    def _put(self, node: Node, of_workers: tuple[int, ...]) -> None:
         """Have an engine's load hold so much of other workers'."""
-        (requests, prompt_bytes), (had_requests, had_bytes) = elsewhere, node.elsewhere
-        node.requests += requests - had_requests
-        node.prompt_bytes += prompt_bytes - had_bytes
-        node.elsewhere = requests, prompt_bytes
+        (requests, prompt_bytes), (had_requests, had_bytes) = of_workers, node.of_workers
+        more, more_bytes = requests - had_requests, prompt_bytes - had_bytes
+        node.requests += more
+        node.prompt_bytes += more_bytes
+        node.of_workers = requests, prompt_bytes
+        node.elsewhere = node.elsewhere[0] + more, node.elsewhere[1] + more_bytes

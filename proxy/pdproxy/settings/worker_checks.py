@@ -15,7 +15,6 @@ from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.schema import Pool, Settings
 from pdproxy.transfer import registry
 
-_POOL = ("pools", 0)
 _KEY = ("listen", "workers")
 
 
@@ -31,35 +30,31 @@ def check_workers(settings: Settings, found: Mistakes) -> None:
 
 def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
     """Return the settings that work with one worker only, and their values."""
-    wrong = _of_pool(settings.pool) if len(settings.pools) == 1 else []
+    wrong = [one for at, pool in enumerate(settings.pools) for one in _of_pool(("pools", at), pool)]
     others = {
         ("kv_ready", "notifier"): settings.kv_ready.notifier,
         ("limits", "engine_requests"): settings.limits.engine_requests,
         ("limits", "engine_tokens"): settings.limits.engine_tokens,
-        ("listen", "admin"): settings.listen.admin,
-        ("replicas", "count"): settings.replicas.count if settings.replicas.several else None,
     }
-    if len(settings.pools) > 1:
-        wrong.append((("pools",), f"{len(settings.pools)} pools"))
     return wrong + [(path, str(value).lower()) for path, value in others.items() if value]
 
 
-def _of_pool(pool: Pool) -> list[tuple[KeyPath, str]]:
+def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
     wrong: list[tuple[KeyPath, str]] = []
     if pool.placement == AUTO:
-        wrong.append(((*_POOL, "policy", "placement"), f"{AUTO} (set --policy least_load)"))
+        wrong.append(((*key, "policy", "placement"), f"{AUTO} (set --policy least_load)"))
     else:
         legs = {"prefill": pool.policy.prefill, "decode": pool.policy.decode}
-        wrong += [((*_POOL, "policy", leg), name) for leg, name in legs.items() if name in ASK_THE_INDEX]
+        wrong += [((*key, "policy", leg), name) for leg, name in legs.items() if name in ASK_THE_INDEX]
     if pool.turns.bidirectional:
-        wrong.append(((*_POOL, "turns", "bidirectional"), "true"))
+        wrong.append(((*key, "turns", "bidirectional"), "true"))
     if pool.kv_events.enabled:
-        wrong.append(((*_POOL, "kv_events", "enabled"), "true"))
+        wrong.append(((*key, "kv_events", "enabled"), "true"))
     if pool.connector != registry.AUTO:
         entry = registry.entry_of(pool.connector)
         notices = entry.capabilities.notices_over is not None and "notifier" not in entry.options.__struct_fields__
         if notices or entry.registration_port:
-            wrong.append(((*_POOL, "connector"), entry.name))
+            wrong.append(((*key, "connector"), entry.name))
     return wrong
 
 

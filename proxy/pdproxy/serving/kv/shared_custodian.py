@@ -26,7 +26,7 @@ UNITS = 16_384
 class _Record(msgspec.Struct, array_like=True, frozen=True):
     """What another process needs to have a handle released: neither the prompt's ids nor its first token, and no counts.
 
-    The first four: of the handle. `decode`: the engine that KV is pushed to, if it is pushed.
+    The first four: of the handle. `decode`: the engine that KV is pushed to, if it is pushed. `pool`: the number of its pool.
     """
 
     params: bytes
@@ -37,6 +37,7 @@ class _Record(msgspec.Struct, array_like=True, frozen=True):
     decode: str | None
     model: str | None
     authorization: tuple[tuple[bytes, bytes], ...]
+    pool: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -44,17 +45,13 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 
 
 class SharedCustodian(Custodian):
-    """A `Custodian` of one of several workers. `area`: for its records."""
+    """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`: the number of this one."""
 
-    def __init__(self, *arguments: Any, area: Area, **options: Any) -> None:
+    def __init__(self, *arguments: Any, area: Area, pool: int = 0, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._area = area
+        self._pool = pool
         self._places: dict[Custody, int] = {}
-
-    @property
-    def without_space(self) -> int:
-        """How many handles had no space for a record: if this worker is killed, their KV is left to its own time."""
-        return self._area.without_space
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """See `Custodian`."""
@@ -71,15 +68,16 @@ class SharedCustodian(Custodian):
         super().ended(custody, how)
 
     def adopt(self, records: list[bytes]) -> None:
-        """Become responsible for the handles of a worker that has ended, and release them. Nobody else asks for their KV."""
-        for data in records:
-            one = _decode(data)
+        """Release the handles of a worker that has ended, those of this pool. Nobody else asks for their KV."""
+        found = [one for one in map(_decode, records) if one.pool == self._pool]
+        for one in found:
             handle = Handle(one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release)
             leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode)
             custody = self.take(handle, leg)
             custody.was_asked = True  # a decode engine may have been sent it
             custody.release()
-        logger.warning("%d handles of a worker that has ended are released", len(records))
+        if found:
+            logger.warning("%d handles of a worker that has ended are released", len(found))
 
     def _noted(self, custody: Custody) -> Custody:
         if custody.state is not None:
@@ -96,6 +94,7 @@ class SharedCustodian(Custodian):
                         custody.decode,
                         custody.model,
                         custody.authorization,
+                        self._pool,
                     )
                 )
             )

@@ -14,11 +14,12 @@ from pdproxy import __version__
 from pdproxy.fleet.entries import EngineEntry
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.observe.recent import KEPT
+from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.bodies import body_of, flag_of, number_of, query_of
+from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.gate import answer_of
 from pdproxy.web.admin.openapi import describe, operation, parameter
-from pdproxy.web.admin.service import (
-    AdminService,
+from pdproxy.web.admin.shapes import (
     DrainOrder,
     EngineChanged,
     EngineList,
@@ -46,7 +47,7 @@ _RECENT = [
 ]
 
 
-def create_admin_app(service: AdminService) -> FastAPI:
+def create_admin_app(api: AdminApi) -> FastAPI:
     """Return the application."""
     app = FastAPI(
         title="pdproxy admin",
@@ -70,42 +71,45 @@ def create_admin_app(service: AdminService) -> FastAPI:
         body = {"error": {"message": error.detail, "type": "NotFoundError", "param": None, "code": error.status_code}}
         return JSONResponse(body, error.status_code, headers=error.headers)
 
-    _add_engines(app, service)
-    _add_others(app, service)
-    add_workers(app, service)
+    _add_engines(app, api)
+    _add_others(app, api)
+    add_workers(app, api)
     describe(app)
     return app
 
 
-def _add_engines(app: FastAPI, service: AdminService) -> None:
+def _add_engines(app: FastAPI, api: AdminApi) -> None:
+    async def changed(change: Change) -> Response:
+        status, answer = await api.change(change)
+        return shown(answer, status)
+
     async def engines(request: Request) -> Response:
         query = query_of(request, ("pairs", "pool"))
         pairs = flag_of(query, "pairs", usual=True)
-        of = service.pool(query["pool"]) if "pool" in query else None
-        return shown(EngineList([entry async for entry in service.entries.all(pairs=pairs, of=of)]))
+        of = api.service.pool(query["pool"]) if "pool" in query else None
+        return shown(await api.engines(pairs=pairs, of=of))
 
     async def engine(request: Request) -> Response:
         query_of(request, ())
-        return shown(service.found(_name(request)))
+        return shown(await api.engine(_name(request)))
 
     async def add(request: Request) -> Response:
         query_of(request, ())
-        status, changed = service.add(await body_of(request))
-        return shown(changed, status)
+        return await changed(Change.of("add", "", await body_of(request)))
 
     async def drain(request: Request) -> Response:
         query_of(request, ())
-        return shown(service.drain(_name(request), await body_of(request)), 202)
+        return await changed(Change.of("drain", _name(request), await body_of(request)))
 
     async def undrain(request: Request) -> Response:
         query_of(request, ())
-        return shown(service.undrain(_name(request)))
+        return await changed(Change("undrain", _name(request)))
 
     async def remove(request: Request) -> Response:
         query = query_of(request, ("at_once", "seconds"))
         seconds = number_of(query, "seconds", MAX_SECONDS)
-        changed = service.remove(_name(request), at_once=flag_of(query, "at_once", usual=False), seconds=seconds)
-        return shown(changed, 202 if changed.result == "removing" else 200)
+        at_once = flag_of(query, "at_once", usual=False)
+        return await changed(Change("remove", _name(request), at_once=at_once, seconds=seconds))
 
     one = f"{BASE}/engines/{{name:path}}"
     named = (400, 404, 409)
@@ -135,26 +139,25 @@ def _add_engines(app: FastAPI, service: AdminService) -> None:
     )
 
 
-def _add_others(app: FastAPI, service: AdminService) -> None:
+def _add_others(app: FastAPI, api: AdminApi) -> None:
     async def level(request: Request) -> Response:
         query_of(request, ())
-        return shown(service.level())
+        return shown(api.service.level())
 
     async def set_level(request: Request) -> Response:
         query_of(request, ())
-        return shown(service.set_level(await body_of(request)))
+        status, answer = await api.change(Change.of("log_level", "", await body_of(request)))
+        return shown(answer, status)
 
     async def requests(request: Request) -> Response:
         query = query_of(request, ("limit", "id", "outcome"))
         limit = number_of(query, "limit", KEPT, whole=True)
-        found = service.recent.shown(
-            2 * KEPT if limit is None else int(limit), request_id=query.get("id"), outcome=query.get("outcome")
-        )
-        return shown(RequestList(found))
+        most = 2 * KEPT if limit is None else int(limit)
+        return shown(await api.requests(most, query.get("id"), query.get("outcome")))
 
     async def decisions(request: Request) -> Response:
         query_of(request, ())
-        return Response(service.decisions(), media_type="application/json")
+        return Response(api.service.decisions(), media_type="application/json")
 
     path = f"{BASE}/log_level"
     _route(app, "GET", path, level, "The log level", {200: LevelShown})

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import FastAPI
 
 from pdproxy.fleet.entries import EngineEntry
-from pdproxy.web.admin.service import (
+from pdproxy.web.admin.shapes import (
     DrainOrder,
     EngineChanged,
     EngineList,

@@ -1,88 +1,34 @@
-"""What the admin API does with engines. Owns what one that is added so may not have, and the shapes of answers.
+"""What the admin API does with engines, in one process. Owns what one that is added so may not have.
 
 All of it is synchronous: an answer says what is the case.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-from msgspec import Meta
 
 from pdproxy.fleet.entries import EngineEntry, Entries, PoolEngines
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.observe.recent import Recent, RecentRequest
+from pdproxy.observe.recent import Recent
 from pdproxy.settings.conform import conform
 from pdproxy.settings.crosscheck import both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote
-from pdproxy.settings.probes import LogLevel
 from pdproxy.settings.schema import Node
-from pdproxy.settings.section import Section
+from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.errors import ConflictError, refusal
+from pdproxy.web.admin.shapes import DrainOrder, EngineChanged, EngineOrder, LevelShown, LogLevelOrder
 
 LASTS = "it stays until this process ends, also when the settings are read again: name it in the settings to keep it for longer"
 _FILES = (("api_key_file",), ("tls", "ca"), ("tls", "certificate"), ("tls", "key"), ("facts", "profile"))
 """Settings of an engine that name files of this machine. Who may add engines need not be able to read them."""
 MAX_LABELS = 4096
 """Characters of an engine's labels: lists show those of thousands of engines."""
-
-DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
-
-
-class EngineOrder(Node, frozen=True):
-    """An engine that is to be added: its settings, without those that name files, and its pool."""
-
-    pool: Annotated[str | None, Meta(description="the name of its pool, or nothing where there is one")] = None
-
-
-class DrainOrder(Section, frozen=True):
-    """How an engine is drained."""
-
-    seconds: Annotated[
-        DrainSeconds | None, Meta(description="until its requests are ended; null: deadlines.engine_drain")
-    ] = None
-    keep: Annotated[
-        bool, Meta(description="whether it stays without requests until it is undrained; false: it is removed then")
-    ] = True
-
-
-class LogLevelOrder(Section, frozen=True):
-    """The least severe record that is to be written."""
-
-    level: LogLevel
-
-
-class LevelShown(msgspec.Struct, frozen=True):
-    """The least severe record that is written."""
-
-    level: str
-    set_by: Annotated[str, Meta(description="settings, or admin: who has set it last")]
-
-
-class EngineChanged(msgspec.Struct, frozen=True):
-    """What was done, and how the engine is now."""
-
-    result: Annotated[
-        str, Meta(description="added, wanted, serving_again, draining, undrained, removing, removed or not_wanted")
-    ]
-    note: Annotated[str, Meta(description="what that means, for people")]
-    engine: Annotated[EngineEntry | None, Meta(description="null if it was removed")]
-
-
-class EngineList(msgspec.Struct, frozen=True):
-    """All engines, pool by pool, in the order in which they were added."""
-
-    engines: list[EngineEntry]
-
-
-class RequestList(msgspec.Struct, frozen=True):
-    """Up to 256 requests that run, the longest-running first, and the last 256 that have ended, the newest first."""
-
-    requests: list[RecentRequest]
 
 
 class LevelHolder(Protocol):
@@ -138,6 +84,37 @@ class AdminService:
         if name not in names:
             raise BadRequestError(f"{key}: {quote(name)} is no pool: {expected}{did_you_mean(name, names)}")
         return pools[names.index(name)]
+
+    def added(self) -> set[str]:
+        """Return the URLs of the engines that operators have added."""
+        every = [item for pool in self.entries.pools for item in pool.membership.members.items()]
+        return {url for url, member in every if member.is_wanted_by(ADMIN)}
+
+    def named(self, change: Change) -> Change:
+        """Return a change with the URL of its engine, as far as that is known here."""
+        text = change.engine or str(change.fields.get("url", ""))
+        url = text.encode(errors="replace").decode()  # JSON may hold what is no text
+        with contextlib.suppress(SettingsError):
+            url = engine_url(url, ("url",))
+        with contextlib.suppress(MembershipError):
+            url = self.entries.find(url)[1]
+        return msgspec.structs.replace(change, engine=url)
+
+    def do(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
+        """Do what an operator asks for. Return the status with the answer. The errors are those of the methods below."""
+        name = change.engine
+        match change.kind:
+            case "add":
+                return self.add(change.fields)
+            case "drain":
+                return 202, self.drain(name, change.fields)
+            case "undrain":
+                return 200, self.undrain(name)
+            case "remove":
+                changed = self.remove(name, at_once=change.at_once, seconds=change.seconds)
+                return 202 if changed.result == "removing" else 200, changed
+            case "log_level":
+                return 200, self.set_level(change.fields)
 
     def found(self, name: str) -> EngineEntry:
         """Return one engine, by its id or URL.

@@ -16,9 +16,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pdproxy.fleet.entries import EngineEntry
 from pdproxy.kit.errors import BadRequestError, PdproxyError
 from pdproxy.settings.errors import did_you_mean, quote
+from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.bodies import body_of, flag_of, query_of
+from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.errors import ConflictError, NotThereError
 from pdproxy.web.admin.service import AdminService
+from pdproxy.web.admin.shapes import EngineChanged
 
 ROLES = {"regular": "aggregated", "prefill": "prefill", "decode": "decode"}
 _NAMES = {role: name for name, role in ROLES.items()}
@@ -35,27 +38,27 @@ _IGNORED = (
 _KNOWN = ("url", "worker_type", "bootstrap_port", "labels", "api_key", "model_id", *_IGNORED)
 
 
-def add_workers(app: FastAPI, service: AdminService) -> None:
+def add_workers(app: FastAPI, api: AdminApi) -> None:
     """Add the routes."""
 
     async def workers(request: Request) -> Response:
         query_of(request, ())
-        entries = [entry async for entry in service.entries.all(pairs=False)]
-        return JSONResponse(_listed(entries, shows_pool=len(service.pools) > 1))
+        entries = (await api.engines(pairs=False)).engines
+        return JSONResponse(_listed(entries, shows_pool=len(api.service.pools) > 1))
 
     async def worker(request: Request) -> Response:
-        entry = service.found(_name(request))
+        entry = await api.engine(_name(request))
         found = _info(entry, shows_pool=False)
         return JSONResponse({name: found[name] for name in ("url", "model_id", "is_healthy")})
 
     async def add(request: Request) -> Response:
         body = await body_of(request)
-        _add(service, body)
+        await api.change(_adding(api.service, body))
         return JSONResponse({"success": True, "message": f"Successfully added worker: {body['url']}"})
 
     async def remove(request: Request) -> Response:
         query = query_of(request, ("at_once",))
-        changed = service.remove(_name(request), at_once=flag_of(query, "at_once", usual=False))
+        changed = await _removed(api, _name(request), at_once=flag_of(query, "at_once", usual=False))
         message = f"Worker {_name(request)} removed successfully"
         if changed.engine is not None:
             message = f"Worker {_name(request)}: {changed.note}"
@@ -63,17 +66,17 @@ def add_workers(app: FastAPI, service: AdminService) -> None:
 
     async def urls(request: Request) -> Response:
         query_of(request, ())
-        return JSONResponse({"urls": [entry.url async for entry in service.entries.all(pairs=False)]})
+        return JSONResponse({"urls": [entry.url for entry in (await api.engines(pairs=False)).engines]})
 
     async def add_url(request: Request) -> Response:
         query = query_of(request, ("url", "pool"))
         url = _url(query)
-        _add(service, {"url": url}, query.get("pool"))
+        await api.change(_adding(api.service, {"url": url}, query.get("pool")))
         return PlainTextResponse(f"Successfully added worker: {url}")
 
     async def remove_url(request: Request) -> Response:
         url = _url(query_of(request, ("url",)))
-        changed = service.remove(url, at_once=False)
+        changed = await _removed(api, url, at_once=False)
         return PlainTextResponse(f"Successfully removed worker: {url}: {changed.note}")
 
     for method, path, endpoint, failed, words in (
@@ -108,7 +111,14 @@ def _caught(
     return run
 
 
-def _add(service: AdminService, body: dict[str, Any], pool: str | None = None) -> None:
+async def _removed(api: AdminApi, name: str, *, at_once: bool) -> EngineChanged:
+    _, changed = await api.change(Change("remove", name, at_once=at_once))
+    assert isinstance(changed, EngineChanged)
+    return changed
+
+
+def _adding(service: AdminService, body: dict[str, Any], pool: str | None = None) -> Change:
+    """Return the change that adds a worker. Raises BadRequestError if it is there, or the body is wrong."""
     for name in body:
         if name not in _KNOWN:
             raise BadRequestError(f"{quote(name)}: unknown key{did_you_mean(name, _KNOWN)}")
@@ -128,7 +138,7 @@ def _add(service: AdminService, body: dict[str, Any], pool: str | None = None) -
         raise BadRequestError(f"Worker {url} already exists")
     if pool is None and len(service.pools) > 1:
         pool = _pool(service, body)
-    service.add(fields if pool is None else {**fields, "pool": pool})
+    return Change.of("add", "", fields if pool is None else {**fields, "pool": pool})
 
 
 def _pool(service: AdminService, body: dict[str, Any]) -> str:

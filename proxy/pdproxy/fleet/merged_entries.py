@@ -1,0 +1,98 @@
+"""One entry of an engine from those of several workers: each has its own view of whether the engine serves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, EngineHealth
+
+_STATES = ("joining", "probing", "warming", "serving")
+"""On its way in, an engine is as far as in the worker where it has come least far."""
+_HEALTH = ("up", "slow_start", "half_open", "excluded", "stalled", "draining", "down")
+"""From good to bad."""
+_WAITS = ("requests", "kv", None)
+
+
+class View(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker has: the URLs of engines that serve, and the entries of all others."""
+
+    plain: list[str]
+    entries: list[EngineEntry]
+
+    def of(self) -> dict[str, EngineEntry | None]:
+        """Return all engines by their URLs: their entries, None for those of which there is nothing to say."""
+        return {**dict.fromkeys(self.plain), **{entry.url: entry for entry in self.entries}}
+
+
+def merged(
+    own: Sequence[EngineEntry], number: int, views: Mapping[int, View], pools: Sequence[str]
+) -> list[EngineEntry]:
+    """Return the engines of all workers, pool by pool. `number`: of the worker whose entries are `own`."""
+    others = {worker: view.of() for worker, view in views.items()}
+    found = [merged_entry({number: entry, **_having(entry.url, others)}) for entry in own]
+    known = {entry.url for entry in own}
+    leaving = {url: None for view in others.values() for url, entry in view.items() if entry and url not in known}
+    for url in leaving:
+        there = {worker: entry for worker, entry in _having(url, others).items() if entry is not None}
+        found.append(merged_entry(dict(there)))
+    return sorted(found, key=lambda entry: pools.index(entry.pool))
+
+
+def _having(url: str, others: Mapping[int, Mapping[str, EngineEntry | None]]) -> dict[int, EngineEntry | None]:
+    return {worker: view[url] for worker, view in others.items() if url in view}
+
+
+def merged_entry(entries: Mapping[int, EngineEntry | None]) -> EngineEntry:
+    """Return one entry from those of the workers that have the engine, by their numbers. None: it serves, and nothing else.
+
+    The first one is no None. Loads are those of all workers in each entry already.
+    """
+    known = [entry for entry in entries.values() if entry is not None]
+    first = known[0]
+    if len(entries) == 1:
+        return first
+    drains = [entry.drain for entry in known if entry.drain is not None]
+    return msgspec.structs.replace(
+        first,
+        state=_state(entries, has_drain=bool(drains)),
+        health=_health(entries),
+        breaker=_breaker([entry.breaker for entry in known]),
+        drain=_drain(drains, is_over=len(drains) == len(entries)),
+    )
+
+
+def _state(entries: Mapping[int, EngineEntry | None], *, has_drain: bool) -> str:
+    states = ["serving" if entry is None else entry.state for entry in entries.values()]
+    if has_drain:
+        return "drained" if set(states) == {"drained"} else "draining"
+    return min(states, key=_STATES.index)
+
+
+def _health(entries: Mapping[int, EngineEntry | None]) -> EngineHealth:
+    each = {worker: EngineHealth("up", None) if one is None else one.health for worker, one in entries.items()}
+    worker, worst = max(each.items(), key=lambda item: _HEALTH.index(item[1].state))
+    if worst.reason is None or len({one.state for one in each.values()}) == 1:
+        return worst
+    return EngineHealth(worst.state, f"worker {worker}: {worst.reason}")
+
+
+def _breaker(each: Sequence[EngineBreaker]) -> EngineBreaker:
+    longest = max(each, key=lambda one: one.open_for_s)
+    places = [one.places for one in each if one.places is not None]
+    return EngineBreaker(
+        max(one.failures for one in each), longest.open_for_s, longest.reason, min(places, default=None)
+    )
+
+
+def _drain(each: Sequence[EngineDrain], *, is_over: bool) -> EngineDrain | None:
+    if not each:
+        return None
+    waits = min((one.waits_for for one in each), key=_WAITS.index)
+    return msgspec.structs.replace(
+        each[0],
+        since_s=max(one.since_s for one in each),
+        left_s=max(one.left_s for one in each),
+        waits_for=waits if waits is not None or is_over else "requests",
+    )

@@ -1,0 +1,19 @@
+"""The ledger of one of several workers of a proxy that is one of several replicas. Pure.
+
+What this proxy has of an engine is the sum over its workers; what other replicas have is estimated from that, as for one process.
+A worker that is killed takes its requests along: other replicas seem to lose as many, until the engine's next report.
+"""
+
+from __future__ import annotations
+
+from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.replicas import ReplicaLedger
+from pdproxy.scheduling.shared_ledger import SharedLedger
+
+
+class SharedReplicaLedger(ReplicaLedger, SharedLedger):
+    """A `ReplicaLedger` that counts the leases of all workers as its own."""
+
+    def _put(self, node: Node, of_workers: tuple[int, ...]) -> None:
+        super()._put(node, of_workers)
+        self._suppose(node, self._of_replicas(node, 0))

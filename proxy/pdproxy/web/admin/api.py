@@ -1,0 +1,45 @@
+"""What the routes of the admin API ask for: of one process here, of all workers in `app.admin_of_all`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdproxy.fleet.entries import EngineEntry, PoolEngines
+from pdproxy.web.admin.changes import Change
+from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
+
+if TYPE_CHECKING:
+    from pdproxy.web.admin.service import AdminService
+
+
+class AdminApi:
+    """The admin API of a process that serves alone. `service`: what it does with its engines."""
+
+    def __init__(self, service: AdminService) -> None:
+        self.service = service
+
+    async def engines(self, *, pairs: bool = True, of: PoolEngines | None = None) -> EngineList:
+        """Return all engines, or those `of` one pool. `pairs`: whether their entries show pairs."""
+        return EngineList([entry async for entry in self.service.entries.all(pairs=pairs, of=of)])
+
+    async def engine(self, name: str) -> EngineEntry:
+        """Return one engine, by its id or URL.
+
+        Raises:
+            NotThereError: there is no such engine.
+            UnknownOutcomeError: a worker that has not answered may have it.
+        """
+        return self.service.found(name)
+
+    async def change(self, change: Change) -> tuple[int, EngineChanged | LevelShown]:
+        """Do what an operator asks for. Return the status with the answer.
+
+        Raises:
+            BadRequestError: it is refused; see `AdminService`.
+            UnknownOutcomeError: it may come into force later.
+        """
+        return self.service.do(change)
+
+    async def requests(self, limit: int, request_id: str | None, outcome: str | None) -> RequestList:
+        """Return requests that run and that have ended; see `Recent.shown`."""
+        return RequestList(self.service.recent.shown(limit, request_id=request_id, outcome=outcome))

@@ -1,0 +1,347 @@
+"""The admin API of a proxy with two workers, as processes: every worker makes each change once, also those that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdproxy.fleet.entries import engine_id
+from tests.fakes import answers, scripts
+from tests.fakes.admin import BASE, Api
+from tests.fakes.books import Books
+from tests.fakes.client import Answer, Client
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.ports import free_port
+from tests.fakes.process import PATIENCE, Served
+from tests.fakes.scripts import WORD
+from tests.fakes.world import COMPLETIONS, TEXT, completion, until
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
+SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
+
+
+@dataclass
+class Run:
+    """A running proxy, its admin API, and the engines that it does not know."""
+
+    proxy: Served
+    api: Api
+    config: Path
+    spare: Sequence[FakeEngine]
+
+    async def all_say(self, path: str, holds: Callable[[Any], bool]) -> Any:
+        """Wait until this holds for eight answers in a row: any worker may answer. Return the last one."""
+        good, found = 0, None
+        async with asyncio.timeout(PATIENCE):
+            while good < 8:
+                answer = await self.ask("GET", path)
+                found = answer.json
+                good = good + 1 if answer.status == 200 and holds(found) else 0
+                await asyncio.sleep(0.02)
+        return found
+
+    async def ask(self, method: str, path: str, body: object = b"") -> Answer:
+        """One request. A connection that a killed worker had taken is made again."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                try:
+                    return await self.api.ask(method, BASE + path, body)
+                except (OSError, EOFError):
+                    await asyncio.sleep(0.02)
+
+    async def kill(self, pid: int) -> None:
+        """Kill a worker, and wait for its successor."""
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: pid not in self.proxy.workers() and len(self.proxy.workers()) == 2, PATIENCE)
+        await self.whole()
+
+    async def whole(self) -> None:
+        """Wait until both workers serve."""
+        async with asyncio.timeout(PATIENCE):
+            while await self.proxy.metric("pdproxy_workers") != 2 or len(self.proxy.workers()) != 2:
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, spare: int = 1, admin: str | None = None) -> AsyncIterator[Run]:
+    """Run `pdproxy serve` with two workers, an engine of each role, and decode engines that it does not know. It ends with 0."""
+    books, port, admin_port = Books(), free_port(), free_port()
+    engines = [FakeEngine(role, books) for role in ("prefill", *["decode"] * (1 + spare))]
+    for engine in engines:
+        await engine.listen()
+    path = tmp_path / "pdproxy.yaml"
+    path.write_text(
+        f"listen: {{port: {port}, workers: 2, admin: '{admin or f'127.0.0.1:{admin_port}'}'}}\n"
+        "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n  nodes:\n"
+        + "".join(f"  - {{url: '{one.url}', role: {one.role}}}\n" for one in engines[:2])
+    )
+    with (tmp_path / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
+        )
+        run = Run(Served(process, port, engines[:2]), Api(admin_port), path, engines[2:])
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while True:
+                    try:
+                        if (await run.proxy.ask("GET", "/ready")).json["state"] == "ok":
+                            break
+                    except OSError:
+                        assert process.returncode is None, (tmp_path / "log").read_text()
+                    await asyncio.sleep(0.05)
+            yield run
+            process.terminate()
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            for engine in engines:
+                engine.stop()
+
+
+def fields(engine: FakeEngine, **more: Any) -> dict[str, Any]:
+    return {"url": engine.url, "role": engine.role, **more}
+
+
+def states(shown: Any) -> dict[str, str]:
+    """The states of all engines in a list."""
+    return {one["url"]: one["state"] for one in shown["engines"]}
+
+
+async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) -> None:
+    """Its answer says that all have it; it is gone once no worker has a request there, whoever is asked."""
+    go = asyncio.Event()
+
+    async def rest(reply: Reply) -> None:
+        await reply.pieces(WORD, answers.end())
+        await reply.finish()
+
+    async with running(tmp_path) as run:
+        (new,), proxy = run.spare, run.proxy
+        added = await run.ask("POST", "/engines", fields(new, labels={"rack": "7"}))
+        assert (added.status, added.json["result"]) == (201, "added")
+        assert "has not answered" not in added.json["note"]
+        for _ in range(8):  # at once, in each
+            assert new.url in states((await run.ask("GET", "/engines")).json)
+        await run.all_say(f"/engines/{engine_id(new.url)}", lambda shown: shown["state"] in ("warming", "serving"))
+        assert await proxy.metric("pdproxy_node_up", node=new.url) == 1, "in both"
+        assert await proxy.metric("pdproxy_member_changes_total", node=new.url) in (0, 1)
+        refused = await run.ask("POST", "/engines", fields(new, labels={"rack": "8"}))
+        assert (refused.status, refused.json["error"]["owner"]) == (409, "admin")
+        assert (await run.ask("POST", f"/engines/{engine_id(proxy.decode.url)}/drain")).status == 202
+        await run.all_say("/engines", lambda shown: states(shown)[proxy.decode.url] == "drained")
+
+        new.scripts.clear()
+        clients = []
+        for _ in range(8):
+            new.script(scripts.after_word(go, rest))
+            client = await Client.connect(proxy.port)
+            client.post(COMPLETIONS, completion(stream=True))
+            clients.append((client, await client.head()))
+        await run.all_say("/engines", lambda shown: any(one["load"]["requests"] == 8 for one in shown["engines"]))
+        removed = await run.ask("DELETE", f"/engines/{engine_id(new.url)}?seconds=60")
+        assert (removed.status, removed.json["result"]) == (202, "removing")
+        shown = await run.all_say(f"/engines/{engine_id(new.url)}", lambda one: one["state"] == "draining")
+        assert (shown["drain"]["removes"], shown["drain"]["waits_for"], shown["load"]["requests"]) == (
+            True,
+            "requests",
+            8,
+        )
+        assert (await run.ask("POST", f"/engines/{engine_id(proxy.decode.url)}/undrain")).json["result"] == "undrained"
+        go.set()
+        for client, head in clients:
+            assert (await client.rest(head)).body == WORD + WORD + answers.end()
+        async with asyncio.timeout(PATIENCE):
+            while (await run.ask("GET", f"/engines/{engine_id(new.url)}")).status != 404:
+                await asyncio.sleep(0.02)
+        for _ in range(8):
+            assert new.url not in states((await run.ask("GET", "/engines")).json)
+        for _ in range(8):
+            assert (await proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
+
+
+async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None:
+    """Also when all of them were killed at once: engines, drains and the log level; and what was taken back stays so."""
+    async with running(tmp_path, spare=3) as run:
+        kept, drained, gone = run.spare
+        for engine in run.spare:
+            assert (await run.ask("POST", "/engines", fields(engine))).status == 201
+        assert (await run.ask("POST", f"/engines/{engine_id(drained.url)}/drain")).status == 202
+        assert (await run.ask("DELETE", f"/engines/{engine_id(gone.url)}?at_once=true")).json["result"] == "removed"
+        level = await run.ask("PUT", "/log_level", {"level": "debug"})
+        assert level.json == {"level": "debug", "set_by": "admin"}
+
+        def is_so(shown: Any) -> bool:
+            found = states(shown)
+            return (
+                len(found) == 4
+                and found[drained.url] == "drained"
+                and found[kept.url] in ("serving", "warming")
+                and gone.url not in found
+            )
+
+        await run.all_say("/engines", is_so)
+        first, second = run.proxy.workers()
+        await run.kill(first)
+        await run.all_say("/engines", is_so)
+        os.kill(second, signal.SIGKILL)
+        for pid in run.proxy.workers():
+            os.kill(pid, signal.SIGKILL)
+        await run.whole()
+        shown = await run.all_say("/engines", is_so)
+        (one,) = (one for one in shown["engines"] if one["url"] == kept.url)
+        assert (one["source"], one["state"]) == ("admin", "serving"), "it does not begin slowly once more"
+        await run.all_say("/log_level", lambda shown: shown == {"level": "debug", "set_by": "admin"})
+        assert await run.proxy.metric("pdproxy_node_up", node=kept.url) == 1
+        assert (await run.ask("POST", f"/engines/{engine_id(drained.url)}/undrain")).status == 200
+        await run.kill(run.proxy.workers()[0])
+        await run.all_say("/engines", lambda shown: states(shown).get(drained.url) in ("serving", "warming"))
+        assert (await run.ask("DELETE", f"/engines/{engine_id(drained.url)}")).status == 202
+        await run.kill(run.proxy.workers()[0])
+        await run.all_say("/engines", lambda shown: drained.url not in states(shown))
+
+
+async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:
+    """Four operators change engines of their own while workers are killed: in the end all workers have what was answered last."""
+    async with running(tmp_path, spare=4) as run:
+        over = asyncio.Event()
+
+        async def operate(engine: FakeEngine, chance: random.Random) -> set[str]:
+            """Add and remove an engine at random. Return its URL if it is there. What a killed worker was asked is looked up."""
+            has = False
+            while not over.is_set():
+                name = engine_id(engine.url)
+                wants = not has if chance.random() < 0.8 else has
+                try:
+                    if wants:
+                        answer = await run.api.ask("POST", f"{BASE}/engines", fields(engine))
+                    else:
+                        answer = await run.api.ask("DELETE", f"{BASE}/engines/{name}?at_once=true")
+                    assert answer.status in ((200, 201) if wants else (200, 404)), answer.body
+                    has = wants
+                except (OSError, EOFError):
+                    await run.whole()
+                    answer = await run.ask("GET", f"/engines/{name}")
+                    has = answer.status == 200
+                await asyncio.sleep(chance.random() * 0.01)
+            return {engine.url} if has else set()
+
+        chance = random.Random(SEED)
+        operators = [asyncio.create_task(operate(one, random.Random(SEED + at))) for at, one in enumerate(run.spare)]
+        for _ in range(4):
+            await asyncio.sleep(0.1 + chance.random() * 0.3)
+            await run.kill(chance.choice(run.proxy.workers()))
+            if failed := [task for task in operators if task.done()]:
+                failed[0].result()
+        over.set()
+        wanted = set().union(*await asyncio.gather(*operators))
+        await run.whole()
+        known = wanted | {run.proxy.prefill.url, run.proxy.decode.url}
+        await run.all_say("/engines", lambda shown: set(states(shown)) == known)
+        for _ in range(8):
+            assert (await run.proxy.ask("POST", COMPLETIONS, completion())).text == TEXT
+        assert await run.proxy.metric("pdproxy_worker_restarts_total") == 4
+
+
+async def test_a_worker_that_stands_still_is_named_and_has_the_change_later(tmp_path: Path) -> None:
+    """The answer comes in time; nothing is said to be gone that this worker may have."""
+    async with running(tmp_path, spare=2) as run:
+        new, other = run.spare
+        still = run.proxy.workers()[0]
+        assert (await run.ask("POST", "/engines", fields(other))).status == 201
+        os.kill(still, signal.SIGSTOP)
+        added = await run.ask("POST", "/engines", fields(new))
+        assert (added.status, added.json["result"]) == (201, "added")
+        assert "has not answered, and makes the change when it goes on" in added.json["note"]
+        listed = (await run.ask("GET", "/engines")).json
+        assert len(listed["silent_workers"]) == 1
+        assert new.url in states(listed)
+        await run.ask("DELETE", f"/engines/{engine_id(other.url)}?at_once=true")
+        unknown = await run.ask("GET", f"/engines/{engine_id(other.url)}")
+        assert unknown.status == 503
+        assert "it is not known whether" in unknown.json["error"]["message"]
+        os.kill(still, signal.SIGCONT)
+        await run.all_say("/engines", lambda shown: new.url in states(shown) and not shown["silent_workers"])
+        assert (await run.ask("GET", f"/engines/{engine_id(other.url)}")).status == 404
+        assert still in run.proxy.workers()
+        await run.all_say(f"/engines/{engine_id(new.url)}", lambda one: one["state"] in ("warming", "serving"))
+
+
+async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None:
+    """Those that run, the longest-running first, and the last ones, the newest first, whoever has served them."""
+    async with running(tmp_path) as run:
+        sent = []
+        for number in range(16):
+            client = await Client.connect(run.proxy.port)
+            client.post(COMPLETIONS, completion(), [("X-Request-Id", f"id{number}")])
+            assert (await client.answer()).status == 200
+            client.close()
+            sent.append(f"id{number}")
+        shown = await run.all_say("/requests", lambda found: len(found["requests"]) == 16)
+        assert [one["id"] for one in shown["requests"]] == sent[::-1]
+        assert [one["ended_s"] for one in shown["requests"]] == sorted(one["ended_s"] for one in shown["requests"])
+        for _ in range(4):
+            (one,) = (await run.ask("GET", "/requests?id=id3")).json["requests"]
+            assert one["id"] == "id3"
+            limited = (await run.ask("GET", "/requests?limit=3")).json["requests"]
+            assert [one["id"] for one in limited] == ["id15", "id14", "id13"]
+        go = asyncio.Event()
+        clients = []
+        for number in range(6):
+            run.proxy.decode.script(scripts.gate(go, scripts.reset))
+            client = await Client.connect(run.proxy.port)
+            client.post(COMPLETIONS, completion(), [("X-Request-Id", f"run{number}")])
+            clients.append(client)
+            await asyncio.sleep(0.05)
+        shown = await run.all_say("/requests?outcome=running", lambda found: len(found["requests"]) == 6)
+        assert [one["id"] for one in shown["requests"]] == [f"run{number}" for number in range(6)]
+        for client in clients:
+            client.close()
+        go.set()
+
+
+async def _engines(*arguments: str, place: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pdproxy", "engines", *arguments, "--admin", place,
+        env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+async def test_the_command_works_at_a_unix_socket(tmp_path: Path) -> None:
+    """All its actions wait for all workers. The socket outlives a worker that drains, and is gone at the end."""
+    path = tmp_path / "admin.sock"
+    place = f"unix:{path}"
+    async with running(tmp_path, admin=place) as run:
+        (new,), drained = run.spare, run.proxy.workers()[0]
+        assert path.stat().st_mode & 0o777 == 0o600
+        os.kill(drained, signal.SIGTERM)
+        await until(lambda: drained not in run.proxy.workers() and len(run.proxy.workers()) == 2, PATIENCE)
+        await run.whole()
+        assert path.exists()
+        for arguments in (
+            ("add", new.url, "--role", "decode", "--wait"),
+            ("drain", new.url, "--wait"),
+            ("undrain", new.url, "--wait"),
+        ):
+            code, output = await _engines(*arguments, place=place)
+            assert code == 0, output
+        assert await run.proxy.metric("pdproxy_node_up", node=new.url) == 1
+        code, table = await _engines("list", place=place)
+        assert (code, engine_id(new.url) in table) == (0, True)
+        assert (await _engines("remove", new.url, "--wait", place=place))[0] == 0
+        assert await run.proxy.metric("pdproxy_node_info", node=new.url) == 0, "in no worker"
+        code, output = await _engines("remove", new.url, place=place)
+        assert (code, "no engine of this pool" in output) == (1, True)
+    assert not path.exists()

@@ -1,0 +1,117 @@
+"""Several workers of one of several replicas: what they estimate together is what one process would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pdproxy.kit.shared_table import SharedTable
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.policies import POLICIES
+from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.replicas import ReplicaLedger
+from pdproxy.scheduling.shared_ledger import MEASURES
+from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
+from tests.unit.test_ledger import evidence
+from tests.unit.test_replicas import made, one, plain
+
+SPECS = plain(3)
+
+
+def _workers(table: SharedTable, count: int, replicas: int) -> list[SharedReplicaLedger]:
+    found = []
+    for number in range(count):
+        of = SharedReplicaLedger(
+            SPECS,
+            column=table.column(number),
+            others=table.others(number),
+            replicas=replicas,
+            max_age=lambda: 15.0,
+            breaker_failures=2,
+            breaker_cooldown=10,
+            policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES["least_load"]),
+            chance=random.Random(number).random,
+        )
+        for spec in SPECS:
+            of.mark_up(spec.url, evidence())
+        found.append(of)
+    return found
+
+
+def _loads(of: ReplicaLedger) -> dict[str, int]:
+    return {node.url: node.requests for node in of.nodes}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_workers_estimate_what_one_process_would(replicas: int) -> None:
+    """Random leases, ends, reports, drains and other numbers of replicas: each worker has the loads that a single process has."""
+    chance = random.Random(replicas)
+    table = SharedTable(3, 16, MEASURES)
+    workers, single = _workers(table, 3, replicas), made(replicas=replicas, specs=SPECS)
+    leases: list[tuple[int, Lease, Lease]] = []
+    now = 0.0
+    for _ in range(2000):
+        now += 0.01
+        step, url = chance.random(), chance.choice(SPECS).url
+        others = {spec.url for spec in SPECS} - {url}
+        worker = chance.randrange(3)
+        if step < 0.4:
+            pair = [of.assign_alone(Ask("m", 10, now), without=others) for of in (workers[worker], single)]
+            assert (pair[0] is None) == (pair[1] is None)
+            if pair[0] is not None and pair[1] is not None:
+                leases.append((worker, pair[0], pair[1]))
+        elif step < 0.75 and leases:
+            number, shared, alone = leases.pop(chance.randrange(len(leases)))
+            workers[number].close(shared, Verdict.GOOD, now)
+            single.close(alone, Verdict.GOOD, now)
+        elif step < 0.9:
+            count = chance.choice([None, 0.0, 5.0, 40.0])
+            for of in (*workers, single):
+                if isinstance(of, SharedReplicaLedger):
+                    of.refresh(all_of_it=True)
+                of.reported(url, count, now)
+        elif step < 0.95:
+            why = chance.choice([None, "is being drained"])
+            for of in (*workers, single):
+                of.mark_draining(url, why)
+        else:
+            number = chance.randint(1, 8)
+            for of in (*workers, single):
+                of.use_replicas(number)
+        for of in workers:
+            of.refresh(all_of_it=True)
+            assert _loads(of) == _loads(single)
+            for node in of.nodes:
+                assert node.known_load[0] == sum(lease.node.url == node.url for _, lease, _ in leases)
+    assert len({tuple(_loads(of).values()) for of in workers}) == 1
+
+
+def test_what_is_left_of_an_engine_that_is_removed_is_this_workers_own() -> None:
+    table = SharedTable(2, 16, MEASURES)
+    first, second = _workers(table, 2, 4)
+    one(first)
+    lease = one(second)
+    second.refresh()
+    first.refresh()
+    node, url = lease.node, lease.node.url
+    assert node.requests >= 4
+    second.remove(url)
+    assert (node.requests, node.elsewhere, node.of_workers) == (1, (0, 0), (0, 0))
+    second.close(lease, Verdict.GOOD, 1.0)
+    assert (node.requests, node.prompt_bytes) == (0, 0)
+
+
+def test_a_killed_worker_has_nothing_any_more() -> None:
+    """And what replicas were taken to have because of it is not there either."""
+    table = SharedTable(2, 16, MEASURES)
+    first, second = _workers(table, 2, 4)
+    for _ in range(6):
+        one(second)
+    first.refresh()
+    assert sum(_loads(first).values()) == 24
+    table.clear(1)
+    first.refresh(all_of_it=True)
+    assert set(_loads(first).values()) == {0}
+    assert {node.prompt_bytes for node in first.nodes} == {0}
