@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-EACH = "it counts what each worker does by itself: probes, lines of the log, failures until a breaker opens, engines in turn"
+EACH = "it counts lines of the log about files, which each worker follows by itself"
 KEPT = "it counts connections to engines, which each worker keeps for itself"
 SHARES = "it is about tenants' shares while requests wait, which hold in each worker"
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
     {
-        "test_dead_core.py::test_the_first_answer_of_a_dead_core_takes_the_engine_out": EACH,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
         "test_keys.py::test_a_file_that_goes_bad_changes_nothing_and_is_told_once": EACH,
-        "test_prefill_fails.py::test_a_prefill_engine_that_refuses_connections": EACH,
-        "test_prefill_fails.py::test_the_breaker_shuts_out_an_engine_that_keeps_failing": EACH,
-        "test_requests.py::test_without_proxy_keys_the_engine_key_is_kept_for_probes": EACH,
         "test_tenants.py::test_places_are_divided_by_weight": SHARES,
         "test_tenants.py::test_weights_of_the_settings": SHARES,
         "test_tenants.py::test_priority_orders_the_requests_of_one_tenant": SHARES,

@@ -10,12 +10,18 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
-from pdproxy.kit import heirs, shared_places
+from pdproxy.fleet import shared_audit, shared_signs
+from pdproxy.fleet.findings import Findings
+from pdproxy.fleet.shared_audit import SharedAuditor
+from pdproxy.fleet.shared_signs import Signs
+from pdproxy.kit import heirs, leading, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
+from pdproxy.kit.leading import Leading
 from pdproxy.kit.links import Message
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_records import SharedRecords
@@ -23,8 +29,9 @@ from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe import catalog_workers
 from pdproxy.observe.metrics import Gauge, Metrics
-from pdproxy.scheduling import shared_ledger
+from pdproxy.scheduling import shared_breakers, shared_ledger
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.serving.access import shared_quotas
 from pdproxy.serving.access.quotas import Quotas
@@ -52,6 +59,10 @@ class Shared:
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.loads = SharedTable(workers, MAX_ENGINES, shared_ledger.MEASURES)
+        self.breakers = SharedTable(workers, MAX_ENGINES, shared_breakers.MEASURES, shared_breakers.KEPT)
+        self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
+        self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
+        self.lead = SharedTable(workers, 1, leading.MEASURES)
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
         self.quotas = SharedTable(workers, MAX_KEYS, shared_quotas.MEASURES, shared_quotas.KEPT)
         self.custody = SharedRecords(workers, shared_custodian.UNITS)
@@ -60,7 +71,7 @@ class Shared:
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.loads, self.places, self.quotas):
+        for table in (self.loads, self.breakers, self.moved, self.signs, self.lead, self.places, self.quotas):
             table.clear(number)
 
     def of(self, number: int, send: Callable[[Message], None], now: Callable[[], float] = time.monotonic) -> Share:
@@ -71,6 +82,8 @@ class Shared:
 class Alone:
     """The parts of a process that serves alone."""
 
+    several = None
+    """See `Share`."""
     ledger = Ledger
     admission = Admission
     quotas = Quotas
@@ -96,6 +109,10 @@ class Share:
         self._now = now
 
         self.siblings = Siblings(send)
+        table = shared.lead
+        self.lead = Leading(number, table.column(number), table.others(number))
+        self.findings: list[Findings] = []
+        """Those of each pool."""
         self._ledger: SharedLedger | None = None
         self._shown: ShownOfAll | None = None
         self._custodian: SharedCustodian | None = None
@@ -105,8 +122,16 @@ class Share:
     def __repr__(self) -> str:
         return f"<Share of worker {self.number}>"
 
+    @property
+    def several(self) -> Share:
+        """Itself: there are several workers."""
+        return self
+
     def start(self, tasks: TaskOwner) -> None:
         """Follow the other workers, in tasks of this owner."""
+        self.lead.beat()
+        for findings in self.findings:
+            findings.start(tasks)
         if self._admission is not None:
             self._admission.start()
         if self._shown is not None:
@@ -115,6 +140,7 @@ class Share:
 
     def stop(self) -> None:
         """Follow them no more."""
+        self.lead.leave()
         if self._admission is not None:
             self._admission.stop()
         if self._shown is not None:
@@ -131,6 +157,7 @@ class Share:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
+            self.lead.beat()
             if self._ledger is not None:
                 self._ledger.refresh(all_of_it=True)
             if self._admission is not None:
@@ -138,11 +165,21 @@ class Share:
 
     def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
         """Return the worker's ledger. The arguments: those of `Ledger`."""
-        table = self._shared.loads
-        self._ledger = SharedLedger(
-            *arguments, column=table.column(self.number), others=table.others(self.number), **options
-        )
+        loads, breakers, number = self._shared.loads, self._shared.breakers, self.number
+        make = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
+        column, others = loads.column(number), loads.others(number)
+        self._ledger = SharedLedger(*arguments, column=column, others=others, breakers=make, **options)
         return self._ledger
+
+    def auditor(self, *arguments: Any) -> SharedAuditor:
+        """Return the worker's audit. The arguments: those of `Auditor`."""
+        table = self._shared.moved
+        return SharedAuditor(*arguments, column=table.column(self.number), others=table.others(self.number))
+
+    def signs(self) -> Signs:
+        """Return the signs of life that engines have shown to any worker."""
+        table = self._shared.signs
+        return Signs(table.column(self.number), table.others(self.number))
 
     def admission(self, *arguments: Any, **options: Any) -> SharedAdmission:
         """Return the worker's admission. The arguments: those of `Admission`."""

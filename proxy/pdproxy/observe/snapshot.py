@@ -47,7 +47,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_kv_event_sources": Rule.MOST,
         "pdproxy_kv_handle_age_seconds": Rule.MOST,
         "pdproxy_kv_handles": Rule.SUM,
-        "pdproxy_kv_missing_tokens": Rule.SUM,
+        "pdproxy_kv_missing_tokens": Rule.MOST,
         "pdproxy_kv_notices_kept": Rule.SUM,
         "pdproxy_kv_ready_waits": Rule.SUM,
         "pdproxy_kv_stuck": Rule.SUM,
