@@ -87,7 +87,7 @@ class PoolParts:
         own_keys = credentials.keys.wanted
 
         profiles = Profiles(pool.profile)
-        knowledge = build_knowledge(pool)
+        knowledge = build_knowledge(pool, process.share)
         cached = knowledge.cached if knowledge is not None else None
         ledger = build_ledger(settings, profiles, cached, watch.chance, process.share.ledger)
         engines = EngineRegistry(ledger)
@@ -112,7 +112,9 @@ class PoolParts:
         kv_events = build_kv_events(
             settings, kv_index, setup.kv_events, engines, admin, observers, metrics, clock, tasks
         )
-        prefixes = build_prefixes(knowledge, engines, ledger, observers, metrics, now, kv_events)
+        prefixes = build_prefixes(
+            knowledge, engines, ledger, observers, metrics, now, kv_events, process.share, pool.name
+        )
         needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
         tokens = build_tokens(
             settings,
@@ -265,7 +267,7 @@ class PoolParts:
         if self.kv_events is not None:
             self.kv_events.stop()
         if self.prefixes is not None:
-            self.prefixes.of_requests.stop()
+            self.prefixes.stop()
         if self.tokens is not None:
             self.tokens.stop()
         for engine in self.engines.known.values():

@@ -53,6 +53,11 @@ class Link:
         return self._socket.fileno()
 
     @property
+    def behind(self) -> int:
+        """How many bytes the other process has not read."""
+        return len(self._unsent)
+
+    @property
     def unsent(self) -> bool:
         """Whether bytes wait until the socket can be written."""
         return bool(self._unsent)

@@ -19,6 +19,8 @@ what all others are to know."""
 QUESTION, ASKED, ANSWER, PAST, TOLD = "question", "asked", "answer", "past", "told"
 """What the parent sends: a question, to whom a question went (`body`: `Asked`), an answer (`worker`: whose), what is left of the
 workers that have ended, and what a worker tells all (`worker`: which)."""
+MAX_BEHIND = 8 << 20
+"""Bytes that a worker may not have read: it misses what else it would be told, and is not killed for it."""
 MAX_OPEN = 256
 """Questions that are not answered by all yet. The oldest is forgotten for one more."""
 
@@ -61,7 +63,7 @@ class Switchboard:
             self._reports[worker.number] = message.body
         elif message.kind == TELL:
             for one in self._supervisor.workers:  # also those that do not serve yet: they begin with what they are told
-                if one is not worker and one.pid is not None:
+                if one is not worker and one.pid is not None and (one.link is None or one.link.behind < MAX_BEHIND):
                     self._supervisor.send(one, Message(TOLD, worker=worker.number, body=message.body))
 
     def died(self, number: int) -> None:

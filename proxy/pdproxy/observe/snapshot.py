@@ -64,7 +64,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_state": Rule.MEAN,
         "pdproxy_places": Rule.LEAST,  # one number for all; the fewest are in force
         "pdproxy_prediction_error_ratio": Rule.MEAN,
-        "pdproxy_prefix_blocks": Rule.SUM,
+        "pdproxy_prefix_blocks": Rule.MOST,  # each has what all were told
+        "pdproxy_prefix_shared_age_seconds": Rule.MOST,
         "pdproxy_queue": Rule.SUM,
         "pdproxy_replicas": Rule.MOST,
         "pdproxy_retries": Rule.SUM,
