@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-EACH = "it counts what each worker does by itself: probes, lines of the log, failures until a breaker opens, engines in turn"
+EACH = "it counts what each worker does by itself: lines of the log, files that it follows, first requests to an engine"
 KEPT = "it counts connections to engines, which each worker keeps for itself"
 DIVIDED = "it fills a bound that is divided among workers: connections, bytes of bodies and answers, readers, retries"
 INSIDE = "it looks into one process, or changes that one alone: its tasks and parts, its engines, its admin API"
@@ -22,7 +22,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_continued_edges.py::test_a_request_whose_time_is_up_between_two_streams": EACH,
         "test_continued_not.py::test_a_client_that_leaves_while_nothing_comes": EACH,
         "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
-        "test_dead_core.py::test_the_first_answer_of_a_dead_core_takes_the_engine_out": EACH,
         "test_deadlines.py::test_connect": EACH,
         "test_deadlines.py::test_probe": EACH,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
@@ -67,10 +66,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_overload.py::test_a_full_queue_says_when_there_may_be_room": PREDICTED,
         "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once": PREDICTED,
         "test_pass_through.py::test_default_engines_answer_both_routes": EACH,
-        "test_prefill_fails.py::test_a_prefill_engine_that_refuses_connections": EACH,
-        "test_prefill_fails.py::test_the_breaker_shuts_out_an_engine_that_keeps_failing": EACH,
         "test_replicas.py::test_one_proxy_has_a_plain_ledger": INSIDE,
-        "test_requests.py::test_without_proxy_keys_the_engine_key_is_kept_for_probes": EACH,
         "test_retry_budget.py::test_a_request_that_waits_too_long_is_refused": DIVIDED,
         "test_retry_budget.py::test_a_request_waits_until_another_retry_has_its_data": DIVIDED,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,

@@ -20,7 +20,7 @@ from pdproxy.app.server import uvicorn_config
 from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
-from pdproxy.observe.events import Event, HandleEnded, RequestEnded
+from pdproxy.observe.events import Event, HandleEnded, NodeChanged, RequestEnded
 from pdproxy.observe.snapshot import merged, page_of
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
@@ -190,12 +190,21 @@ class World:
 
     async def probe(self) -> None:
         """Have every engine probed and its counters read, now."""
-        every = [(proxy, engine) for proxy in self.workers for engine in proxy.engines.values()]
+        every = [(one, engine) for one in self.workers if leads(one) for engine in one.engines.values()]
         await asyncio.gather(*(proxy.prober.probe(engine, scrape=True) for proxy, engine in every))
+        await self.told()
+
+    async def told(self) -> None:
+        """Wait until each worker knows what the others have found."""
+        for _ in range(
+            4 if self.others else 0
+        ):  # a message is made, sent, taken and answered in one turn of the loop each
+            await asyncio.sleep(0)
 
     def events(self, kind: type[_E]) -> list[_E]:
         """The events of one kind so far."""
-        return [event for event in self._recorder.events if isinstance(event, kind)]
+        found = [event for event in self._recorder.events if isinstance(event, kind)]
+        return [event for event in found if not (isinstance(event, NodeChanged) and event.elsewhere)]
 
     async def ended(self, count: int = 1) -> RequestEnded:
         """Wait until so many requests are over; return the report of the last of them."""
@@ -259,6 +268,12 @@ class World:
             await until(lambda: not self.busy())
         except TimeoutError:
             raise AssertionError(f"not over: {self.busy()}") from None
+
+
+def leads(proxy: Proxy) -> bool:
+    """Return whether a worker does what one does for all: a proxy that is alone does."""
+    share = proxy.share.several
+    return share is None or share.lead.leads
 
 
 async def until(condition: Callable[[], object], patience: float = LONG) -> None:

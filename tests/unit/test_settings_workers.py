@@ -31,8 +31,6 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
     ("text", "named"),
     [
         ("pools: [{policy: auto}]", "pools[0].policy.placement: auto"),
-        ("pools: [{policy: prefix}]", "pools[0].policy.prefill: prefix"),
-        ("pools: [{policy: {decode: prefix}}]", "pools[0].policy.decode: prefix"),
         ("pools: [{slo: {ttft: 1}}]", "pools[0].policy.placement: auto"),
         ("pools: [{turns: {bidirectional: true}}]", "pools[0].turns.bidirectional"),
         ("pools: [{kv_events: {enabled: true}}]", "pools[0].kv_events.enabled"),

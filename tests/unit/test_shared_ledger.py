@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import settings
@@ -11,16 +12,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import policies
+from pdproxy.scheduling import policies, shared_breakers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.shared_ledger import MEASURES, READ_EVERY, SharedLedger
+from tests.unit.test_shared_breakers import shared
 
 EVIDENCE = Evidence(frozenset({"m"}), "1", 16, ((1, 2),), 5, 1.0)
 SPLIT = (Role.PREFILL, Role.DECODE)
 CLIENTS, STEPS = 64, 6400
+
+
+_BREAKERS: WeakKeyDictionary[SharedTable, SharedTable] = WeakKeyDictionary()
+
+
+def breakers_of(table: SharedTable) -> SharedTable:
+    """The table of breakers beside a table of loads."""
+    return _BREAKERS.setdefault(table, SharedTable(8, 256, shared_breakers.MEASURES, shared_breakers.KEPT))
 
 
 def _shared(
@@ -29,6 +39,7 @@ def _shared(
     make = policies.POLICIES[policy]
     made = SharedLedger(
         specs,
+        breakers=shared(breakers_of(table), number),
         column=table.column(number),
         others=table.others(number),
         breaker_failures=2,

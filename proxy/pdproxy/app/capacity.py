@@ -8,6 +8,7 @@ from typing import Protocol
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.findings import Findings
 from pdproxy.observe import catalog_refusals
 from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, RequestEnded
 from pdproxy.observe.metrics import Gauge
@@ -171,7 +172,7 @@ class PoolCapacity:
 
 
 class Scraped:
-    """Passes what engines report to the audit, to the pool's capacity, and to the ledger of one of several replicas."""
+    """Passes what engines report to the audit, the pool's capacity, the ledger of one of several replicas, and other workers."""
 
     def __init__(self, auditor: Auditor, ledger: Ledger, now: Callable[[], float]) -> None:
         self._auditor = auditor
@@ -179,10 +180,18 @@ class Scraped:
         self._now = now
         self.capacity: PoolCapacity | None = None
         """None where there are no windows."""
+        self.findings: Findings | None = None
+        """None where there are no other workers."""
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
-        """Take what an engine reports."""
+        """Take what an engine has just reported."""
         self._auditor.scraped(engine, metrics)
+        self.reported(engine, metrics)
+        if self.findings is not None:
+            self.findings.scraped(engine, metrics)
+
+    def reported(self, engine: Engine, metrics: Scrape) -> None:
+        """Take what an engine has reported to this worker, or to another one."""
         if self.capacity is not None:
             self.capacity.scraped(engine, metrics)
         if self._ledger is not None:

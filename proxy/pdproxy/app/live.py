@@ -118,12 +118,12 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
     parts.admin.timeout = deadlines.probe
     if parts.capacity is not None:
         parts.capacity.configure(limits)
-    parts.prober.configure(settings.probes)
+    parts.watching.prober.configure(settings.probes)
     parts.bootstraps.interval = settings.probes.scrape_interval
-    parts.stalls.configure(health, deadlines.prefill)
-    parts.canary.timeout = health.canary_timeout
-    parts.outliers.limits = outlier_limits(settings.outliers)
-    parts.exclusions.interval = settings.outliers.interval
+    parts.watching.stalls.configure(health, deadlines.prefill)
+    parts.watching.canary.timeout = health.canary_timeout
+    parts.watching.outliers.limits = outlier_limits(settings.outliers)
+    parts.watching.exclusions.interval = settings.outliers.interval
     parts.membership.seconds = deadlines.engine_drain
     parts.transfer.buffers.timeout = deadlines.queue
     if parts.kv_events is not None:

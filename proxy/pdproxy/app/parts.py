@@ -142,15 +142,15 @@ class Parts(Process):
 
     @property
     def prober(self) -> Prober:
-        return self.pools[0].prober
+        return self.pools[0].watching.prober
 
     @property
     def stalls(self) -> Stalls:
-        return self.pools[0].stalls
+        return self.pools[0].watching.stalls
 
     @property
     def exclusions(self) -> Exclusions:
-        return self.pools[0].exclusions
+        return self.pools[0].watching.exclusions
 
     @property
     def transfer(self) -> KvTransfer:

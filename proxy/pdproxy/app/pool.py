@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdproxy.app.capacity import PoolCapacity, Scraped
+from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.continuations import build_continuing
 from pdproxy.app.engines import EngineSetup, Profiles, no_key
 from pdproxy.app.gauges import placement_gauges
+from pdproxy.app.health import Watching, build_watching
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
-from pdproxy.app.ledger import build_ledger, build_outliers
+from pdproxy.app.ledger import build_ledger
 from pdproxy.app.membership import build_membership
 from pdproxy.app.notices import Noticing, build_notices
 from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixes
@@ -19,18 +20,12 @@ from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_turns
-from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
-from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
-from pdproxy.fleet.prober import Prober
-from pdproxy.fleet.stalls import Stalls
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.decisions import Decisions
@@ -66,11 +61,7 @@ class PoolParts:
     membership: Membership
     admin: EngineAdmin
     capacity: PoolCapacity | None
-    prober: Prober
-    canary: HealthCanary
-    stalls: Stalls
-    outliers: Outliers
-    exclusions: Exclusions
+    watching: Watching
     bootstraps: Bootstraps
     transfer: KvTransfer
     custodian: Custodian
@@ -96,7 +87,7 @@ class PoolParts:
         own_keys, share = credentials.keys.wanted, process.share.pool(len(process.registries))
 
         profiles = Profiles(pool.profile)
-        knowledge = build_knowledge(pool)
+        knowledge = build_knowledge(pool, process.share)
         cached = knowledge.cached if knowledge is not None else None
         ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger)
         engines = EngineRegistry(ledger)
@@ -107,20 +98,9 @@ class PoolParts:
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
-        auditor = Auditor(engines, ledger, observers)
-        scraped = Scraped(auditor, ledger, now)
-        derenders = bool(limits.continuations) and settings.continuations.parsed == "auto"
-        prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now, derenders=derenders)
-
         transfer = build_transfer(settings, engines, clock, observers)
-        canary = HealthCanary(
-            admin, observers, transfer.contract.capabilities.canary_on, settings.health.canary_timeout
-        )
-        stalls = Stalls(
-            engines, ledger, canary, admin.scrape, observers, tasks, clock, settings.health, deadlines.prefill
-        )
-        outliers = build_outliers(settings.outliers)
-        exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
+        watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
+        scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
         custodian = share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
@@ -132,7 +112,9 @@ class PoolParts:
         kv_events = build_kv_events(
             settings, kv_index, setup.kv_events, engines, admin, observers, metrics, clock, tasks
         )
-        prefixes = build_prefixes(knowledge, engines, ledger, observers, metrics, now, kv_events)
+        prefixes = build_prefixes(
+            knowledge, engines, ledger, observers, metrics, now, kv_events, process.share, pool.name
+        )
         needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
         tokens = build_tokens(
             settings,
@@ -147,7 +129,7 @@ class PoolParts:
         )
         if transfer.contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
             observers.add(bootstraps)  # not for others: each event costs
-        observers.add(prober, *([tokens.canaries] if tokens is not None else []))
+        observers.add(watching.prober, *([tokens.canaries] if tokens is not None else []))
 
         shown = settings.listen.admin is not None
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
@@ -195,7 +177,7 @@ class PoolParts:
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, stalls, exclusions, now, pool.name))
+        metrics.add_gauges(engine_gauges(engines, auditor, watching.stalls, watching.exclusions, now, pool.name))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         if ledger.placement is not None:
             metrics.add_gauges(placement_gauges(ledger.placement))
@@ -232,11 +214,7 @@ class PoolParts:
             membership=membership,
             admin=admin,
             capacity=scraped.capacity,
-            prober=prober,
-            canary=canary,
-            stalls=stalls,
-            outliers=outliers,
-            exclusions=exclusions,
+            watching=watching,
             bootstraps=bootstraps,
             transfer=transfer,
             custodian=custodian,
@@ -279,9 +257,7 @@ class PoolParts:
             self.prefixes.start(tasks)
         if self.tokens is not None:
             tasks.keep(self.tokens.canaries.run, "canaries")
-        self.prober.start()
-        self.stalls.start()
-        self.exclusions.start()
+        self.watching.start()
 
     async def stop(self) -> None:
         """Drop all connections, after the end of the tasks."""
@@ -291,7 +267,7 @@ class PoolParts:
         if self.kv_events is not None:
             self.kv_events.stop()
         if self.prefixes is not None:
-            self.prefixes.of_requests.stop()
+            self.prefixes.stop()
         if self.tokens is not None:
             self.tokens.stop()
         for engine in self.engines.known.values():

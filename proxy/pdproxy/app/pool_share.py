@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from pdproxy.fleet import shared_audit, shared_signs
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.shared_audit import SharedAuditor
+from pdproxy.fleet.shared_signs import Signs
 from pdproxy.kit.shared_records import Area
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import shared_ledger
+from pdproxy.scheduling import shared_breakers, shared_ledger
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.serving.kv.custodian import Custodian
@@ -22,10 +28,14 @@ class PoolMemory:
 
     def __init__(self, workers: int) -> None:
         self.loads = SharedTable(workers, MAX_ENGINES, shared_ledger.MEASURES)
+        self.breakers = SharedTable(workers, MAX_ENGINES, shared_breakers.MEASURES, shared_breakers.KEPT)
+        self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
+        self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        self.loads.clear(number)
+        for table in (self.loads, self.breakers, self.moved, self.signs):
+            table.clear(number)
 
 
 class PoolAlone:
@@ -33,6 +43,10 @@ class PoolAlone:
 
     ledger = Ledger
     custodian = Custodian
+    auditor = Auditor
+
+    def signs(self) -> None:
+        """Nobody else sees any."""
 
 
 class PoolShare:
@@ -61,10 +75,22 @@ class PoolShare:
 
     def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
         """Return the worker's ledger. The arguments: those of `Ledger`, or of `ReplicaLedger`."""
-        table = self._memory.loads
+        loads, breakers, number = self._memory.loads, self._memory.breakers, self._number
+        make = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
         kind = SharedReplicaLedger if "replicas" in options else SharedLedger
-        self._ledger = kind(*arguments, column=table.column(self._number), others=table.others(self._number), **options)
+        column, others = loads.column(number), loads.others(number)
+        self._ledger = kind(*arguments, column=column, others=others, breakers=make, **options)
         return self._ledger
+
+    def auditor(self, *arguments: Any) -> SharedAuditor:
+        """Return the worker's audit. The arguments: those of `Auditor`."""
+        table = self._memory.moved
+        return SharedAuditor(*arguments, column=table.column(self._number), others=table.others(self._number))
+
+    def signs(self) -> Signs:
+        """Return the signs of life that engines have shown to any worker."""
+        table = self._memory.signs
+        return Signs(table.column(self._number), table.others(self._number))
 
     def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:
         """Return the worker's custodian. The arguments: those of `Custodian`."""

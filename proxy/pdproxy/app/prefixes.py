@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 
 from pdproxy.app.kv_events import ReadingKvEvents
+from pdproxy.app.share import Alone, Share
+from pdproxy.app.shared_prefixes import SharingPrefixes
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
@@ -19,6 +21,7 @@ from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.knowledge import Knowledge
 from pdproxy.scheduling.prefix.refreshing import Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
+from pdproxy.scheduling.prefix.shared import SharedKnowledge
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.serving.dispatch.prefixes import Prefixes
 from pdproxy.settings.schema import Pool
@@ -41,6 +44,8 @@ class KnowingPrefixes:
     def __init__(self, knowledge: Knowledge, engines: EngineRegistry, now: Callable[[], float]) -> None:
         self.knowledge = knowledge
         self.of_requests = Prefixes(knowledge, now)
+        self.sharing: SharingPrefixes | None = None
+        """What other workers are told, None where there are none."""
         self._engines = engines
         self._runs: dict[str, int] = {}
 
@@ -73,6 +78,12 @@ class KnowingPrefixes:
         self.knowledge.add(
             engine.url, engine.block_size or node.evidence.block_size, None if blocks is None else blocks * engine.ranks
         )
+
+    def stop(self) -> None:
+        """End the thread, and tell other workers nothing more."""
+        self.of_requests.stop()
+        if self.sharing is not None:
+            self.sharing.stop()
 
     def start(self, tasks: TaskOwner) -> None:
         """Begin to remove what matches nothing any more."""
@@ -107,7 +118,13 @@ class KnowingPrefixes:
             return [((one.name,), getattr(counters, one.name)) for one in fields(counters)]
 
         def skipped() -> Samples:
-            return [(("busy",), self.of_requests.skipped), (("no_space",), knowledge.speculative.no_space)]
+            untold = knowledge.untold if isinstance(knowledge, SharedKnowledge) else 0
+            dropped = self.sharing.dropped if self.sharing is not None else 0
+            skipped = (("busy",), self.of_requests.skipped), (("no_space",), knowledge.speculative.no_space)
+            return [*skipped, (("not_shared",), untold + dropped)]
+
+        def age() -> Samples:
+            return [] if self.sharing is None else [((), self.sharing.age)]
 
         def refreshes() -> Samples:
             return [(("asked",), knowledge.refreshing.asked), (("refused",), knowledge.refreshing.refused)]
@@ -120,17 +137,19 @@ class KnowingPrefixes:
             Gauge(catalog.PREFIX_DISPROVED, lambda: [((), knowledge.disproved)]),
             Gauge(catalog.PREFIX_SKIPPED, skipped),
             Gauge(catalog.PREFIX_REFRESHES, refreshes),
+            Gauge(catalog.PREFIX_SHARED_AGE, age),
         ]
 
 
-def build_knowledge(pool: Pool) -> Knowledge | None:
+def build_knowledge(pool: Pool, share: Share | Alone) -> Knowledge | None:
     """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
     policy, own = pool.policy, pool.prefixes
     asked = {policy.prefill, policy.decode} & policies.ASK_THE_INDEX
     if not asked and pool.placement not in placements.ASK_THE_INDEX:
         return None
     refreshes = own.refresh and pool.kv_events.enabled
-    return Knowledge(
+    make = Knowledge if share.several is None else SharedKnowledge
+    return make(
         own.unit,
         BlockIndex(own.unit, own.max_blocks, reports=refreshes),
         RoutedIndex(own.engine_blocks, own.max_blocks),
@@ -147,14 +166,20 @@ def build_prefixes(
     metrics: Metrics,
     now: Callable[[], float],
     kv_events: ReadingKvEvents | None,
+    share: Share | Alone,
+    pool: str,
 ) -> KnowingPrefixes | None:
-    """Return what keeps this knowledge, None where there is none. Call it before engines are added."""
+    """Return what keeps this knowledge, None where there is none. Call it before engines are added. `pool`: its name."""
     if knowledge is None:
         return None
     knowledge.adapters = lambda: ledger.adapters
     if kv_events is not None:
         knowledge.places, knowledge.connected = kv_events.sources.places, kv_events.sources.connected
     prefixes = KnowingPrefixes(knowledge, engines, now)
+    if isinstance(knowledge, SharedKnowledge) and share.several is not None:
+        siblings, topic = share.several.siblings, f"prefixes {pool}"
+        prefixes.sharing = SharingPrefixes(knowledge, lambda body: siblings.tell(topic, body), now)
+        siblings.hears[topic] = prefixes.sharing.received
     engines.watch(prefixes)
     engines.when_forgotten(knowledge.remove)
     observers.add(prefixes)

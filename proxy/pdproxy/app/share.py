@@ -20,8 +20,10 @@ from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.kit import heirs, shared_places
+from pdproxy.fleet.findings import Findings
+from pdproxy.kit import heirs, leading, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
+from pdproxy.kit.leading import Leading
 from pdproxy.kit.links import Message
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_records import SharedRecords
@@ -54,6 +56,7 @@ class Shared:
     def __init__(self, workers: int, pools: int = 1) -> None:
         self.workers = workers
         self.pools = [PoolMemory(workers) for _ in range(pools)]
+        self.lead = SharedTable(workers, 1, leading.MEASURES)
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
         self.quotas = SharedTable(workers, MAX_KEYS, shared_quotas.MEASURES, shared_quotas.KEPT)
         self.custody = SharedRecords(workers, shared_custodian.UNITS)
@@ -64,7 +67,7 @@ class Shared:
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.places, self.quotas):
+        for table in (self.lead, self.places, self.quotas):
             table.clear(number)
         for pool in self.pools:
             pool.clear(number)
@@ -89,6 +92,8 @@ class Served(Protocol):
 class Alone:
     """The parts of a process that serves alone."""
 
+    several = None
+    """See `Share`."""
     admission = Admission
     quotas = Quotas
     shown = Shown
@@ -125,6 +130,10 @@ class Share:
         self.changes = FollowedChanges(send, shared.journal)
         self._area = shared.custody.area(number)
         self._pools: list[PoolShare] = []
+        table = shared.lead
+        self.lead = Leading(number, table.column(number), table.others(number))
+        self.findings: list[Findings] = []
+        """Those of each pool."""
         self._shown: ShownOfAll | None = None
         self._send = send
         self._admission: SharedAdmission | None = None
@@ -132,8 +141,16 @@ class Share:
     def __repr__(self) -> str:
         return f"<Share of worker {self.number}>"
 
+    @property
+    def several(self) -> Share:
+        """Itself: there are several workers."""
+        return self
+
     def start(self, tasks: TaskOwner) -> None:
         """Follow the other workers, in tasks of this owner."""
+        self.lead.beat()
+        for findings in self.findings:
+            findings.start(tasks)
         if self._admission is not None:
             self._admission.start()
         if self._shown is not None:
@@ -142,6 +159,7 @@ class Share:
 
     def stop(self) -> None:
         """Follow them no more."""
+        self.lead.leave()
         if self._admission is not None:
             self._admission.stop()
         if self._shown is not None:
@@ -162,6 +180,7 @@ class Share:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_EVERY)
+            self.lead.beat()
             self.refresh()
             if self._admission is not None:
                 self._admission.look()

@@ -1,4 +1,4 @@
-"""The other workers, as one worker asks them: a question to all of them at once, and their answers.
+"""The other workers, as one worker asks them: a question to all of them at once, and their answers; and what it tells them.
 
 Owns the worker's questions. Many clients may cause the same question: it is asked once at a time, and all get its answers.
 """
@@ -10,8 +10,10 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdproxy.kit.links import Message
-from pdproxy.kit.switchboard import ANSWER, ASK, ASKED, LAST, LATE, PAST, QUESTION, REPLY, decode_asked
+from pdproxy.kit.switchboard import ANSWER, ASK, ASKED, LAST, LATE, PAST, QUESTION, REPLY, TELL, TOLD, decode_asked
 
 PATIENCE = 1.0
 """Seconds for the answers of all others."""
@@ -32,6 +34,17 @@ class Answers:
     restarts: int = 0
 
 
+class _Told(msgspec.Struct, array_like=True, frozen=True):
+    """What a worker tells all others: `topic`: what it is about."""
+
+    topic: str
+    body: bytes
+
+
+_encode_told = msgspec.msgpack.Encoder().encode
+_decode_told = msgspec.msgpack.Decoder(_Told).decode
+
+
 class _Open:
     """A question that is not answered by all."""
 
@@ -48,13 +61,15 @@ class _Open:
 class Siblings:
     """`send` sends the parent a message. `answers`: how this worker answers the others' questions, by their names.
 
-    `answers_about`: the same for questions that say what they are about, behind their name and a space.
+    `answers_about`: the same for questions that say what they are about, behind their name and a space. `hears`: what it does
+    with what others tell, by topic.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self.answers: dict[str, Callable[[], bytes]] = {}
         self.answers_about: dict[str, Callable[[str], bytes]] = {}
+        self.hears: dict[str, Callable[[bytes], None]] = {}
         self._last = 0
         self._open: dict[int, _Open] = {}
         self._asking: dict[str, asyncio.Task[Answers]] = {}
@@ -65,6 +80,10 @@ class Siblings:
     def send(self, message: Message) -> None:
         """Send the parent a message."""
         self._send(message)
+
+    def tell(self, topic: str, body: bytes) -> None:
+        """Tell all other workers something: those that listen for this topic. What is told by one worker comes in order."""
+        self._send(Message(TELL, body=_encode_told(_Told(topic, body))))
 
     async def ask(self, question: str) -> Answers:
         """Return what the others answer, within a second, and one more for the last reports of those that do not."""
@@ -91,6 +110,11 @@ class Siblings:
 
     def received(self, message: Message) -> None:
         """Process a message that the parent passes on."""
+        if message.kind == TOLD:
+            told = _decode_told(message.body)
+            if (hears := self.hears.get(told.topic)) is not None:
+                hears(told.body)
+            return
         if message.kind == QUESTION:
             self._answer(message)
             return

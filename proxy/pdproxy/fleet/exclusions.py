@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.outliers import Counted, Outliers
 
 REASONS = ("errors", "latency")
 
 
+async def _nothing() -> Sequence[Sequence[Counted]]:
+    return ()
+
+
 class Exclusions:
-    """Excludes the outliers of a pool, every `interval` seconds; 0: never. A watcher of the registry."""
+    """Excludes the outliers of a pool, every `interval` seconds; 0: never. A watcher of the registry.
+
+    `lead`: of several workers, one compares; `elsewhere` returns what each of the others has counted.
+    """
 
     def __init__(
         self,
@@ -29,7 +37,11 @@ class Exclusions:
         tasks: TaskOwner,
         now: Callable[[], float],
         interval: float,
+        lead: Lead = ALWAYS,
+        elsewhere: Callable[[], Awaitable[Sequence[Sequence[Counted]]]] = _nothing,
     ) -> None:
+        self._lead = lead
+        self._elsewhere = elsewhere
         self._engines = engines
         self._ledger = ledger
         self._outliers = outliers
@@ -58,16 +70,17 @@ class Exclusions:
         """Compare engines until cancelled."""
         while True:
             await asyncio.sleep(self.interval)
-            self.compare()
+            if self._lead.leads:
+                self.compare(await self._elsewhere())
 
-    def compare(self) -> None:
-        """Compare engines once, and exclude outliers."""
+    def compare(self, elsewhere: Sequence[Sequence[Counted]] = ()) -> None:
+        """Compare engines once, and exclude outliers. `elsewhere`: what other workers have counted."""
         groups: dict[Role, list[str]] = {}
         for url, engine in self._engines.items():
             if engine.node.available:
                 groups.setdefault(engine.node.role, []).append(url)
         now = self._now()
-        for found in self._outliers.judge(now, groups.values()):
+        for found in self._outliers.judge(now, groups.values(), elsewhere):
             if self._ledger.exclude(found.url, found.why, now + found.seconds, now):
                 self._counts[found.url][found.reason] += 1
                 role = self._engines[found.url].node.role.value

@@ -17,6 +17,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
+from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
@@ -55,7 +56,8 @@ class Prober:
     """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
 
     An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each engine.
-    `derenders`: engines are asked whether they derender.
+    `derenders`: engines are asked whether they derender. `lead`: of several workers, one probes; the others `pass_on` the URL
+    of an engine that they want to have probed.
     """
 
     only = (LegFailed,)
@@ -72,7 +74,11 @@ class Prober:
         now: Callable[[], float],
         *,
         derenders: bool = False,
+        lead: Lead = ALWAYS,
+        pass_on: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._lead = lead
+        self._pass_on = pass_on
         self._asks_derender = derenders
         self._engines = engines
         self._ledger = ledger
@@ -117,6 +123,9 @@ class Prober:
         """Probe one engine until cancelled."""
         count = 0
         while True:
+            if not self._lead.leads:
+                await self._lead.turn()
+                count = 0
             await self._logged(engine, self.probe(engine, scrape=count % self._scrape_every == 0))
             count += 1
             wake = engine.probes.wake
@@ -132,7 +141,10 @@ class Prober:
 
     def soon(self, engine: Engine) -> None:
         """Probe an engine now: something about it has just changed."""
-        engine.probes.wake.set()
+        if self._lead.leads:
+            engine.probes.wake.set()
+        else:
+            self._pass_on(engine.url)
 
     async def _watch_removed(self, engine: Engine) -> None:
         while engine.node.requests:

@@ -58,6 +58,13 @@ class Verdicts(Protocol):
     pause: float
     """Seconds between two canaries to an engine that stands still, at first: doubled each time."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether this worker asks engines that stand still."""
+
+    def exchange(self, engine: Engine, sign: float) -> float:
+        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0 if there is none."""
+
     def can_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked for a token."""
 
@@ -137,7 +144,8 @@ class StallWatch:
         elif node.stalled is not None:
             self._look_at_stalled(now)
         else:
-            self._stalled_at = None
+            if self._stalled_at is not None:
+                self._was_let_in(now)
             self._look_at_silence(now)
 
     # -- while it is in use
@@ -182,9 +190,11 @@ class StallWatch:
 
     def _note_signs(self, legs: list[OpenLeg], now: float) -> None:
         """Note the last sign of the engine; learn from a silence that has ended."""
-        if self.engine.ranks == 1:  # of several ranks, the signs of one say nothing about the others
-            self._life = max(self._life, self.engine.open_legs.last_sign, *(leg.last_sign() for leg in legs))
         enquiry = self._enquiry
+        if self.engine.ranks == 1:  # of several ranks, the signs of one say nothing about the others
+            own = max(self.engine.open_legs.last_sign, *(leg.last_sign() for leg in legs), 0.0)
+            asked = enquiry.last_sign if enquiry is not None else 0.0
+            self._life = max(self._life, own, self._verdicts.exchange(self.engine, max(own, asked)))
         if enquiry is not None:
             self._life = max(self._life, enquiry.last_sign)
             if self._life - enquiry.began >= self._verdicts.stalled_after / LOOKS:
@@ -219,6 +229,11 @@ class StallWatch:
         if not self._verdicts.stalled(self.engine, why):
             return
         self.stalls += 1
+        self._was_taken_out(now)
+        self._fail(legs, now)
+
+    def _was_taken_out(self, now: float) -> None:
+        """Note that it stands still, whoever has found that."""
         if now - self._let_in_at < SOON:
             self._hold = min(LONGEST_HOLD, max(FIRST_HOLD, 2 * self._hold))
             self._blind = min(LONGEST_HOLD, 2 * self._blind)
@@ -227,14 +242,30 @@ class StallWatch:
         self._stalled_at, self._suspected = now, None
         self._has_learned = False
         self._pause, self._next_canary = self._verdicts.pause, now + self._verdicts.pause
-        self._fail(legs, now)
 
     # -- while it stands still
 
+    def _was_let_in(self, now: float) -> None:
+        """Another worker has let it in. If this one has judged its silence, that may have been short."""
+        assert self._stalled_at is not None
+        if not self._has_learned and not self._hold:
+            silence, before = now - self._silent_from, self._stalled_at - self._silent_from
+            if silence <= THAWED * before:
+                self.engine.open_legs.pace.was_judged(silence, now)
+        self.close()
+        self._life = self._let_in_at = now
+        self._stalled_at = None
+
     def _look_at_stalled(self, now: float) -> None:
-        if self._stalled_at is None:
-            self._stalled_at = now
+        if self._stalled_at is None:  # another worker has found it
+            self.close()
+            self._was_taken_out(now)
+            self._has_learned = True  # that worker knows for how long it had been silent
+        assert self._stalled_at is not None
         self._fail([*self.engine.open_legs.legs], now)  # also one that was leased before
+        if not self._verdicts.leads:
+            self.close()
+            return
         enquiry = self._enquiry
         if enquiry is None:
             enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)

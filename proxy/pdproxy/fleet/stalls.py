@@ -13,8 +13,10 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.health_canary import Enquiry, HealthCanary
 from pdproxy.fleet.open_legs import OpenLeg
+from pdproxy.fleet.shared_signs import Signs
 from pdproxy.fleet.stall_watch import LOOKS, StallWatch
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -23,7 +25,10 @@ from pdproxy.upstream.metrics_page import Scrape
 
 
 class Stalls:
-    """Watches every engine of a pool. `longest`: seconds that a leg may take anyway. A watcher of the registry."""
+    """Watches every engine of a pool. `longest`: seconds that a leg may take anyway. A watcher of the registry.
+
+    `lead`: each of several workers watches its own legs, with the `signs` of all; one asks engines that stand still.
+    """
 
     def __init__(
         self,
@@ -36,7 +41,11 @@ class Stalls:
         clock: Clock,
         health: Health,
         longest: float,
+        lead: Lead = ALWAYS,
+        signs: Signs | None = None,
     ) -> None:
+        self._lead = lead
+        self._signs = signs
         self.configure(health, longest)
         self._engines = engines
         self._ledger = ledger
@@ -68,6 +77,13 @@ class Stalls:
         """Watch an engine no more. Legs to it have their deadlines."""
         if (watch := self._watches.pop(engine.url, None)) is not None:
             watch.close()
+        if self._signs is not None:
+            self._signs.forget(engine.url)
+
+    def found(self, url: str) -> None:
+        """Look at an engine that another worker has found to stand still: legs to it end."""
+        if self.stalled_after and (watch := self._watches.get(url)) is not None:
+            watch.look(self._clock.now())
 
     async def run(self) -> None:
         """Look at all engines at intervals, until cancelled."""
@@ -111,6 +127,15 @@ class Stalls:
         ]
 
     # -- for the watches
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker asks engines that stand still."""
+        return self._lead.leads
+
+    def exchange(self, engine: Engine, sign: float) -> float:
+        """Show other workers the last sign of an engine here, and return its last sign elsewhere, 0 if there is none."""
+        return 0.0 if self._signs is None else self._signs.exchange(engine, sign, self._clock.now())
 
     def can_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked for a token."""

@@ -1,4 +1,4 @@
-"""Questions of one worker to all others, passed on by the parent. It knows nothing of what they mean.
+"""Questions of one worker to all others, and what it tells them, passed on by the parent. It knows nothing of what they mean.
 
 Owns the questions that are not answered yet, and each worker's last report: what has to be known of it after it has ended.
 """
@@ -14,14 +14,17 @@ import msgspec
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import Supervisor, WorkerProcess
 
-ASK, REPLY, REPORT = "ask", "reply", "report"
-"""What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of the question), its report."""
-QUESTION, ASKED, ANSWER, PAST = "question", "asked", "answer", "past"
-"""What the parent sends: a question, to whom a question went (`body`: `Asked`), an answer (`worker`: whose), and what is left of
-the workers that have ended."""
+ASK, REPLY, REPORT, TELL = "ask", "reply", "report", "tell"
+"""What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of the question), its report, and
+what all others are to know."""
+QUESTION, ASKED, ANSWER, PAST, TOLD = "question", "asked", "answer", "past", "told"
+"""What the parent sends: a question, to whom a question went (`body`: `Asked`), an answer (`worker`: whose), what is left of the
+workers that have ended, and what a worker tells all (`worker`: which)."""
 LATE, LAST = "late", "last"
 """What a worker sends when it waits no longer for answers (`number`: its own of the question), and what the parent sends for each
 worker that has not answered, or that has ended meanwhile (`worker`: which; `body`: its last report, if there is one)."""
+MAX_BEHIND = 8 << 20
+"""Bytes that a worker may not have read: it misses what else it would be told, and is not killed for it."""
 MAX_OPEN = 256
 """Questions that are not answered by all yet. The oldest is forgotten for one more."""
 
@@ -75,6 +78,16 @@ class Switchboard:
                         self._pass_on(LAST, number, silent, self._reports.get(silent, b""))
         elif message.kind == REPORT:
             self._reports[worker.number] = message.body
+        elif message.kind == TELL:
+            for (
+                other
+            ) in self._supervisor.workers:  # also those that do not serve yet: they begin with what they are told
+                if (
+                    other is not worker
+                    and other.pid is not None
+                    and (other.link is None or other.link.unsent < MAX_BEHIND)
+                ):
+                    self._supervisor.send(other, Message(TOLD, worker=worker.number, body=message.body))
 
     def died(self, number: int) -> None:
         """Keep the last report of a worker that has ended."""

@@ -94,9 +94,17 @@ PREFIX_SKIPPED = Description(
                     "no_space",
                     "prompts of the last seconds have more keys than are kept: some do not count as just sent",
                 ),
+                ("not_shared", "other workers do not know of it: what they were told was too much"),
             ),
         ),
     ),
+)
+PREFIX_SHARED_AGE = Description(
+    "pdproxy_prefix_shared_age_seconds",
+    Kind.GAUGE,
+    "How long it took until a worker knew of the last prompt that another worker had sent to an engine",
+    "seconds",
+    (),
 )
 PREFIX_REFRESHES = Description(
     "pdproxy_prefix_refreshes_total",

@@ -148,12 +148,13 @@ class LegFailed(msgspec.Struct, frozen=True):
 
 
 class NodeChanged(msgspec.Struct, frozen=True):
-    """An engine came up, went down or was excluded."""
+    """An engine came up, went down or was excluded. `elsewhere`: another worker has found it, and logs it."""
 
     node: str
     role: str
     up: bool
     reason: str
+    elsewhere: bool = False
 
 
 class MemberChanged(msgspec.Struct, frozen=True):

@@ -114,6 +114,8 @@ class LogObserver:
                 self._refused(event)
             case LegFailed():
                 _log(legs, logging.WARNING, "leg failed", _fields(event))
+            case NodeChanged(elsewhere=True):
+                pass
             case NodeChanged(up=up):
                 _log(
                     fleet,
@@ -300,7 +302,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _fields(event: Event) -> Fields:
-    return {name: getattr(event, name) for name in event.__struct_fields__}
+    return {name: getattr(event, name) for name in event.__struct_fields__ if name != "elsewhere"}
 
 
 def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> None:

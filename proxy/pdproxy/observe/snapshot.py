@@ -47,7 +47,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_kv_event_sources": Rule.MOST,
         "pdproxy_kv_handle_age_seconds": Rule.MOST,
         "pdproxy_kv_handles": Rule.SUM,
-        "pdproxy_kv_missing_tokens": Rule.SUM,
+        "pdproxy_kv_missing_tokens": Rule.MOST,
         "pdproxy_kv_notices_kept": Rule.SUM,
         "pdproxy_kv_ready_waits": Rule.SUM,
         "pdproxy_kv_stuck": Rule.SUM,
@@ -64,7 +64,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_state": Rule.MEAN,
         "pdproxy_places": Rule.LEAST,  # one number for all; the fewest are in force
         "pdproxy_prediction_error_ratio": Rule.MEAN,
-        "pdproxy_prefix_blocks": Rule.SUM,
+        "pdproxy_prefix_blocks": Rule.MOST,  # each has what all were told
+        "pdproxy_prefix_shared_age_seconds": Rule.MOST,
         "pdproxy_queue": Rule.SUM,
         "pdproxy_replicas": Rule.MOST,
         "pdproxy_retries": Rule.SUM,

@@ -34,7 +34,7 @@ class Ledger:
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
     roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
     it is split, and chooses its engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
-    have windows (`Node.window`); then those with room come first.
+    have windows (`Node.window`); then those with room come first. `breakers` makes the breakers.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Ledger:
         chance: Callable[[], float] = no_chance,
         cached: Cached | None = None,
         windows: bool = False,
+        breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
         self._alone = tuple(alone)
         self._run_numbers = itertools.count()
@@ -64,7 +65,7 @@ class Ledger:
         """Whether anything here reads the details of an `Ask`. Read only."""
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
-        self.breakers = Breakers(breaker_failures, breaker_cooldown, slow_start)
+        self.breakers = breakers(breaker_failures, breaker_cooldown, slow_start)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)

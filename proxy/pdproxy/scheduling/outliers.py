@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 from pdproxy.scheduling.nodes import Role
 
@@ -42,6 +43,18 @@ class Exclusion:
     url: str
     reason: str
     why: str
+    seconds: float
+
+
+class Counted(NamedTuple):
+    """What another worker has counted of an engine, in the time that is looked at. `role`: the value of what the engine did."""
+
+    url: str
+    role: str
+    good: int
+    failed: int
+    timed: int
+    pace: float
     seconds: float
 
 
@@ -92,6 +105,8 @@ class Outliers:
     def __init__(self, limits: OutlierLimits) -> None:
         self.limits = limits
         self._windows: dict[tuple[str, Role], _Window] = {}
+        self._elsewhere: dict[tuple[str, Role], _Counts] = {}
+        """What other workers have counted, while engines are judged."""
         self._times: dict[str, int] = {}
         self._until: dict[str, float] = {}
 
@@ -121,16 +136,46 @@ class Outliers:
 
     def forget(self, url: str) -> None:
         """Forget an engine: it was removed."""
-        for key in [key for key in self._windows if key[0] == url]:
-            del self._windows[key]
+        self._drop(url)
         self._times.pop(url, None)
         self._until.pop(url, None)
 
-    def judge(self, now: float, groups: Iterable[Sequence[str]]) -> list[Exclusion]:
+    def counted(self, now: float) -> list[Counted]:
+        """Return what was counted of all engines, for another worker that judges them."""
+        totals = [(key, window.all(now)) for key, window in self._windows.items()]
+        return [
+            Counted(url, role.value, one.good, one.failed, one.timed, one.pace, one.seconds)
+            for (url, role), one in totals
+            if one.good or one.failed
+        ]
+
+    def left_out(self, url: str) -> tuple[float, int] | None:
+        """Return until when an engine is left out, or was at last, and how often it was; None: never."""
+        return (self._until[url], self._times[url]) if url in self._until else None
+
+    def follow(self, url: str, until: float, times: int) -> None:
+        """Note that another worker has found an engine to be an outlier: what was counted before counts no more."""
+        if self._until.get(url) != until:
+            self._until[url], self._times[url] = until, times
+            self._drop(url)
+
+    def judge(
+        self, now: float, groups: Iterable[Sequence[str]], elsewhere: Sequence[Sequence[Counted]] = ()
+    ) -> list[Exclusion]:
         """Return the engines that are to be left out from now on.
 
         `groups`: the URLs of the engines of each role that could get requests, those that are left out now included.
+        `elsewhere`: what each other worker has counted.
         """
+        for one in (one for worker in elsewhere for one in worker):
+            counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds)
+            self._elsewhere.setdefault((one.url, Role(one.role)), _Counts()).add(counts)
+        try:
+            return self._judge(now, groups)
+        finally:
+            self._elsewhere.clear()
+
+    def _judge(self, now: float, groups: Iterable[Sequence[str]]) -> list[Exclusion]:
         found: list[Exclusion] = []
         for urls in groups:
             places = max(1, int(self.limits.max_share * len(urls))) if len(urls) > 1 else 0
@@ -149,6 +194,9 @@ class Outliers:
         for (url, _), window in self._windows.items():
             if url in totals:
                 totals[url].add(window.all(now))
+        for (url, _), counts in self._elsewhere.items():
+            if url in totals:
+                totals[url].add(counts)
         for url in urls:
             others = [other for other in urls if other != url]
             if (share := self._error_share(url, totals)) is not None:
@@ -187,8 +235,10 @@ class Outliers:
     def _means(self, url: str, role: Role, now: float) -> tuple[float, float] | None:
         """Return an engine's seconds per unit of work, and per leg."""
         window = self._windows.get((url, role))
-        counts = window.all(now) if window is not None else None
-        if counts is None or counts.timed < self.limits.min_requests:
+        counts = window.all(now) if window is not None else _Counts()
+        if (elsewhere := self._elsewhere.get((url, role))) is not None:
+            counts.add(elsewhere)
+        if counts.timed < max(1, self.limits.min_requests):
             return None
         return counts.pace / counts.timed, counts.seconds / counts.timed
 
@@ -198,6 +248,9 @@ class Outliers:
         times = self._times[url] = self._times.get(url, 0) + 1
         seconds = min(LONGEST, times * self.limits.exclude_for)
         self._until[url] = now + seconds
+        self._drop(url)
+        return seconds
+
+    def _drop(self, url: str) -> None:
         for key in [key for key in self._windows if key[0] == url]:
             del self._windows[key]
-        return seconds

@@ -1,21 +1,24 @@
 """A ledger that chooses by the load of all workers: each has its own leases, and adds those of the others to each engine's load.
 
-Owns this worker's column of the table of loads. It shows a lease at once, and reads those of the others when it chooses, but not
+Owns this worker's column of the table of loads. What a worker notes of an engine's health it tells, so that all can note it
+(`fleet.findings`). The table shows a lease at once, and reads those of the others when it chooses, but not
 again within `READ_EVERY`: two workers that choose within this time may choose the same engine. A request lasts a thousand times
 as long, so an engine gets few requests too many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.shared_breakers import SharedBreakers
 
 MEASURES = 2
 """Numbers of the table for each engine: requests, prompt bytes."""
@@ -34,10 +37,23 @@ class _Own:
 
 
 class SharedLedger(Ledger):
-    """A `Ledger` of one of several workers. `column` is its own part of the table of loads, `others` those of the others."""
+    """A `Ledger` of one of several workers. `column` is its own part of the table of loads, `others` those of the others.
 
-    def __init__(self, specs: Iterable[NodeSpec], *, column: Column, others: Others, **options: Any) -> None:
-        super().__init__([], **options)
+    `breakers`: makes its breakers. `tell`: called with an engine's URL when something of its health was noted here.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[NodeSpec],
+        *,
+        column: Column,
+        others: Others,
+        breakers: Callable[[int, float, float], SharedBreakers],
+        **options: Any,
+    ) -> None:
+        super().__init__([], breakers=breakers, **options)
+        self.breakers: SharedBreakers
+        self.tell: Callable[[str], None] = lambda _: None
         self._column = column
         self._others = others
         self._read_at = -math.inf
@@ -55,10 +71,12 @@ class SharedLedger(Ledger):
             node = self._of_key.get(key)
             if node is not None:  # it may be known to others only
                 self._read(key, node)
+        self.breakers.look(all_of_it=all_of_it)
 
     def add(self, spec: NodeSpec) -> Node:
         """See `Ledger`."""
         node = super().add(spec)
+        self.breakers.add(node)
         own = self._own.get(spec.url)
         if own is None:
             own = self._own[spec.url] = _Own(key_of(spec.url))
@@ -69,11 +87,65 @@ class SharedLedger(Ledger):
     def remove(self, url: str) -> None:
         """See `Ledger`. What is left of the engine's load is this worker's own."""
         node, own = self._nodes[url], self._own[url]
+        self.breakers.drop(node)  # the others remove it by themselves
         super().remove(url)
         del self._of_key[own.key]
         self._put(node, (0, 0))
         if not own.requests:
             self._forget(url, own)
+
+    # -- what is noted of an engine's health
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Note what another worker has found: its breaker is as that worker has made it, and nobody is told."""
+        tell, self.tell = self.tell, lambda _: None
+        self.breakers.follows = True
+        try:
+            self.breakers.look(all_of_it=True)
+            yield
+        finally:
+            self.tell, self.breakers.follows = tell, False
+
+    def mark_up(self, url: str, evidence: Evidence) -> bool:
+        """See `Ledger`."""
+        if new := super().mark_up(url, evidence):
+            self.tell(url)
+        return new
+
+    def mark_down(self, url: str, reason: str, now: float) -> bool:
+        """See `Ledger`."""
+        node = self._nodes.get(url)
+        before = None if node is None else (node.probed, node.down_because)
+        was_up = super().mark_down(url, reason, now)
+        if node is not None and before != (node.probed, node.down_because):
+            self.tell(url)
+        return was_up
+
+    def mark_stalled(self, url: str, why: str) -> bool:
+        """See `Ledger`."""
+        if new := super().mark_stalled(url, why):
+            self.tell(url)
+        return new
+
+    def let_in(self, url: str, now: float) -> bool:
+        """See `Ledger`."""
+        if new := super().let_in(url, now):
+            self.tell(url)
+        return new
+
+    def exclude(self, url: str, why: str, until: float, now: float) -> bool:
+        """See `Ledger`."""
+        if new := super().exclude(url, why, until, now):
+            self.tell(url)
+        return new
+
+    def eject(self, prefill: str, decode: str) -> None:
+        """See `Ledger`."""
+        super().eject(prefill, decode)
+        self.tell(decode)
+
+    # -- what a request asks
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
         """See `Ledger`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.scheduling.placements import AUTO
-from pdproxy.scheduling.policies import ASK_THE_INDEX
 from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
 from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.schema import Pool, Settings
@@ -43,9 +42,6 @@ def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
     wrong: list[tuple[KeyPath, str]] = []
     if pool.placement == AUTO:
         wrong.append(((*key, "policy", "placement"), f"{AUTO} (set --policy least_load)"))
-    else:
-        legs = {"prefill": pool.policy.prefill, "decode": pool.policy.decode}
-        wrong += [((*key, "policy", leg), name) for leg, name in legs.items() if name in ASK_THE_INDEX]
     if pool.turns.bidirectional:
         wrong.append(((*key, "turns", "bidirectional"), "true"))
     if pool.kv_events.enabled:

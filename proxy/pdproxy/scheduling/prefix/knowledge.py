@@ -242,7 +242,7 @@ class Knowledge:
                 seen = beginning.tokens * self.text_per_token / prompt
                 self.text_per_token += _TEXT_WEIGHT * (min(max(seen, 1.0), 16.0) - self.text_per_token)
             if error > 0 and not reported:
-                self.routing.gone(engine.place, beginning.keys.all())
+                self._lacks(prediction, engine.place)
             return
         if self._is_one_off(engine, error, reported):
             return
@@ -256,6 +256,10 @@ class Knowledge:
             and len(self.blocks) < self.blocks.max_blocks
         ):
             self.refreshing.wanted(url, self._key_behind(beginning, prediction.tokens))
+
+    def _lacks(self, prediction: Prediction, place: int) -> None:
+        """Note that an engine had nothing of a text that was sent to it."""
+        self.routing.gone(place, prediction.beginning.keys.all())
 
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
         """Learn whether an engine drops a prompt's last block. Return whether an error may come from that."""

@@ -1,0 +1,257 @@
+"""What one worker has found of an engine's health, for all workers: whole states, each with a version.
+
+One worker leads (`kit.leading`): it probes, and sends each engine's state when it has read its metrics, when anything has
+changed, when a worker asks, and when it begins to lead. Any worker whose own leg shows something (an engine refuses
+connections, stands still, counts another prompt length) sends the state, too, with the next version. Lower versions are old; of
+equal ones the leader's counts. It sends the state again behind each one that it took, so all end with the leader's. A worker
+that starts knows nothing, and asks until each of its engines is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from pdproxy.fleet.engine import Account, Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.shared_audit import SharedAuditor
+from pdproxy.fleet.stalls import Stalls
+from pdproxy.kit.leading import Leading
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import NodeChanged, Observers
+from pdproxy.scheduling.nodes import Evidence
+from pdproxy.scheduling.outliers import Outliers
+from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.upstream.metrics_page import Scrape
+
+ASK_EVERY = 1.0
+"""Seconds until a worker asks again for engines of which it knows nothing, and between two wishes to have an engine probed."""
+
+
+class Finding(msgspec.Struct, array_like=True):
+    """An engine's state. `down`, `stalled`, `excluded`: why, None if it is not. `left_out`: see `Outliers.left_out`.
+
+    `ejected`: engines with which it is not paired. Of the leader: `scrape`, its last metrics, and the audit's `account`, `base`
+    and `blind`.
+    """
+
+    url: str
+    version: int
+    evidence: Evidence | None
+    down: str | None
+    stalled: str | None
+    excluded: str | None
+    left_out: tuple[float, int] | None
+    ejected: list[str]
+    scrape: Scrape | None = None
+    account: Account | None = None
+    base: int = 0
+    blind: bool = False
+
+
+class _Told(msgspec.Struct, array_like=True):
+    """A message. `leads`: whether its sender does. `unknown`: engines of which it knows nothing; `wanted`: those to be probed."""
+
+    leads: bool
+    findings: list[Finding] = []
+    unknown: list[str] = []
+    wanted: list[str] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Told).decode
+
+
+class Reported(Protocol):
+    """Takes what engines report of themselves, but for the audit."""
+
+    def reported(self, engine: Engine, metrics: Scrape) -> None:
+        """Take an engine's metrics, which the leader has read."""
+
+
+class Findings:
+    """The findings of one pool. `tell` sends a message to all other workers. A watcher of the registry."""
+
+    def __init__(
+        self,
+        lead: Leading,
+        tell: Callable[[bytes], None],
+        engines: EngineRegistry,
+        ledger: SharedLedger,
+        auditor: SharedAuditor,
+        outliers: Outliers,
+        stalls: Stalls,
+        reader: Reported,
+        observers: Observers,
+        now: Callable[[], float],
+        probe: Callable[[Engine], None],
+    ) -> None:
+        self._lead = lead
+        self._tell = tell
+        self._engines = engines
+        self._ledger = ledger
+        self._auditor = auditor
+        self._outliers = outliers
+        self._stalls = stalls
+        self._reader = reader
+        self._observers = observers
+        self._now = now
+        self._probe = probe
+        self._started = False
+        self._versions: dict[str, int] = {}
+        self._scrapes: dict[str, Scrape] = {}
+        self._wished: dict[str, float] = {}
+        self._due: dict[str, None] = {}
+        """Engines whose states are sent when the event loop has nothing else to do."""
+        ledger.tell = self._found
+        lead.begins.append(self._begins)
+        engines.watch(self)
+
+    def __repr__(self) -> str:
+        return f"<Findings of {len(self._engines)} engines>"
+
+    def start(self, tasks: TaskOwner) -> None:
+        """Ask for what others know, and go on asking, in a task of this owner. Needs a running event loop."""
+        self._started = True
+        tasks.keep(self._ask, "findings")
+
+    def added(self, engine: Engine) -> None:
+        """Ask for what is known of an engine."""
+        if self._started and not self._lead.leads:
+            self._send(unknown=[engine.url])
+
+    def removed(self, engine: Engine) -> None:
+        """Forget an engine."""
+        url = engine.url
+        if url != self._engines.replaced:
+            self._versions.pop(url, None)
+        for known in (self._scrapes, self._wished, self._due):
+            known.pop(url, None)
+
+    def scraped(self, engine: Engine, scrape: Scrape) -> None:
+        """Send what the probe of the leader has found, changed or not."""
+        self._scrapes[engine.url] = scrape
+        self._post(engine.url)
+
+    def wish(self, url: str) -> None:
+        """Ask the leader to probe an engine soon."""
+        now = self._now()
+        if now - self._wished.get(url, -ASK_EVERY) >= ASK_EVERY:
+            self._wished[url] = now
+            self._send(wanted=[url])
+
+    # -- sending
+
+    async def _ask(self) -> None:
+        while True:
+            unknown = [url for url, engine in self._engines.items() if not engine.node.probed]
+            if unknown and not self._lead.leads:
+                self._send(unknown=unknown)
+            await asyncio.sleep(ASK_EVERY)
+
+    def _begins(self) -> None:
+        """This worker leads from now on: what it knows holds for all."""
+        for url in self._engines:
+            self._post(url)
+
+    def _found(self, url: str) -> None:
+        """Something of an engine's health was noted by this worker itself."""
+        self._versions[url] = self._versions.get(url, 0) + 1
+        self._post(url)
+
+    def _post(self, url: str) -> None:
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._send_due)
+        self._due[url] = None
+
+    def _send_due(self) -> None:
+        urls, self._due = list(self._due), {}
+        known = [engine for url in urls if (engine := self._engines.get(url)) is not None and engine.node.probed]
+        if known:
+            self._send(findings=[self._finding(engine) for engine in known])
+
+    def _finding(self, engine: Engine) -> Finding:
+        node, url = engine.node, engine.url
+        made = Finding(
+            url,
+            self._versions.get(url, 0),
+            node.evidence,
+            node.down_because,
+            node.stalled,
+            node.excluded_because,
+            self._outliers.left_out(url),
+            sorted(node.ejected),
+        )
+        if self._lead.leads:
+            made.scrape = self._scrapes.get(url)
+            made.account, made.base, made.blind = engine.audit.account, self._auditor.base(url), engine.audit.blind
+        return made
+
+    def _send(
+        self, findings: list[Finding] | None = None, unknown: list[str] | None = None, wanted: list[str] | None = None
+    ) -> None:
+        self._tell(_encode(_Told(self._lead.leads, findings or [], unknown or [], wanted or [])))
+
+    # -- taking
+
+    def received(self, body: bytes) -> None:
+        """Take what another worker has sent."""
+        told = _decode(body)
+        for finding in told.findings:
+            engine = self._engines.get(finding.url)
+            if engine is not None and self._counts(finding, leaders=told.leads):
+                self._take(engine, finding, leaders=told.leads)
+        if self._lead.leads:
+            self._answer(told.unknown, told.wanted)
+
+    def _answer(self, unknown: Iterable[str], wanted: Iterable[str]) -> None:
+        for url in unknown:
+            self._post(url)
+        for url in wanted:
+            if (engine := self._engines.get(url)) is not None:
+                self._probe(engine)
+
+    def _counts(self, finding: Finding, *, leaders: bool) -> bool:
+        have = self._versions.get(finding.url, 0)
+        return finding.version > have or (finding.version == have and leaders and not self._lead.leads)
+
+    def _take(self, engine: Engine, finding: Finding, *, leaders: bool) -> None:
+        url = engine.url
+        self._versions[url] = finding.version
+        with self._ledger.following():
+            self._note(engine, finding)
+        self._ledger.breakers.explain(engine.node, finding.excluded)
+        if finding.left_out is not None:
+            self._outliers.follow(url, *finding.left_out)
+        if leaders:
+            self._auditor.follow(engine, finding.account, finding.base, blind=finding.blind)
+            if finding.scrape is not None:
+                self._scrapes[url] = finding.scrape
+                self._reader.reported(engine, finding.scrape)
+        if self._lead.leads:
+            self._post(url)
+
+    def _note(self, engine: Engine, finding: Finding) -> None:
+        node, url, now = engine.node, engine.url, self._now()
+        is_first = not node.probed
+        if finding.down is not None:
+            if self._ledger.mark_down(url, finding.down, now) or is_first:
+                self._changed(engine, up=False, reason=finding.down)
+            return
+        if finding.evidence is not None and self._ledger.mark_up(url, finding.evidence):
+            self._changed(engine, up=True, reason="it is up")
+        for other in finding.ejected:
+            if other not in node.ejected:
+                self._ledger.eject(url, other)
+        if finding.stalled is None:
+            if self._ledger.let_in(url, now):
+                self._changed(engine, up=True, reason="it has shown a sign")
+        elif self._ledger.mark_stalled(url, finding.stalled):
+            self._changed(engine, up=False, reason=finding.stalled)
+            self._stalls.found(url)
+
+    def _changed(self, engine: Engine, *, up: bool, reason: str) -> None:
+        self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=up, reason=reason, elsewhere=True))

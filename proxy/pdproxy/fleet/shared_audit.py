@@ -1,0 +1,82 @@
+"""The audit of several workers: one compares, and expects the KV that the requests of all have moved.
+
+Owns this worker's column of the table of moved KV: for each decode engine, the prompt tokens that are under way, and those of all
+legs that have shown data. The second are sums that outlive a worker. A restart of the engine begins a new account at the sum of
+then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Account, Engine
+from pdproxy.kit.shared_table import Column, Others, key_of
+from pdproxy.scheduling.nodes import Role
+from pdproxy.upstream.metrics_page import Scrape
+
+LOADING, ARRIVED = range(2)
+MEASURES = 2
+"""Numbers of the table for each decode engine, in prompt tokens: under way, arrived."""
+KEPT = frozenset({ARRIVED})
+
+
+class SharedAuditor(Auditor):
+    """The `Auditor` of one of several workers. `column`: its own part of the table of moved KV, `others`: those of the others."""
+
+    def __init__(self, *arguments: Any, column: Column, others: Others) -> None:
+        super().__init__(*arguments)
+        self._column = column
+        self._others = others
+        self._rows: dict[str, memoryview | None] = {}
+        """By URL: this worker's numbers, None where the table has no space."""
+        self._bases: dict[str, int] = {}
+        """By the URL of a decode engine: what had arrived when its account began."""
+
+    def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
+        """See `Auditor`."""
+        if (row := self._row(decode)) is not None:
+            row[LOADING] += self._blocks(prompt_tokens)
+
+    def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
+        """See `Auditor`."""
+        if (row := self._row(decode)) is not None:
+            moved = self._blocks(prompt_tokens)
+            row[LOADING] = max(0, row[LOADING] - moved)
+            row[ARRIVED] += moved if loaded else 0
+
+    def _row(self, decode: Engine | str) -> memoryview | None:
+        url = decode if isinstance(decode, str) else decode.url
+        if url not in self._rows and url in self._engines.known:
+            self._rows[url] = self._column.row(key_of(url))
+        return self._rows.get(url)
+
+    def scraped(self, engine: Engine, scrape: Scrape) -> None:
+        """See `Auditor`."""
+        if Role.DECODE not in engine.node.uses:
+            return
+        url, account = engine.url, engine.audit.account
+        loading, arrived = self._others.sums(key_of(url))
+        if (row := self._row(url)) is not None:
+            loading, arrived = loading + row[LOADING], arrived + row[ARRIVED]
+        if account is not None:
+            account.loading = loading
+            account.expected = arrived - self._bases.setdefault(url, arrived - account.expected)
+        super().scraped(engine, scrape)
+        if engine.audit.account is not account:
+            self._bases[url] = arrived
+
+    def base(self, url: str) -> int:
+        """Return what had arrived at an engine when its account began."""
+        return self._bases.get(url, 0)
+
+    def follow(self, engine: Engine, account: Account | None, base: int, *, blind: bool) -> None:
+        """Take over the account of the worker that compares: this one may have to go on with it."""
+        engine.audit.account, engine.audit.blind = account, blind
+        self._bases[engine.url] = base
+
+    def forget(self, url: str) -> None:
+        """Forget an engine: nothing needs it any more."""
+        self._column.drop(key_of(url))
+        self._rows.pop(url, None)
+        self._bases.pop(url, None)

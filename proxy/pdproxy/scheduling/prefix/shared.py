@@ -1,0 +1,105 @@
+"""What several workers know of engines' prefix caches: each tells the others what it has sent to engines. Pure.
+
+Owns what is to be told: bounded, in batches. Keys are hashes with a secret of the process, which forked workers have in common.
+A worker that starts knows nothing of what was sent before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
+from pdproxy.scheduling.prefix.prompts import MAX_KEYS, Beginning
+
+MAX_WAITING = 128 << 10
+"""Keys that wait to be told: 1 MiB. A prompt that has no space is known to its own worker alone."""
+BATCH = 2 * MAX_KEYS
+"""Keys of a message: 64 KiB. One prompt has half as many at most."""
+
+
+class Sent(msgspec.Struct, array_like=True):
+    """A prompt that was sent to an engine, or with `gone`: that it turned out not to hold. `keys`: eight bytes each."""
+
+    url: str
+    of_text: bool
+    gone: bool
+    keys: bytes
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """A message. `since`: when the first of these prompts was sent, in seconds of the machine's clock."""
+
+    since: float
+    sent: list[Sent]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Batch).decode
+
+
+class SharedKnowledge(Knowledge):
+    """The `Knowledge` of one of several workers. `due` is called when there is something to tell, until `batch` has taken all."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.due: Callable[[], None] = lambda: None
+        self.untold = 0
+        """Prompts of which the others know nothing, for there was no space. Read only."""
+        self._waiting: deque[tuple[float, Sent]] = deque()
+        self._keys = 0
+
+    def routed(self, beginning: Beginning, url: str, now: float, *, may_hit: bool = True) -> Prediction | None:
+        """See `Knowledge`."""
+        prediction = super().routed(beginning, url, now, may_hit=may_hit)
+        if prediction is not None:
+            self._tell(url, beginning, now, gone=False)
+        return prediction
+
+    def _lacks(self, prediction: Prediction, place: int) -> None:
+        super()._lacks(prediction, place)
+        self._tell(prediction.url, prediction.beginning, prediction.beginning.found_at, gone=True)
+
+    def _tell(self, url: str, beginning: Beginning, now: float, *, gone: bool) -> None:
+        keys = beginning.keys.all()
+        if not keys:
+            return
+        if self._keys + len(keys) > MAX_WAITING:
+            self.untold += 1
+            return
+        self._keys += len(keys)
+        self._waiting.append((now, Sent(url, beginning.of_text, gone, array("q", keys).tobytes())))
+        self.due()
+
+    def batch(self) -> bytes | None:
+        """Return what is to be told next, at most `BATCH` keys; None: nothing."""
+        taken: list[Sent] = []
+        size, since = 0, 0.0
+        while self._waiting and size + len(self._waiting[0][1].keys) <= 8 * BATCH:
+            at, sent = self._waiting.popleft()
+            since = since if taken else at
+            size += len(sent.keys)
+            taken.append(sent)
+        self._keys -= size // 8
+        return encode(Batch(since, taken)) if taken else None
+
+    def take(self, sent: Sent, now: float) -> int:
+        """Note what another worker has sent to an engine. Return how many keys it was."""
+        keys = array("q", sent.keys).tolist()
+        engine = self._engines.get(sent.url)
+        if engine is None:
+            return len(keys)
+        fed = not sent.of_text and self.is_fed(sent.url)
+        if sent.gone:
+            self.routing.gone(engine.place, keys)
+        elif fed:
+            self.speculative.routed(engine.place, [keys], now)
+        else:
+            self.routing.routed(engine.place, [keys])
+            if not sent.of_text:
+                self._by_routing.add(sent.url)
+        return len(keys)
