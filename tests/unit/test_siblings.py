@@ -69,6 +69,14 @@ async def test_one_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
     assert not parent.all[0]._open
 
 
+async def test_a_question_may_say_what_it_is_about() -> None:
+    parent = Parent(2)
+    parent.all[1].answers_about["name"] = lambda about: f"of {about}".encode()
+    parent.all[1].answers["name of all"] = lambda: b"whole"
+    asked = [await parent.all[0].ask(question) for question in ("name a b", "name", "name of all")]
+    assert [one.of for one in asked] == [{1: b"of a b"}, {1: b"of "}, {1: b"whole"}]
+
+
 async def test_a_question_that_nobody_knows_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siblings, "PATIENCE", 0.05)
     parent = Parent(2)

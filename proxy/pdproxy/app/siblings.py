@@ -133,8 +133,9 @@ class Siblings:
         one.look()
 
     def _answer(self, question: Message) -> None:
-        name, _, about = question.body.decode(errors="replace").partition(" ")
-        if (answer := self.answers.get(name)) is not None:
+        text = question.body.decode(errors="replace")
+        name, _, about = text.partition(" ")
+        if (answer := self.answers.get(text)) is not None:
             self._send(Message(REPLY, question.number, body=answer()))
         elif (answer_about := self.answers_about.get(name)) is not None:
             self._send(Message(REPLY, question.number, body=answer_about(about)))
