@@ -220,6 +220,24 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
         assert len(lost) == 3
 
 
+async def test_what_the_leader_was_never_told_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker would keep what it has found, and never hear the leader."""
+    async with workers(monkeypatch) as w:
+        follower, url = w.others[0], w.decode[0].url
+        share = follower.share.several
+        assert share is not None
+        send, share.siblings._send = share.siblings._send, lambda message: None
+        follower.ledger.mark_down(url, "connection refused", 0.0)
+        await w.told()
+        share.siblings._send = send
+        assert [node.down_because for node in nodes(w, w.decode[0])] == [None, "connection refused", None]
+        await w.proxy.prober.probe(w.proxy.engines[url], scrape=True)
+        await w.told()
+        assert why_down(w, w.decode[0]) == {"connection refused"}
+        await w.probe()
+        assert why_down(w, w.decode[0]) == {None}
+
+
 async def test_an_engine_that_a_follower_adds_later_is_known_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read at different moments: what came before it had the engine was lost."""
     async with workers(monkeypatch) as w:

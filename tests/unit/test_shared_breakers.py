@@ -49,9 +49,9 @@ class Workers:
             breaker_cooldown=COOLDOWN,
             slow_start=self.slow_start,
         )
-        with made.following():
-            for spec in SPECS:
-                made.mark_up(spec.url, EVIDENCE)
+        for node in made.nodes:
+            with made.following(node):
+                made.mark_up(node.url, EVIDENCE)
         return made
 
     def killed(self, number: int) -> None:
@@ -178,7 +178,7 @@ def test_what_another_worker_has_found_changes_its_breaker_once() -> None:
     workers.ledgers[0].mark_up("a0", EVIDENCE)
     workers.fails(0, 3)
     assert workers.node(0).state(workers.now) == "excluded"
-    with workers.ledgers[1].following():
+    with workers.ledgers[1].following(workers.node(1)):
         workers.ledgers[1].mark_up("a0", EVIDENCE)
     assert workers.states() == ["excluded"] * 2
 

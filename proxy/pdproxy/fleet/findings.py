@@ -202,8 +202,12 @@ class Findings:
         told = _decode(body)
         for finding in told.findings:
             engine = self._engines.get(finding.url)
-            if engine is not None and self._counts(finding, leaders=told.leads):
+            if engine is None:
+                continue
+            if self._counts(finding, leaders=told.leads):
                 self._take(engine, finding, leaders=told.leads)
+            elif told.leads and finding.version < self._versions.get(finding.url, 0):
+                self._post(finding.url)  # the leader does not know yet, or was never told
         if self._lead.leads:
             self._answer(told.unknown, told.wanted)
 
@@ -221,7 +225,7 @@ class Findings:
     def _take(self, engine: Engine, finding: Finding, *, leaders: bool) -> None:
         url = engine.url
         self._versions[url] = finding.version
-        with self._ledger.following():
+        with self._ledger.following(engine.node):
             self._note(engine, finding)
         self._ledger.breakers.explain(engine.node, finding.excluded)
         if finding.left_out is not None:

@@ -68,6 +68,7 @@ class Leading:
         self._stale = int(stale * 1e9)
         self._turn = asyncio.Event()
         self._beat = self._since = 0
+        self._left = False
         self.begins: list[Callable[[], None]] = []
         """Called when this process begins to lead."""
 
@@ -85,6 +86,8 @@ class Leading:
 
     def beat(self) -> None:
         """Show that this process is alive, and look who leads. Call it several times within `STALE`."""
+        if self._left:
+            return
         now = self._now()
         if now - self._beat > self._stale:  # it begins, or was stopped: the others may have another leader
             self._since = now
@@ -104,5 +107,6 @@ class Leading:
 
     def leave(self) -> None:
         """Lead no more: this process ends."""
+        self._left = True
         self._row[_BEAT] = 0
         self._turn.clear()

@@ -76,7 +76,12 @@ class SharedBreakers(Breakers):
         changed = None if all_of_it else self._others.changed(len(self._of_key))
         for key in [*self._of_key] if changed is None else changed:
             if (node := self._of_key.get(key)) is not None:
-                self._read(node, self._own[node])
+                self.read(node)
+
+    def read(self, node: Node) -> None:
+        """Take over what other workers have changed of an engine."""
+        if (own := self._own.get(node)) is not None:
+            self._read(node, own)
 
     def explain(self, node: Node, why: str | None) -> None:
         """Say why a breaker was opened that another worker has opened."""

@@ -97,12 +97,12 @@ class SharedLedger(Ledger):
     # -- what is noted of an engine's health
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Note what another worker has found: its breaker is as that worker has made it, and nobody is told."""
+    def following(self, node: Node) -> Iterator[None]:
+        """Note what another worker has found of an engine: its breaker is as that worker has made it, and nobody is told."""
         tell, self.tell = self.tell, lambda _: None
         self.breakers.follows = True
         try:
-            self.breakers.look(all_of_it=True)
+            self.breakers.read(node)
             yield
         finally:
             self.tell, self.breakers.follows = tell, False
