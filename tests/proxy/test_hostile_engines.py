@@ -294,6 +294,19 @@ async def test_a_usage_that_is_no_count(tmp_path: Path, digits: int, stream: boo
         await w.quiet()
 
 
+@pytest.mark.parametrize("digits", [14, 400])
+async def test_a_prefill_whose_usage_is_no_count(digits: int) -> None:
+    """Its answer is none: another engine is asked, or the next request served."""
+    usage = {"usage": {"prompt_tokens": 10**digits, "total_tokens": 1, "completion_tokens": 1}}
+    async with world(prefill=2) as w:
+        params = {"kv_transfer_params": {"do_remote_prefill": True}}
+        for engine in w.prefill:
+            engine.script(scripts.whole(answers.compact({"choices": [], **params, **usage})))
+        found = [(await w.ask(COMPLETIONS, completion())).status for _ in range(4)]
+        assert found[2:] == [200] * 2, "each engine has said it once"
+        assert len(w.events(LegFailed)) == 2
+
+
 # -- probes
 
 
