@@ -25,6 +25,7 @@ from pdproxy.observe.snapshot import merged, page_of
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.listen import Cors, Listen
+from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from pdproxy.sim.api.template import render
@@ -316,7 +317,8 @@ async def world(
     `engine_tls` is what engines are met with, `client_tls` what clients connect with; `adjust` has the last word on settings.
     `facts`: of all engines, where they differ from the usual ones. `library`: where tokenizers come from; None: nowhere.
     `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine is watched for standing still, unless
-    `adjust` says so: canaries would use up scripts.
+    `adjust` says so: canaries would use up scripts. None is compared with its peers: one that fails again and again in a test
+    of over ten seconds would be excluded.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated + ["any"] * anything
@@ -331,6 +333,7 @@ async def world(
         limits=Limits(**(limits or {})),
         health=Health(stalled_after=0),
         probes=Probes(interval=3600, scrape_interval=3600),
+        outliers=OutlierSettings(interval=0),
     )
     settings, library = adjust(settings), library or Shelf()
     count = workers_for(settings)

@@ -11,6 +11,7 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
+from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
 from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
 from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
 from pdproxy.sim.faults.book import Fault
@@ -376,6 +377,36 @@ async def test_a_client_that_leaves_while_the_prefill_engine_works(stream: bool,
         assert pair.world.events(RequestEnded)[-1].outcome == "client_left"
         if registered:
             await until(lambda: nothing_waits(pair.p, pair.d))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
+async def test_a_client_that_leaves_before_the_decode_engine_has_begun(stream: bool, begins: bool) -> None:
+    """Its leg stays open until the engine has asked for the KV, as else nothing would free it; not for ever."""
+    clock = ManualClock()
+    async with pool(PUSH, clock=clock) as pair:
+        await known(pair)
+        gate = Gate()
+        pair.p.faults.script(gate)
+        await pair.d.freeze_core()
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion(stream=stream)))
+        await until(lambda: len(pair.d.requests) == 2)
+        client.close()
+        if begins:
+            await until(lambda: ACCEPT_GRACE in clock.pending())
+            await pair.d.thaw_core()
+            await until(lambda: pair.d.engine.awaited)
+        assert not pair.d.requests[-1].left.is_set()
+        await clock.reach(ACCEPT_GRACE)
+        await until(lambda: pair.d.requests[-1].left.is_set())
+        gate.opened.set()
+        await pair.d.thaw_core()
+        await pair.world.quiet()
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["aborted"]
+        if begins:
+            await until(lambda: nothing_waits(pair.p, pair.d))
+            assert pair.p.engine.rank_stats[0].kv_expired == 0
 
 
 async def test_a_prefill_that_fails_behind_a_client_that_left_is_counted() -> None:

@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from pdproxy.kit.tasks import Pauses
+from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.schema import Settings
 from pdproxy.wire.notices import Notice
 from tests.fakes.pool import pool
@@ -22,10 +23,10 @@ SECRET = "PROMPTSECRET"
 
 
 def tokenizing(settings: Settings) -> Settings:
-    """The same settings, with all prompts tokenized here."""
+    """The same settings, with all prompts tokenized here, and engines that are compared."""
     (pool,) = settings.pools
     changed = msgspec.structs.replace(pool, tokenize="always", tokenizer="model")
-    return msgspec.structs.replace(settings, pools=(changed,))
+    return msgspec.structs.replace(settings, pools=(changed,), outliers=OutlierSettings())
 
 
 def owners(w: World) -> dict[str, tuple[Any, str]]:

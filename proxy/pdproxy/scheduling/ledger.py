@@ -6,7 +6,6 @@ see the same free engine. A lease is closed once. Only this changes the breaker,
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -22,6 +21,7 @@ from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 from pdproxy.scheduling.releasing import Releasing
+from pdproxy.scheduling.runs import Runs
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
@@ -53,8 +53,8 @@ class Ledger:
         breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
         self._alone = tuple(alone)
-        self._run_numbers = itertools.count()
-        self._nodes = {spec.url: Node(spec, run_number=next(self._run_numbers)) for spec in specs}
+        self._runs = Runs()
+        self._nodes = {spec.url: Node(spec, run_number=self._runs.next()) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
         self.placement = placement
@@ -117,7 +117,7 @@ class Ledger:
         another_run = node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down)
         started_again = another_run and node.evidence is not None
         if another_run:
-            node.run_number = next(self._run_numbers)
+            node.run_number = self._runs.of(node, evidence)
         if was_down:
             self.breakers.reset(node)
         if was_down or started_again:
@@ -214,13 +214,14 @@ class Ledger:
 
     def add(self, spec: NodeSpec) -> Node:
         """Add an engine. Nothing is sent to it before it has answered a probe."""
-        node = self._nodes[spec.url] = Node(spec, run_number=next(self._run_numbers))
+        node = self._nodes[spec.url] = Node(spec, run_number=self._runs.next())
         self._changed()
         return node
 
     def remove(self, url: str) -> None:
         """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
         node = self._nodes.pop(url)
+        self._runs.removed(node)
         self._pardon(node)
         self.breakers.reset(node)
         for policy in self._policies.values():

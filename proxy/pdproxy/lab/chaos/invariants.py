@@ -196,7 +196,7 @@ def quiet(world: World) -> list[Finding]:
         stuck, _ = proxy.custodian.stuck.snapshot(proxy.custodian.now()).get(engine.url, (0, 0.0))
         if not sim.awaited and (usage := max(stats.kv_cache_usage for stats in sim.rank_stats)):
             found.append(Finding("blocks are freed", f"{engine.name} uses {usage:.4f} of its blocks"))
-        if sim.handles or (len(sim.awaited) > stuck and engine.name not in world.taken_out):
+        if sim.handles or len(sim.awaited) > stuck:
             text = (
                 f"{engine.name} holds {len(sim.handles)} handles, waits for {len(sim.awaited)} pushes, {stuck} are lost"
             )

@@ -93,7 +93,6 @@ class Troubles:
 
     async def _remove(self, engine: ChaosEngine, fault: Fault) -> None:
         """Take an engine out of the pool, and put it back: every second time it is drained first, for half of the time."""
-        self._world.taken_out.add(engine.name)
         await self._world.in_proxy(self._take_out(engine, fault.seconds / 2, at_once=fault.number % 2 == 0))
         await asyncio.sleep(fault.seconds)
         await self._world.in_proxy(self._add(engine))

@@ -107,8 +107,6 @@ class World:
         ]
         self.judge = ChaosEngine(Place("judge", "aggregated", JUDGE), ports, options.seed * 100 + 99, "none")
         self.nodes = nodes(options)
-        self.taken_out: set[str] = set()
-        """The names of engines that were out of the pool for a time: what the proxy knew of them is forgotten."""
         self._observer = observer
         self.proxy: Proxy
         self.errors: list[str] = []

@@ -22,7 +22,7 @@ from pdproxy.serving.dispatch.decode_request import (
     sink,
     with_cached_counts,
 )
-from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, first_data
+from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, begun, first_data
 from pdproxy.serving.dispatch.decode_watch import counts_came_beside, pass_on
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.open_leg import OpenAnswer
@@ -31,6 +31,7 @@ from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.phase import StreamStarted
+from pdproxy.transfer.contract import PushedToDecode
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message
 
@@ -242,7 +243,10 @@ class DecodeLeg:
         custody, parsed, relay = self._custody, self._attempt.request.parsed, self._attempt.relay
         if self._leg is None or custody is None or custody.state is None or relay is None:
             return
-        if self._attempt.resources.transfer.contract.holder.decode_waits:
+        holder = self._attempt.resources.transfer.contract.holder
+        if isinstance(holder, PushedToDecode):
+            if holder.release_body is None:
+                await begun(self._attempt.resources, relay, started)
             # What waits for the KV gets it, and what does not leaves it to the prefill engine's lease.
             custody.end(End.ABORTED)
             return

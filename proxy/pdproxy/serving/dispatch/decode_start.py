@@ -87,6 +87,20 @@ async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, s
     return True
 
 
+async def begun(resources: ExchangeResources, relay: Relay, sent_at: float) -> None:
+    """Wait until the engine has had `ACCEPT_GRACE` since `sent_at` to begin with the request.
+
+    One that is closed before the engine's scheduler has seen it asks for no KV, and nothing else could free it.
+    """
+    try:
+        async with resources.clock.within(max(0.0, sent_at - resources.now() + ACCEPT_GRACE)):
+            await relay.first_again()
+    except EngineError as error:
+        drop_traceback(error)
+    except TimeoutError:
+        pass
+
+
 def _look(resources: ExchangeResources, relay: Relay, node: Node, timeout: float, timers: list[Timer]) -> None:
     if node.down_for(resources.now()) >= timeout:
         message = f"{node.url} has been down for {timeout:g} s"

@@ -2,7 +2,8 @@
 
 Where a prefill engine pushes, nothing but the push frees the blocks that a decode engine has reserved. If the prefill fails, the
 request is closed there, but its blocks stay taken until the engine frees them after a time of its own, or restarts. The proxy can
-only count them. An engine that had not begun with the request keeps nothing: so the count is an upper bound.
+only count them. An engine that had not begun with the request keeps nothing: so the count is an upper bound. An engine that is
+removed keeps its blocks, too: they count again once it is back, if it was not restarted meanwhile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from pdproxy.fleet.engine import Engine
+from pdproxy.scheduling.runs import MAX_REMOVED
 from pdproxy.transfer.contract import Holder, PushedToDecode
 
 MAX_TIMES = 4096
@@ -29,7 +31,7 @@ class _Stuck:
 
 
 class StuckKv:
-    """Counts them for each engine. `engines`: those that are known; of others nothing is kept."""
+    """Counts them for each engine. `engines`: those of the pool. Of others, what they had is kept for when they are back."""
 
     def __init__(self, engines: Mapping[str, Engine], holder: Holder) -> None:
         self._engines = engines
@@ -46,26 +48,32 @@ class StuckKv:
 
     def add(self, url: str, run: int | None, now: float) -> None:
         """Count one more request of an engine's run `run`. One of an earlier run waits for nothing any more."""
-        engine = self._engines.get(url)
-        if engine is None or engine.node.run_number != run:
+        if run is None or self._over(url, run):
             return
         stuck = self._by_engine.get(url)
-        if stuck is None or stuck.run_number != engine.node.run_number:
-            stuck = self._by_engine[url] = _Stuck(engine.node.run_number)
-        stuck.count += 1
-        stuck.times.append(now)
+        if stuck is None or stuck.run_number < run:
+            stuck = self._by_engine[url] = _Stuck(run)
+            removed = [one for one in self._by_engine if one not in self._engines]
+            for one in removed[:-MAX_REMOVED]:
+                del self._by_engine[one]
+        if stuck.run_number == run:
+            stuck.count += 1
+            stuck.times.append(now)
 
     def snapshot(self, now: float) -> dict[str, tuple[int, float]]:
-        """Return how many there are at each engine, and the age of the oldest in seconds."""
+        """Return how many there are at each engine of the pool, and the age of the oldest in seconds."""
         for url, stuck in list(self._by_engine.items()):
-            engine = self._engines.get(url)
             if self._seconds is not None:
                 while stuck.times and stuck.times[0] <= now - self._seconds:
                     stuck.times.popleft()
                 stuck.count = len(stuck.times)
-            if engine is None or engine.node.run_number != stuck.run_number or not stuck.count:
+            if self._over(url, stuck.run_number) or not stuck.count:
                 del self._by_engine[url]
-        return {url: (stuck.count, now - stuck.times[0]) for url, stuck in self._by_engine.items()}
+        return {
+            url: (stuck.count, now - stuck.times[0])
+            for url, stuck in self._by_engine.items()
+            if self.run_of(url) == stuck.run_number
+        }
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong with engines, a sentence each."""
@@ -78,3 +86,8 @@ class StuckKv:
             )
             for url, (count, age) in self.snapshot(now).items()
         ]
+
+    def _over(self, url: str, run: int) -> bool:
+        """Return whether an engine has shown that it is in another run. One that is removed, or was not probed yet, has not."""
+        engine = self._engines.get(url)
+        return engine is not None and engine.node.evidence is not None and engine.node.run_number != run
