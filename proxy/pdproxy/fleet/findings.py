@@ -225,8 +225,11 @@ class Findings:
     def _take(self, engine: Engine, finding: Finding, *, leaders: bool) -> None:
         url = engine.url
         self._versions[url] = finding.version
+        was_stalled = engine.node.stalled is not None
         with self._ledger.following(engine.node):
             self._note(engine, finding)
+        if engine.node.stalled is not None and not was_stalled:
+            self._stalls.found(url)  # legs end: what they show is found here
         self._ledger.breakers.explain(engine.node, finding.excluded)
         if finding.left_out is not None:
             self._outliers.follow(url, *finding.left_out)
@@ -255,7 +258,6 @@ class Findings:
                 self._changed(engine, up=True, reason="it has shown a sign")
         elif self._ledger.mark_stalled(url, finding.stalled):
             self._changed(engine, up=False, reason=finding.stalled)
-            self._stalls.found(url)
 
     def _changed(self, engine: Engine, *, up: bool, reason: str) -> None:
         self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=up, reason=reason, elsewhere=True))
