@@ -90,7 +90,7 @@ async def test_all_others_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     for number, one in enumerate(parent.all):
         one.hears["name"] = lambda body, number=number: heard.append((number, body))  # type: ignore[misc]
     parent.workers[2].ready = False
-    parent.workers[3].link = SimpleNamespace(behind=5)  # type: ignore[assignment]
+    parent.workers[3].link = SimpleNamespace(unsent=5)  # type: ignore[assignment]
     parent.all[0].tell("name", b"one")
     parent.all[0].tell("name", b"two")
     parent.all[0].tell("what nobody hears", b"three")

@@ -79,15 +79,13 @@ class Switchboard:
         elif message.kind == REPORT:
             self._reports[worker.number] = message.body
         elif message.kind == TELL:
+            told = Message(TOLD, worker=worker.number, body=message.body)
             for (
                 other
-            ) in self._supervisor.workers:  # also those that do not serve yet: they begin with what they are told
-                if (
-                    other is not worker
-                    and other.pid is not None
-                    and (other.link is None or other.link.unsent < MAX_BEHIND)
-                ):
-                    self._supervisor.send(other, Message(TOLD, worker=worker.number, body=message.body))
+            ) in self._supervisor.workers:  # those that don't serve yet, too: they begin with what they are told
+                if other is worker or other.pid is None or (other.link is not None and other.link.unsent >= MAX_BEHIND):
+                    continue
+                self._supervisor.send(other, told)
 
     def died(self, number: int) -> None:
         """Keep the last report of a worker that has ended."""
