@@ -4,8 +4,9 @@ Usage: soak.py [--seconds 1200] [--clients 64] [--pause 1.0] [--seed 1] [--every
 
 `pdproxy serve` and two prefill and two decode simulated engines run as processes. Each client asks, reads and judges its answer
 to the token, waits `--pause` seconds on average, and asks again; some leave in the middle. Answers break at random, and engines
-are killed, restarted, terminated, stopped, or lose their core, one every ten seconds or so. Every `--every` seconds the proxy's
-resident memory and open files are read from /proc, and its tasks from its metrics.
+are killed, restarted, terminated, stopped, or lose their core, one every ten seconds or so. An engine that a broken answer leaves
+without its core is started again, as its supervisor would. Every `--every` seconds the proxy's resident memory and open files are
+read from /proc, and its tasks from its metrics.
 
 Prints what each measure was at the start, in the middle and at the end (means of tenths), and how much it has grown by its slope
 once a fifth of the time is over; then what is held without any client. The exit code is 1 if an answer was wrong, if a measure
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -35,27 +35,24 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import simulated
+import soak_faults
 from pdproxy.bench import plots
 from pdproxy.bench.errors import BenchError
 from pdproxy.lab.chaos.answers import Answer, MalformedError, Told, read_answer, told
 from pdproxy.lab.chaos.oracle import Body, bodies
-from pdproxy.lab.chaos.schedule import ANSWERS
 from stage import PAGE_KB, free_ports, machine, raise_files
 
 MODEL = "tiny"
 SETTINGS = """\
-deadlines: {connect: 1, prefill: 5, first_token: 5, between_tokens: 3, continuation: 5, abandoned_prefill: 3, release: 3}
+deadlines: {connect: 1, prefill: 5, first_token: 5, between_tokens: 3, continuation: 5, abandoned_prefill: 3, release: 3,
+  total: 120}
 probes: {interval: 1, scrape_interval: 4}
 health: {stalled_after: 4, canary_timeout: 1}
 """
-EACH = 0.002
-"""The share of requests to which each fault of answers happens."""
 LEAVES = 0.1
 """The share of requests whose client leaves."""
 PATIENCE = 180.0
 """Seconds that a client waits for its answer."""
-BETWEEN = (5.0, 15.0)
-"""Seconds between two engines that fail."""
 QUIET = 20.0
 """Seconds without clients until what is left is read: idle connections are closed after 5 s."""
 WARM = 0.2
@@ -150,13 +147,16 @@ async def ask(port: int, body: Body, ident: str, leaves_after: float | None = No
 
 
 def end_of(answer: Answer, right: Told | None) -> str:
-    """Return how a request ended: `right`, `error` with its status, or `wrong` with what is wrong."""
+    """Return how a request ended: `right`, `error` with its status and its reason, or `wrong` with what is wrong."""
     try:
         found = told(answer)
     except MalformedError as error:
         return f"wrong: {error}"
     if found.error is not None or answer.status != 200:
-        return f"error {'event ' * (answer.status == 200)}{(found.error or {}).get('code', answer.status)}"
+        told_error = found.error or {}
+        status, reason = told_error.get("code", answer.status), told_error.get("reason")
+        words = ("event" * (answer.status == 200), str(status), reason)
+        return " ".join(("error", *filter(None, words)))
     return "right" if found == right else f"wrong: {found} instead of {right}"
 
 
@@ -178,39 +178,6 @@ async def client(number: int, at: Stage, asked: Sequence[Body], end: float, paus
         if kind == "wrong":
             tally.wrong.append(f"request soak-{number}-{count}: {text[:300]}")
         await asyncio.sleep(chance.expovariate(1 / pause))
-
-
-# -- faults
-
-
-def post(port: int, path: str, content: bytes = b"") -> None:
-    """Have an engine's admin port do something. It is always there."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", content, method="POST")
-    request.add_header("content-type", "application/json")
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        answer.read()
-
-
-def arm(at: Stage) -> None:
-    """Let answers break at random."""
-    for role, port in at.admin:
-        for spec in ANSWERS[role]:
-            kind, _, moment = spec.partition("@")
-            post(port, "faults", json.dumps({"kind": kind, "at": moment, "rate": EACH}).encode())
-
-
-async def misfortunes(at: Stage, end: float, chance: random.Random, tally: Tally) -> None:
-    """Let one engine fail after the other, and come back."""
-    while time.monotonic() < end:
-        await asyncio.sleep(chance.uniform(*BETWEEN))
-        role, port = chance.choice(at.admin)
-        what = chance.choice(("restart", "freeze", "freeze_core", "kill_core", "terminate", "kill"))
-        tally.faults[f"{what} {role}"] += 1
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(post, port, what)
-            await asyncio.sleep(chance.uniform(0.1, 6.0))
-            if (back := {"freeze": "thaw", "freeze_core": "thaw_core"}.get(what, "restart")) != what:
-                await asyncio.to_thread(post, port, back)
 
 
 # -- measures
@@ -325,17 +292,18 @@ async def measured(options: argparse.Namespace, at: Stage) -> tuple[list[Sample]
     for number, body in enumerate(asked):
         body.right = told(await ask(at.judge, body, f"judge-{number}"))
     before = sample(at, time.monotonic())
-    await asyncio.to_thread(arm, at)
+    await asyncio.to_thread(soak_faults.arm, at.admin)
     began = time.monotonic()
     end = began + options.seconds
     chance = random.Random(options.seed)
     async with asyncio.TaskGroup() as group:
         samples = group.create_task(sampled(at, began, end, options.every))
-        group.create_task(misfortunes(at, end, chance, tally))
+        group.create_task(soak_faults.misfortunes(at.admin, end, chance, tally.faults))
+        group.create_task(soak_faults.supervised(at.admin, end, tally.faults))
         for number in range(options.clients):
             group.create_task(client(number, at, asked, end, options.pause, tally))
     for _, port in at.admin:
-        await asyncio.to_thread(post, port, "restart")
+        await asyncio.to_thread(soak_faults.post, port, "restart")
     await asyncio.sleep(QUIET)
     return samples.result(), tally, before, await asyncio.to_thread(sample, at, began)
 
