@@ -61,6 +61,22 @@ class Served:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 
+    def connected(self, port: int | None, *, is_theirs: bool) -> list[int]:
+        """The workers with open connections where the port is theirs, or that of the other side."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        end = 1 if is_theirs else 2
+        links = {f"socket:[{row[9]}]" for row in rows if row[end].endswith(f":{port:04X}") and row[3] == "01"}
+
+        def of(pid: int) -> set[str]:
+            return {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+
+        return [pid for pid in self.workers() if links & of(pid)]
+
+    def serves_client(self) -> int:
+        """The worker that has the only client's connection. All may have some to engines: one of them probes."""
+        (found,) = self.connected(self.port, is_theirs=True)
+        return found
+
     async def ask(self, method: str, path: str, body: object = b"") -> Answer:
         """One request on a connection of its own."""
         client = await Client.connect(self.port)

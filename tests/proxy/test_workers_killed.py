@@ -169,7 +169,7 @@ async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path
             asking = asyncio.create_task(_stream(proxy.port))
             await until(lambda: proxy.decode.requests)
             (held,) = proxy.books.held()
-            worker = _of_connection(proxy)
+            worker = proxy.serves_client()
             proxy.books.free = lambda params: None  # type: ignore[method-assign]  # the decode engine frees nothing itself
             os.kill(worker, signal.SIGKILL)
             await until(lambda: not proxy.books.held(), PATIENCE)
@@ -181,15 +181,3 @@ async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path
             client.send(request("GET", "/health", b""))
             assert (await client.answer()).status == 200
             client.close()
-
-
-def _of_connection(proxy: Served) -> int:
-    """The worker that has a connection to the decode engine."""
-    port = f"{urlsplit(proxy.decode.url).port:04X}"
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {row[9] for row in rows if row[2].endswith(f":{port}") and row[3] == "01"}
-    busy: dict[int, int] = {}
-    for pid in proxy.workers():
-        links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        busy[pid] = sum(link in {f"socket:[{inode}]" for inode in inodes} for link in links)
-    return max(busy, key=lambda pid: busy[pid])

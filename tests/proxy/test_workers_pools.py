@@ -21,7 +21,6 @@ from tests.fakes.process import PATIENCE, Served
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, PROMPT, until
 from tests.proxy.test_workers_admin import ENVIRONMENT, Run, fields, states
-from tests.proxy.test_workers_killed import _of_connection
 
 MODELS = ("tiny", "other")
 
@@ -122,7 +121,7 @@ async def test_kv_of_the_second_pool_is_released_there(tmp_path: Path) -> None:
         before = len(first[0].requests)
         free = books.free
         books.free = lambda params: None  # type: ignore[method-assign]  # the decode engine frees nothing itself
-        os.kill(_of_connection(run.proxy), signal.SIGKILL)
+        os.kill(run.proxy.serves_client(), signal.SIGKILL)
         await until(lambda: "released" in books.history[held] or not books.held(), PATIENCE)
         books.free = free  # type: ignore[method-assign]
         released = [one.kv["remote_request_id"] for pool in engines for d in pool for one in d.releases if one.kv]

@@ -15,7 +15,7 @@ from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.transfer.contract import PushedToDecode
 from tests.fakes.registry import unused_client
 
-D = "http://d:8000"
+D, E = "http://d:8000", "http://e:8000"
 EVIDENCE = Evidence(frozenset("m"), "1", 16, (), 0, 1.0)
 LATER = dataclasses.replace(EVIDENCE, started=2.0)
 SILENT = dataclasses.replace(EVIDENCE, started=0.0)
@@ -116,8 +116,26 @@ def test_engines_that_never_come_back_are_forgotten(monkeypatch: pytest.MonkeyPa
         w.add(url)
         w.stuck.add(url, w.stuck.run_of(url), 0.0)
         w.engines.remove(url)
-    assert repr(w.ledger._runs) == "<Runs of 3 removed engines>"
+    assert repr(w.ledger.runs) == "<Runs of 3 removed engines>"
     assert len(w.stuck._by_engine) == 4, "only a new entry makes others go: one more at most"
     for url in urls:
         w.add(url)
     assert [w.count(url) for url in urls] == [0, 0, 0, 1, 1, 1]
+
+
+def test_one_where_nothing_waits_is_forgotten() -> None:
+    """Once it is not needed any more. One with something stuck is remembered, for when it is back."""
+    w = World()
+    for url in (D, E):
+        w.add(url)
+    before = [w.stuck.run_of(url) for url in (D, E)]
+    w.engines.when_forgotten(lambda url: None if w.stuck.holds(url) else w.ledger.runs.forget(url))
+    w.stuck.add(D, before[0], 0.0)
+    for url in (D, E):
+        w.engines.remove(url)
+    assert not w.engines.forget_idle()
+    for url in (D, E):
+        w.add(url)
+    assert w.stuck.run_of(D) == before[0]
+    assert w.stuck.run_of(E) not in (None, before[1])
+    assert w.count() == 1

@@ -105,6 +105,7 @@ class PoolParts:
         custodian = share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
+        engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
         notices = build_notices(settings.kv_ready, transfer, custodian, turns, tasks)
         registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)

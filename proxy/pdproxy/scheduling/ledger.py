@@ -53,8 +53,8 @@ class Ledger:
         breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
         self._alone = tuple(alone)
-        self._runs = Runs()
-        self._nodes = {spec.url: Node(spec, run_number=self._runs.next()) for spec in specs}
+        self.runs = Runs()
+        self._nodes = {spec.url: Node(spec, run_number=self.runs.next()) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
         self.placement = placement
@@ -117,7 +117,7 @@ class Ledger:
         another_run = node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down)
         started_again = another_run and node.evidence is not None
         if another_run:
-            node.run_number = self._runs.of(node, evidence)
+            node.run_number = self.runs.of(node, evidence)
         if was_down:
             self.breakers.reset(node)
         if was_down or started_again:
@@ -214,14 +214,14 @@ class Ledger:
 
     def add(self, spec: NodeSpec) -> Node:
         """Add an engine. Nothing is sent to it before it has answered a probe."""
-        node = self._nodes[spec.url] = Node(spec, run_number=self._runs.next())
+        node = self._nodes[spec.url] = Node(spec, run_number=self.runs.next())
         self._changed()
         return node
 
     def remove(self, url: str) -> None:
         """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
         node = self._nodes.pop(url)
-        self._runs.removed(node)
+        self.runs.removed(node)
         self._pardon(node)
         self.breakers.reset(node)
         for policy in self._policies.values():

@@ -34,6 +34,10 @@ class Runs:
         while len(self._removed) > MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
+    def forget(self, url: str) -> None:
+        """Forget a removed engine: nothing there waits for what its present process has."""
+        self._removed.pop(url, None)
+
     def of(self, node: Node, evidence: Evidence) -> int:
         """Return the number of another run than `node` was in before, where `evidence` is the first that is known of it."""
         started, number = self._removed.pop(node.url, (0.0, 0))

@@ -46,6 +46,10 @@ class StuckKv:
         engine = self._engines.get(url)
         return None if engine is None else engine.node.run_number
 
+    def holds(self, url: str) -> bool:
+        """Return whether something is counted of an engine, which may have been removed."""
+        return url in self._by_engine
+
     def add(self, url: str, run: int | None, now: float) -> None:
         """Count one more request of an engine's run `run`. One of an earlier run waits for nothing any more."""
         if run is None or self._over(url, run):
