@@ -57,7 +57,7 @@ def test_a_planted_defect_is_found(tmp_path: Path) -> None:
     copy = tmp_path / "pdproxy"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     admission = copy / "serving" / "request" / "lifecycle.py"
-    old = "                if place is not None:\n                    seconds ="
+    old = "                    if place is not None:\n                        seconds"
     text = admission.read_text()
     assert text.count(old) == 1
     admission.write_text(text.replace(old, old.replace("is not None", "is not None and error is None")))

@@ -10,6 +10,7 @@ import pytest
 import uvloop
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
 from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
 from pdproxy.sim.reply import Reply
@@ -85,6 +86,7 @@ async def left(pair: Pair, clock: ManualClock) -> None:
         client.send(request("POST", COMPLETIONS, completion(stream=True)))
         await until(lambda: bool(pair.world.proxy.custodian.awaiting_push()))
         client.close()
+        await clock.reach(ACCEPT_GRACE)  # the decode engine has that time to begin
         await until(lambda: orphans.count == 1)
         gate.opened.set()
         await until(lambda: orphans.count == 0)

@@ -16,6 +16,8 @@ from pdproxy.scheduling.shared_ledger import MEASURES
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from tests.unit.test_ledger import evidence
 from tests.unit.test_replicas import made, one, plain
+from tests.unit.test_shared_breakers import shared
+from tests.unit.test_shared_ledger import breakers_of
 
 SPECS = plain(3)
 
@@ -25,6 +27,7 @@ def _workers(table: SharedTable, count: int, replicas: int) -> list[SharedReplic
     for number in range(count):
         of = SharedReplicaLedger(
             SPECS,
+            breakers=shared(breakers_of(table), number),
             column=table.column(number),
             others=table.others(number),
             replicas=replicas,
