@@ -37,7 +37,7 @@ RATES = {
     "decode": (
         *("reset@queued", "reset@head", "reset@mid_stream", "eof@mid_stream", "half_chunk@mid_stream", "eof@queued"),
         *("error_event@before_first_token", "error_event@mid_stream", "abort_finish@mid_stream", "no_done@before_done"),
-        "abort_finish@before_first_token",
+        *("abort_finish@before_first_token", "text_after_error@mid_stream"),
         *("status@queued", "empty_body@queued", "empty_stream@queued", "load_failure@handed_over", "slow@queued"),
         *("split@queued", "join@queued", "stall@mid_stream", "stall@head", "reset@handed_over", "garbage@queued"),
     ),

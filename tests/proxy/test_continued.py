@@ -82,7 +82,9 @@ async def cut(w: World, fault: str, path: str, body: dict[str, Any], *, clock: M
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "alone"])
-@pytest.mark.parametrize("fault", ["reset", "eof", "half_chunk", "error_event", "abort_finish", "no_done", "garbage"])
+@pytest.mark.parametrize(
+    "fault", ["reset", "eof", "half_chunk", "error_event", "text_after_error", "abort_finish", "no_done", "garbage"]
+)
 async def test_any_cut(path: str, split: bool, fault: str) -> None:
     """Cut behind each event in turn: the same text, finish reason and usage."""
     make = completion if path == COMPLETIONS else chat
@@ -92,7 +94,7 @@ async def test_any_cut(path: str, split: bool, fault: str) -> None:
         expected = await asked(w, path, body)
         for events in PLACES:
             assert await cut(w, f"{fault}@mid_stream:events={events}", path, body) == expected, events
-        cause = {"error_event": "error_event", "abort_finish": "aborted"}.get(fault, "eof")
+        cause = {"abort_finish": "aborted"}.get(fault, "error_event" if "error" in fault else "eof")
         assert set(results(w)) == {("continued", cause)}
         assert w.metric("pdproxy_continuations_total", result="continued", reason=cause) == len(PLACES)
         assert w.metric("pdproxy_continuation_seconds_count") == len(PLACES)

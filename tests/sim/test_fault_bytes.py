@@ -159,6 +159,19 @@ async def test_a_stream_that_was_given_up_before_its_first_token(sim, make, usag
     assert choices.count([]) == usage
 
 
+@pytest.mark.parametrize("make", [completion, chat])
+async def test_text_behind_an_error(sim, make):
+    """In one write: a reader that stops at the error's event has what follows in its hand."""
+    sim.faults.add("text_after_error")
+    answer = (await ask(sim.port, make(stream=True))).answer
+    assert answer.complete
+    error, first, second, end, _ = answer.chunks[-1].split(b"\n\n")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
+    assert first == second
+    assert json.loads(first.removeprefix(b"data: "))["choices"]
+    assert end == b"data: [DONE]"
+
+
 @pytest.mark.parametrize("at", ["mid_stream", "last_chunk"])
 @pytest.mark.parametrize("make", [completion, chat])
 async def test_a_stream_that_was_given_up(sim, at, make):

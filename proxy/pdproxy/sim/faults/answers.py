@@ -106,6 +106,18 @@ class _ErrorEvent(Kind):
         await send_stream(answer, event, DONE if now.args["done"] else b"")
 
 
+class _TextAfterError(Kind):
+    name = "text_after_error"
+    summary = (
+        "an error event, behind it in the same write the due event twice and `[DONE]`, and the stream's regular end"
+    )
+    moments = ("mid_stream",)
+    streams = True
+
+    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+        await send_stream(answer, error_event("Internal server error") + 2 * _due_body(answer) + DONE)
+
+
 class _EmptyBody(Kind):
     name = "empty_body"
     summary = "status 200 and a body of no bytes"
@@ -193,6 +205,7 @@ FAMILY: tuple[Kind, ...] = (
     _Garbage(),
     _Status(),
     _ErrorEvent(),
+    _TextAfterError(),
     _EmptyBody(),
     _EmptyStream(),
     _NoDone(),
