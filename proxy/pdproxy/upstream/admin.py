@@ -116,7 +116,8 @@ class EngineAdmin:
     """Asks engines for their state. `timeout` in seconds limits each request.
 
     `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
-    `connector` makes the session's connector; None: aiohttp's own.
+    `connector` makes the session's connector; None: aiohttp's own, without its limit of 100 connections for all engines. Probes
+    and clients' requests limit them, and an engine that hangs must not hold up the probes of others.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class EngineAdmin:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
-                connector=None if self._connector is None else self._connector(),
+                connector=aiohttp.TCPConnector(limit=0) if self._connector is None else self._connector(),
                 trust_env=False,
                 cookie_jar=jar,
                 auto_decompress=False,
