@@ -117,6 +117,27 @@ def test_nothing_is_changed_by_a_few_requests() -> None:
     assert limit.places == math.inf
 
 
+def test_a_few_that_are_late_together_take_few_places() -> None:
+    """Engines run requests that began together in step: six of a hundred are late at once, the others have time to spare.
+
+    Those in time that are looked at stand for the others. If each counted for itself, every third one would be late.
+    """
+    limit, found = ConcurrencyLimit(), []
+    limit.begun("a", 1.0, timed=True)
+    for number in range(600):
+        now = number / 10
+        served = min(limit.places, 16.0)
+        if number % 20 == 0:
+            for _ in range(6):
+                note(limit, "a", 0.7, 0.7, late=True)
+                limit.ended(now, now - 0.6, served, 0.6, 0.7, late=True)
+        for _ in range(4):
+            note(limit, "a", 0.45, 0.7)
+        limit.ended(now, now - 0.45, served, 0.0, 0.7, 4, late=False)
+        found.append(served)
+    assert sum(found[100:]) / len(found[100:]) > 14.5
+
+
 def test_there_is_always_a_place() -> None:
     assert min(course(lambda served: 50.0 * served, 1.0, seconds=60.0)) >= 1.0
 

@@ -150,14 +150,28 @@ def test_what_a_request_took_is_compared_with_others() -> None:
 
 def test_not_every_request_of_a_high_load_is_learned_from() -> None:
     """Each counts for the rate; one in a tenth of a second is looked at, however often waits are predicted meanwhile."""
-    waits, looked = Waits(), 0
+    waits, weights = Waits(), []
     for number in range(10_000):
         now = number / 1000
         waits.ended(now, 10.0, 0.5)
-        looked += waits.learns(now)
+        weights.append(waits.learns(now))
         waits.wait(now, 10.0)
-    assert 90 <= looked <= 101
+    looked = [weight for weight in weights if weight]
+    assert 90 <= len(looked) <= 101
+    assert 9_800 <= sum(looked) <= 10_000, "each stands for those that were not looked at before it"
     assert waits.wait(10.0, 10_000.0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_is_looked_at_stands_for_the_others() -> None:
+    """One in twenty is late, and all of these are learned from: the time that nearly all need hardly grows by them."""
+    one_by_one, weighted = Waits(), Waits()
+    for number in range(400):
+        late = number % 20 == 0
+        one_by_one.served(number / 100, 100, 2.0 if late else 1.0, late=late)
+        if late or number % 10 == 9:
+            weighted.served(number / 100, 100, 2.0 if late else 1.0, 1 if late else 10, late=late)
+    surely = [waits.service(4.0, 100)[1] for waits in (one_by_one, weighted)]
+    assert surely[1] == pytest.approx(surely[0], rel=0.15)
 
 
 class Simulated:

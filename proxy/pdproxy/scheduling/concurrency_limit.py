@@ -60,12 +60,14 @@ class ConcurrencyLimit:
     __slots__ = (
         "_changed",
         "_count",
+        "_count_weight",
         "_exponent",
         "_late",
         "_load",
         "_needed",
         "_noise",
         "_seen",
+        "_seen_weight",
         "_served",
         "_share",
         "_tenants",
@@ -85,7 +87,9 @@ class ConcurrencyLimit:
         """The part of the requests that have a time."""
         # Means of the requests that began since the last step, and have ended.
         self._count = self._seen = 0
-        """Those with a time, and all."""
+        """Those that were looked at, with a time, and all."""
+        self._count_weight = self._seen_weight = 0
+        """How many requests these stand for."""
         self._changed = -math.inf
         self._needed = 0.0
         """The logarithm of what they needed, in parts of what they may need."""
@@ -125,12 +129,14 @@ class ConcurrencyLimit:
         if not tenant.places:
             del self._tenants[name]
 
-    def ended(self, now: float, begun: float, served: float, longer: float, time: float | None, *, late: bool) -> None:
+    def ended(
+        self, now: float, begun: float, served: float, longer: float, time: float | None, weight: int = 1, *, late: bool
+    ) -> None:
         """Learn from a request that was served from `begun` on.
 
         `served`: the mean number of requests that were served at once meanwhile; `longer`: the logarithm of the time that it took
         in parts of what others like it took lately; `time`: the seconds that it had from its arrival on, None if it did not say;
-        `late`: whether it was given up.
+        `weight`: the number of requests for which it stands; `late`: whether it was given up.
         """
         load = math.log(max(served, 1.0))
         if self._load:
@@ -141,11 +147,14 @@ class ConcurrencyLimit:
         if begun < self._changed:
             return
         self._seen += 1
-        self._served += (served - self._served) / self._seen
+        self._seen_weight += weight
+        self._served += (served - self._served) * weight / self._seen_weight
         if time is not None:
             self._count += 1
-            self._needed += (_needed(now - begun, time, late=late) - self._needed) / self._count
-            self._late += (late - self._late) / self._count
+            self._count_weight += weight
+            part = weight / self._count_weight
+            self._needed += (_needed(now - begun, time, late=late) - self._needed) * part
+            self._late += (late - self._late) * part
         if self._share > _MOST:
             if self._count >= min(_ENOUGH, self.places + 1):
                 self._step(now)
@@ -168,7 +177,7 @@ class ConcurrencyLimit:
             self.places = max(self._served * max(1 / needed, _SLOWER), 1.0)
         elif self.places < math.inf and self._served > _USED * int(self.places) and (needed < _ROOM or not matters):
             self.places *= _MUCH_FASTER if needed < _MUCH_ROOM else _FASTER
-        self._count = self._seen = 0
+        self._count = self._seen = self._count_weight = self._seen_weight = 0
         self._changed = now
 
     def _agreed(self) -> bool:

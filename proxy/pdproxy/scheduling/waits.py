@@ -40,8 +40,8 @@ class _Times:
         self._now = self._before = math.inf
         """The shortest time since `_began`, and that of as many seconds before."""
 
-    def add(self, now: float, seconds: float, *, late: bool) -> float:
-        """Learn from a request. Return the logarithm of its time, as a part of what others took."""
+    def add(self, now: float, seconds: float, weight: int, *, late: bool) -> float:
+        """Learn from a request that stands for `weight`. Return the logarithm of its time, as a part of what others took."""
         found = math.log(max(seconds, 1e-3) * (GIVEN_UP if late else 1.0))
         off = found - self.mean if self.count else 0.0
         if late:
@@ -56,7 +56,7 @@ class _Times:
         if self.count == 1:
             self.mean = found
         else:
-            gain = max(_SERVED_GAIN, 1 / self.count)
+            gain = max(1 - (1 - _SERVED_GAIN) ** weight, 1 / self.count)
             self.mean += gain * off
             self.deviation += gain * (abs(off) - self.deviation)
         return off
@@ -71,7 +71,7 @@ class _Times:
 class Waits:
     """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
 
-    __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_seconds", "_times")
+    __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_seconds", "_times", "_unlearned")
 
     def __init__(self) -> None:
         self._rate = 0.0
@@ -84,6 +84,8 @@ class Waits:
         self._ended = 0.0
         self._learned = -math.inf
         """When a request was learned from."""
+        self._unlearned = 0
+        """Requests that were answered since."""
         self._times: dict[int, _Times] = {}
         """By the class of a prompt (powers of 2)."""
 
@@ -100,19 +102,22 @@ class Waits:
             if now >= self._ended + _APART:
                 self._fold(now)
 
-    def learns(self, now: float) -> bool:
-        """Return whether a request that is answered now is to be learned from: one in a tenth of a second.
+    def learns(self, now: float) -> int:
+        """Return for how many requests one that is answered now stands, 0 if it is not to be learned from.
 
-        More of them are not worth their cost at a high load. Requests that are late are all learned from: each of them had a
-        place for nothing.
+        One in a tenth of a second is, for all that were answered since the one before: more of them are not worth their cost at a
+        high load. Requests that are late are all learned from, each for itself: it had a place for nothing.
         """
+        self._unlearned += 1
         if now < self._learned + _APART:
-            return False
-        self._learned = now
-        return True
+            return 0
+        weight, self._learned, self._unlearned = self._unlearned, now, 0
+        return weight
 
-    def served(self, now: float, prompt: int, seconds: float, *, late: bool = False) -> float:
-        """Learn from a request that was answered, or that was not in so many seconds (`late`). `prompt`: its prompts' tokens.
+    def served(self, now: float, prompt: int, seconds: float, weight: int = 1, *, late: bool = False) -> float:
+        """Learn from a request that was answered, or that was not in so many seconds (`late`).
+
+        `prompt`: its prompts' tokens; `weight`: the number of requests for which it stands.
 
         Return the logarithm of its time, as a part of the time that such requests took lately.
         """
@@ -120,7 +125,7 @@ class Waits:
         times = self._times.get(size)
         if times is None:
             times = self._times[size] = _Times()
-        return times.add(now, seconds, late=late)
+        return times.add(now, seconds, weight, late=late)
 
     def wait(self, now: float, ahead: float, served: int = 0) -> float | None:
         """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes.

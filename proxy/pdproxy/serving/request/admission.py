@@ -180,15 +180,15 @@ class Admission:
             self._waits.ended(now, cost, ended.seconds)
         says_time = late or (is_known and ended.answered)
         self._limit.left(entry.tenant.name, now - place.begun if says_time else None, time, late=late)
-        is_learned = says_time and (late or self._waits.learns(now))
-        if is_learned:
-            longer = self._waits.served(now, demand.prompt, ended.seconds, late=late)
+        weight = (1 if late else self._waits.learns(now)) if says_time else 0
+        if weight:
+            longer = self._waits.served(now, demand.prompt, ended.seconds, weight, late=late)
             served = (self._served - place.served_before) / max(now - place.begun, 1e-3)
-            self._limit.ended(now, place.begun, served, longer, time, late=late)
+            self._limit.ended(now, place.begun, served, longer, time, weight, late=late)
             if completion and demand.answers and not late:
                 self._outputs.add(demand.prompt, completion // demand.answers)
         self._queue.leave(entry, cost)
-        if is_learned:
+        if weight:
             self._resize()
         if self._closed:
             self._check_drained()
