@@ -15,7 +15,6 @@ import pytest
 from pdproxy.app.workers import listen_together
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
-from tests.fakes.engine import Reply
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.scripts import WORD
@@ -39,17 +38,13 @@ async def test_two_workers_serve_and_drain(tmp_path: Path) -> None:
     """A stream that is under way is completed; then all processes are gone, with exit code 0."""
     go = asyncio.Event()
 
-    async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.end())
-        await reply.finish()
-
     path = tmp_path / "log"
     with path.open("wb") as log:
         async with served(log, workers=2) as proxy:
             pids = proxy.workers()
             assert len(pids) == 2
             await _serves(proxy, 12)
-            proxy.decode.script(scripts.after_word(go, rest))
+            proxy.decode.script(scripts.after_word(go, scripts.one_more_word))
             client = await Client.connect(proxy.port)
             client.post(COMPLETIONS, completion(stream=True))
             head = await client.head()
@@ -68,16 +63,12 @@ async def test_a_killed_worker_is_replaced_and_the_other_streams_on(tmp_path: Pa
     """One of two streams ends with its worker; the other one does not notice. New requests are served by all."""
     go = asyncio.Event()
 
-    async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.end())
-        await reply.finish()
-
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2) as proxy:
             pids = proxy.workers()
             clients = []
             for _ in range(16):  # the system spreads connections by chance: all with one worker is 1 in 32,768
-                proxy.decode.script(scripts.after_word(go, rest))
+                proxy.decode.script(scripts.after_word(go, scripts.one_more_word))
                 client = await Client.connect(proxy.port)
                 client.post(COMPLETIONS, completion(stream=True))
                 clients.append((client, await client.head()))

@@ -136,7 +136,7 @@ class PoolParts:
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
         shared = process.places
         if limits.engine_requests or limits.engine_tokens:
-            scraped.capacity = PoolCapacity(
+            scraped.capacity = share.capacity(
                 limits,
                 engines,
                 process.admission if shared is None else shared.of(engines),
