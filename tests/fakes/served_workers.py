@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdproxy.app import followed_changes
 from tests.fakes.admin import BASE, Api
 from tests.fakes.client import Answer
 from tests.fakes.engine import FakeEngine
@@ -19,6 +21,19 @@ from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
 from tests.fakes.world import until
 
+SERVE = textwrap.dedent(
+    """
+    import sys
+    from functools import partial
+    from pdproxy.app import admin_of_all, followed_changes
+    from pdproxy.cli.main import main
+    from pdproxy.kit import supervisor
+    followed_changes.PATIENCE = admin_of_all.PATIENCE = float(sys.argv[2])
+    supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
+    sys.exit(main(["serve", "--config", sys.argv[1]]))
+    """
+)
+"""The command, but that a worker which has ended is started again at once, however often: tests kill some again and again."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
 
 
@@ -71,11 +86,12 @@ async def serving(
     settings: Callable[[int, int], str],
     shown: Sequence[FakeEngine] | None = None,
     spare: Sequence[FakeEngine] = (),
+    patience: float = followed_changes.PATIENCE,
 ) -> AsyncIterator[Run]:
     """Run it until the block ends; it must end with 0 then. `settings`: its file, from its port and that of its admin API.
 
     `engines`: all that are to listen. `shown`: a prefill and a decode engine for `Served`, the first two of them if it is None;
-    `spare`: those that the proxy does not know.
+    `spare`: those that the proxy does not know. `patience`: seconds within which workers are to make a change.
     """
     for engine in engines:
         await engine.listen()
@@ -83,7 +99,7 @@ async def serving(
     path.write_text(settings(port, admin))
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
+            sys.executable, "-c", SERVE, str(path), str(patience), env=ENVIRONMENT, stderr=log
         )
         run = Run(Served(process, port, engines[:2] if shown is None else shown), Api(admin), path, spare)
         try:

@@ -189,7 +189,10 @@ async def test_without_a_standard_error() -> None:
 
 
 async def test_counters_never_decrease_while_workers_are_killed_and_stopped(tmp_path: Path) -> None:
-    """Fifty clients ask for them meanwhile. Prometheus takes a counter that decreases for one that began anew."""
+    """Sixteen clients ask for them meanwhile. Prometheus takes a counter that decreases for one that began anew.
+
+    The second time what is left of one worker is added to what is left of another one.
+    """
     ended = asyncio.Event()
     pages: list[float] = []
 
@@ -209,17 +212,17 @@ async def test_counters_never_decrease_while_workers_are_killed_and_stopped(tmp_
     with (tmp_path / "log").open("wb") as log:
         async with served(log, workers=2) as proxy:
             await _serves(proxy, 8)
-            tasks = [asyncio.create_task(one()) for one in (watch, *[ask] * 50)]
-            for times in range(1, 4):
+            tasks = [asyncio.create_task(one()) for one in (watch, *[ask] * 16)]
+            for times in (1, 2):
                 seen = len(pages)
                 await until(lambda seen=seen: len(pages) >= seen + 3, PATIENCE)  # type: ignore[misc]
                 stopped, killed = proxy.workers()
                 os.kill(stopped, signal.SIGSTOP)
-                await asyncio.sleep(1.5)
+                await asyncio.sleep(1.2)  # it answers a second too late
                 os.kill(stopped, signal.SIGCONT)
                 os.kill(killed, signal.SIGKILL)
                 await until_metric(proxy, "pdproxy_worker_restarts_total", times)
             ended.set()
             await asyncio.gather(*tasks)
     assert pages == sorted(pages)
-    assert len(pages) > 9
+    assert len(pages) > 6

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from pdproxy.app.followed_changes import PATIENCE as PATIENCE_OF_CHANGES
 from pdproxy.fleet.entries import engine_id
 from tests.fakes import answers, scripts
 from tests.fakes.admin import BASE
@@ -27,8 +28,13 @@ SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
 
 
 @asynccontextmanager
-async def running(tmp_path: Path, spare: int = 1, admin: str | None = None) -> AsyncIterator[Run]:
-    """Run two workers, an engine of each role, and decode engines that the proxy does not know. `admin`: where its API is."""
+async def running(
+    tmp_path: Path, spare: int = 1, admin: str | None = None, patience: float = PATIENCE_OF_CHANGES
+) -> AsyncIterator[Run]:
+    """Run two workers, an engine of each role, and decode engines that the proxy does not know. `admin`: where its API is.
+
+    `patience`: seconds within which workers are to make a change.
+    """
     books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", *["decode"] * (1 + spare))]
 
@@ -38,7 +44,7 @@ async def running(tmp_path: Path, spare: int = 1, admin: str | None = None) -> A
             "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n" + nodes(engines[:2])
         )
 
-    async with serving(tmp_path, engines, settings, spare=engines[2:]) as run:
+    async with serving(tmp_path, engines, settings, spare=engines[2:], patience=patience) as run:
         yield run
 
 
@@ -184,7 +190,7 @@ async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:
 
 async def test_a_worker_that_stands_still_is_named_and_has_the_change_later(tmp_path: Path) -> None:
     """The answer comes in time; nothing is said to be gone that this worker may have."""
-    async with running(tmp_path, spare=2) as run:
+    async with running(tmp_path, spare=2, patience=1.0) as run:
         new, other = run.spare
         still = run.proxy.workers()[0]
         assert (await run.ask("POST", "/engines", fields(other))).status == 201
