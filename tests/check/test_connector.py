@@ -73,7 +73,7 @@ async def test_a_pool_without_prefill_engines_has_no_connector(bench):
 
 async def test_pairs_are_tried_at_the_host_of_the_settings(bench):
     await bench.start("prefill", side_channel_host="203.0.113.9")
-    await bench.start("decode")
+    await bench.start("decode", handshake_timeout=2.0)
     found = await bench.check(bench.settings())
     assert "side_channel" in found.codes
     settings = bench.settings()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-EACH = "it counts what each worker does by itself: lines of the log, files that it follows, first requests to an engine"
+EACH = "it counts what each worker does by itself: lines of the log, files that it follows, turns of engines, first requests"
 KEPT = "it counts connections to engines, which each worker keeps for itself"
 DIVIDED = "it fills a bound that is divided among workers: connections, bytes of bodies and answers, readers, retries"
 INSIDE = "it looks into one process, or changes that one alone: its tasks and parts, its engines, its admin API"
@@ -24,8 +24,6 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_continued_not.py::test_an_engine_that_returns_no_text": EACH,
         "test_continued_not.py::test_another_engine_that_is_late": EACH,
         "test_continued_not.py::test_records_are_bounded_and_counted": DIVIDED,
-        "test_deadlines.py::test_connect": EACH,
-        "test_deadlines.py::test_probe": EACH,
         "test_decode_fails.py::test_a_kept_connection_that_the_engine_had_closed": KEPT,
         "test_decode_fails.py::test_connections_are_kept_and_closed_as_the_engine_says": KEPT,
         "test_dns.py::test_a_pool_of_names_alone": INSIDE,
@@ -34,10 +32,10 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_engines_come_and_go.py::test_a_removed_engine_dies_while_it_serves_a_request": INSIDE,
         "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": INSIDE,
         "test_engines_come_and_go.py::test_an_engine_that_is_being_added_leaves_the_proxy_ready": INSIDE,
+        "test_engines_come_and_go.py::test_an_engine_that_recovers_after_its_removal_keeps_its_legs": INSIDE,
         "test_engines_come_and_go.py::test_one_that_is_added_again_is_probed_again": INSIDE,
         "test_engines_come_and_go.py::test_removed_between_prefill_and_decode": INSIDE,
         "test_engines_come_and_go.py::test_the_last_decode_engine_is_removed": INSIDE,
-        "test_first_contact.py::test_a_refusal_is_a_release_once_kv_has_moved": EACH,
         "test_hostile_bodies.py::test_an_honest_large_body_is_served_byte_for_byte": DIVIDED,
         "test_hostile_bodies.py::test_bodies_that_wait_to_be_read_are_bounded": DIVIDED,
         "test_hostile_clients.py::test_bodies_under_way_have_one_bound_in_all": DIVIDED,
@@ -48,23 +46,19 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_hostile_engines.py::test_many_answers_share_one_room": DIVIDED,
         "test_hostile_logs.py::test_a_pipe_that_nobody_reads": EACH,
         "test_hostile_logs.py::test_the_last_lines_are_written": EACH,
-        "test_incompatible_engines.py::test_different_prompt_lengths_eject_the_pair": EACH,
-        "test_incompatible_engines.py::test_silent_recomputing_is_noticed": EACH,
         "test_keys.py::test_a_file_that_goes_bad_changes_nothing_and_is_told_once": EACH,
         "test_membership.py::test_a_fleet_that_changes_under_streaming_clients": INSIDE,
         "test_membership.py::test_a_last_engine_that_is_drained_still_releases_kv": INSIDE,
         "test_membership.py::test_a_prefill_engine_stays_until_its_kv_was_read": INSIDE,
         "test_membership.py::test_a_stream_that_is_too_late_goes_on_elsewhere": INSIDE,
+        "test_membership.py::test_nothing_is_left_of_an_engine_that_went": INSIDE,
         "test_metrics_table.py::test_series_of_a_removed_engine_are_dropped": INSIDE,
         "test_metrics_table.py::test_the_process_and_its_versions_are_on_the_page": INSIDE,
         "test_monitoring.py::test_a_body_that_is_refused_is_counted": DIVIDED,
         "test_monitoring.py::test_a_connection_that_is_refused_is_counted": DIVIDED,
         "test_monitoring.py::test_a_flood_of_refusals_does_not_fill_the_log": EACH,
         "test_monitoring.py::test_an_emptied_key_file_means_that_no_key_is_valid": EACH,
-        "test_monitoring.py::test_ready_is_degraded_if_no_pair_fits": EACH,
-        "test_operation.py::test_an_engine_that_was_never_up_is_logged_once": EACH,
-        "test_operation.py::test_late_answers_count_only_in_a_row": EACH,
-        "test_operation.py::test_ready_says_what_is_down": EACH,
+        "test_other_routes.py::test_bodies_of_all_routes_share_one_bound": DIVIDED,
         "test_other_routes_fail.py::test_an_engine_that_dies_in_a_stream": EACH,
         "test_other_routes_fail.py::test_an_engine_that_is_not_there": EACH,
         "test_other_routes_fail.py::test_the_breaker_hears_of_failures": EACH,
@@ -82,6 +76,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_shares.py": SHARES,
         "test_signals.py::test_a_hangup_ends_no_stream": EACH,
         "test_sources.py": INSIDE,
+        "test_split_or_alone.py::test_aggregated_engines_serve_alone_first": EACH,
         "test_tenants.py::test_a_key_bounds_the_priorities_of_its_requests": SHARES,
         "test_tenants.py::test_on_routes_of_one_engine_only_the_header_is_read": SHARES,
         "test_tenants.py::test_places_are_divided_by_weight": SHARES,
@@ -90,7 +85,15 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_tls.py::test_a_certificate_that_expires_is_reported": EACH,
         "test_tls.py::test_half_of_a_renewal_changes_nothing": EACH,
         "test_tls_engines.py::test_engines_in_tls": KEPT,
-        "test_tokenize.py": EACH,
+        "test_tokenize.py::test_a_template_that_differs_is_found": EACH,
+        "test_tokenize.py::test_chat_ids_stand_beside_the_kv_params": EACH,
+        "test_tokenize.py::test_an_engine_that_serves_other_ids_than_it_tokenizes": EACH,
+        "test_tokenize.py::test_completion_ids_go_to_both": EACH,
+        "test_tokenize.py::test_each_prompt_of_a_list_has_its_own": EACH,
+        "test_tokenize.py::test_late_ids_cost_the_request_nothing": EACH,
+        "test_tokenize.py::test_now_and_then_an_engine_shows_its_own": EACH,
+        "test_tokenize.py::test_one_engine_of_several_that_differs": EACH,
+        "test_tokenize.py::test_the_engines_own_model": EACH,
     }
 )
 """Reasons by the test's file and name, or by the file for all in it. All parameters of a test are left out."""

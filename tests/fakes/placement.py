@@ -19,9 +19,10 @@ from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Settings
+from tests.fakes.several import SCRIPTED
 from tests.fakes.world import World, world
 
-NAME = "scripted"
+NAME = SCRIPTED
 Choice = Callable[[Ask, Candidates], Placed | None]
 
 

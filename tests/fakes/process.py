@@ -28,8 +28,9 @@ SERVE = textwrap.dedent(
     from pdproxy.observe import logs
     from pdproxy.kit import supervisor
     from pdproxy.settings.listen import Listen
+    from pdproxy.settings.probes import Probes
     from pdproxy.settings.schema import Auth, Deadlines, Node, Observe, Pool, Settings
-    port, prefill, decode, log_format, max_bytes, workers = sys.argv[1:]
+    port, prefill, decode, log_format, max_bytes, workers, interval = sys.argv[1:]
     supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
     if int(workers) > 1:
         from pdproxy.app.workers import run
@@ -41,6 +42,7 @@ SERVE = textwrap.dedent(
         listen=Listen(port=int(port), workers=int(workers)),
         pools=(Pool(nodes=nodes),),
         deadlines=Deadlines(drain=5),
+        probes=Probes(interval=float(interval)),
         observe=Observe(log_format=log_format),
     )))
     """
@@ -109,18 +111,19 @@ async def served(
     log_format: str = "text",
     max_bytes: int = 4 << 20,
     workers: int = WORKERS,
+    interval: float = 2.0,
     facts: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Served]:
     """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed.
 
-    `facts`: of both engines, where they differ from the usual ones.
+    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual ones.
     """
     books = Books()
     engines = [FakeEngine(role, books, **(facts or {})) for role in ("prefill", "decode")]
     for engine in engines:
         await engine.listen()
     port = free_port()
-    given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers)]
+    given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers), str(interval)]
     arguments = [sys.executable, "-c", SERVE, *given]
     if stderr is None:
         arguments = ["sh", "-c", 'exec "$@" 2>&-', "sh", *arguments]

@@ -94,6 +94,12 @@ def after_word(seen: asyncio.Event, then: Script) -> Script:
     return script
 
 
+async def one_more_word(reply: Reply) -> None:
+    """The rest of a stream of completions: a word, and its end."""
+    await reply.pieces(WORD, answers.end())
+    await reply.finish()
+
+
 def without(names: Sequence[str]) -> Script:
     """A prefill answer whose handle lacks some keys."""
 

@@ -20,6 +20,8 @@ from pdproxy.kit.switchboard import Switchboard
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.worker_checks import refused
 
+SCRIPTED = "scripted"
+"""A placement that follows a test's script. Each worker would have its own: it runs in one process."""
 WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
 """How many workers a proxy of the tests has, where a test does not say it."""
 
@@ -62,6 +64,6 @@ def workers_for(settings: Settings) -> int:
     """Return how many workers a proxy with these settings may have in this run of the tests."""
     if WORKERS == 1:
         return 1
-    is_possible = not refused(settings)
+    is_possible = not refused(settings) and all(pool.placement != SCRIPTED for pool in settings.pools)
     ran[is_possible].add(os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0])
     return WORKERS if is_possible else 1

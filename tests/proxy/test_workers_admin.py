@@ -7,105 +7,45 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pdproxy.app.followed_changes import PATIENCE as PATIENCE_OF_CHANGES
 from pdproxy.fleet.entries import engine_id
 from tests.fakes import answers, scripts
-from tests.fakes.admin import BASE, Api
+from tests.fakes.admin import BASE
 from tests.fakes.books import Books
-from tests.fakes.client import Answer, Client
-from tests.fakes.engine import FakeEngine, Reply
-from tests.fakes.ports import free_port
-from tests.fakes.process import PATIENCE, Served
+from tests.fakes.client import Client
+from tests.fakes.engine import FakeEngine
+from tests.fakes.process import PATIENCE
 from tests.fakes.scripts import WORD
+from tests.fakes.served_workers import ENVIRONMENT, Run, nodes, serving
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
 SEED = int(os.environ.get("PDPROXY_TEST_SEED", "5"))
 
 
-@dataclass
-class Run:
-    """A running proxy, its admin API, and the engines that it does not know."""
-
-    proxy: Served
-    api: Api
-    config: Path
-    spare: Sequence[FakeEngine]
-
-    async def all_say(self, path: str, holds: Callable[[Any], bool]) -> Any:
-        """Wait until this holds for eight answers in a row: any worker may answer. Return the last one."""
-        good, found = 0, None
-        async with asyncio.timeout(PATIENCE):
-            while good < 8:
-                answer = await self.ask("GET", path)
-                found = answer.json
-                good = good + 1 if answer.status == 200 and holds(found) else 0
-                await asyncio.sleep(0.02)
-        return found
-
-    async def ask(self, method: str, path: str, body: object = b"") -> Answer:
-        """One request. A connection that a killed worker had taken is made again."""
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                try:
-                    return await self.api.ask(method, BASE + path, body)
-                except (OSError, EOFError):
-                    await asyncio.sleep(0.02)
-
-    async def kill(self, pid: int) -> None:
-        """Kill a worker, and wait for its successor."""
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: pid not in self.proxy.workers() and len(self.proxy.workers()) == 2, PATIENCE)
-        await self.whole()
-
-    async def whole(self) -> None:
-        """Wait until both workers serve."""
-        async with asyncio.timeout(PATIENCE):
-            while await self.proxy.metric("pdproxy_workers") != 2 or len(self.proxy.workers()) != 2:
-                await asyncio.sleep(0.05)
-
-
 @asynccontextmanager
-async def running(tmp_path: Path, spare: int = 1, admin: str | None = None) -> AsyncIterator[Run]:
-    """Run `pdproxy serve` with two workers, an engine of each role, and decode engines that it does not know. It ends with 0."""
-    books, port, admin_port = Books(), free_port(), free_port()
+async def running(
+    tmp_path: Path, spare: int = 1, admin: str | None = None, patience: float = PATIENCE_OF_CHANGES
+) -> AsyncIterator[Run]:
+    """Run two workers, an engine of each role, and decode engines that the proxy does not know. `admin`: where its API is.
+
+    `patience`: seconds within which workers are to make a change.
+    """
+    books = Books()
     engines = [FakeEngine(role, books) for role in ("prefill", *["decode"] * (1 + spare))]
-    for engine in engines:
-        await engine.listen()
-    path = tmp_path / "pdproxy.yaml"
-    path.write_text(
-        f"listen: {{port: {port}, workers: 2, admin: '{admin or f'127.0.0.1:{admin_port}'}'}}\n"
-        "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n  nodes:\n"
-        + "".join(f"  - {{url: '{one.url}', role: {one.role}}}\n" for one in engines[:2])
-    )
-    with (tmp_path / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
+
+    def settings(port: int, admin_port: int) -> str:
+        return (
+            f"listen: {{port: {port}, workers: 2, admin: '{admin or f'127.0.0.1:{admin_port}'}'}}\n"
+            "deadlines: {drain: 5}\nprobes: {interval: 0.2}\npools:\n- connector: nixl\n" + nodes(engines[:2])
         )
-        run = Run(Served(process, port, engines[:2]), Api(admin_port), path, engines[2:])
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while True:
-                    try:
-                        if (await run.proxy.ask("GET", "/ready")).json["state"] == "ok":
-                            break
-                    except OSError:
-                        assert process.returncode is None, (tmp_path / "log").read_text()
-                    await asyncio.sleep(0.05)
-            yield run
-            process.terminate()
-            assert await process.wait() == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            for engine in engines:
-                engine.stop()
+
+    async with serving(tmp_path, engines, settings, spare=engines[2:], patience=patience) as run:
+        yield run
 
 
 def fields(engine: FakeEngine, **more: Any) -> dict[str, Any]:
@@ -120,10 +60,6 @@ def states(shown: Any) -> dict[str, str]:
 async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) -> None:
     """Its answer says that all have it; it is gone once no worker has a request there, whoever is asked."""
     go = asyncio.Event()
-
-    async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.end())
-        await reply.finish()
 
     async with running(tmp_path) as run:
         (new,), proxy = run.spare, run.proxy
@@ -143,7 +79,7 @@ async def test_an_engine_comes_to_all_workers_and_goes_from_all(tmp_path: Path) 
         new.scripts.clear()
         clients = []
         for _ in range(8):
-            new.script(scripts.after_word(go, rest))
+            new.script(scripts.after_word(go, scripts.one_more_word))
             client = await Client.connect(proxy.port)
             client.post(COMPLETIONS, completion(stream=True))
             clients.append((client, await client.head()))
@@ -254,7 +190,7 @@ async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:
 
 async def test_a_worker_that_stands_still_is_named_and_has_the_change_later(tmp_path: Path) -> None:
     """The answer comes in time; nothing is said to be gone that this worker may have."""
-    async with running(tmp_path, spare=2) as run:
+    async with running(tmp_path, spare=2, patience=1.0) as run:
         new, other = run.spare
         still = run.proxy.workers()[0]
         assert (await run.ask("POST", "/engines", fields(other))).status == 201

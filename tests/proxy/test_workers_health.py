@@ -322,8 +322,9 @@ async def test_an_engine_that_stands_still_is_out_of_use_for_all(monkeypatch: py
         assert len(told) >= 4
 
 
-async def test_one_process_tells_nobody() -> None:
+async def test_one_process_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers share is not there."""
+    monkeypatch.setattr(several, "WORKERS", 1)
     async with world() as w:
         assert w.proxy.pools[0].watching.findings is None
         assert type(w.proxy.ledger) is Ledger

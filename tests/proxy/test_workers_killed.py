@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer, Client, request
-from tests.fakes.engine import Reply, serve
+from tests.fakes.engine import serve
 from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until
@@ -49,15 +49,13 @@ async def _stream(port: int) -> Answer | None:
 def _scripted(proxy: Served, go: asyncio.Event, chance: random.Random) -> None:
     """Let requests stop at every stage until the test goes on: in their prefill, before the first token, in their stream."""
 
-    async def rest(reply: Reply) -> None:
-        await reply.pieces(WORD, answers.end())
-        await reply.finish()
-
     proxy.prefill.scripts.clear()
     proxy.decode.scripts.clear()
     for _ in range(STREAMS):
         proxy.prefill.script(scripts.gate(go, serve) if chance.random() < 0.2 else serve)
-        proxy.decode.script(chance.choice([scripts.gate(go, serve), scripts.after_word(go, rest), serve]))
+        proxy.decode.script(
+            chance.choice([scripts.gate(go, serve), scripts.after_word(go, scripts.one_more_word), serve])
+        )
 
 
 async def _load(proxy: Served) -> int:

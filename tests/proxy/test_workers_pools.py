@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pdproxy.fleet.entries import engine_id
 from tests.fakes import answers, scripts
-from tests.fakes.admin import Api
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client
-from tests.fakes.engine import FakeEngine, Reply
-from tests.fakes.ports import free_port
-from tests.fakes.process import PATIENCE, Served
+from tests.fakes.engine import FakeEngine
+from tests.fakes.process import PATIENCE
 from tests.fakes.scripts import WORD
+from tests.fakes.served_workers import Run, nodes, serving
 from tests.fakes.world import COMPLETIONS, PROMPT, until
-from tests.proxy.test_workers_admin import ENVIRONMENT, Run, fields, states
+from tests.proxy.test_workers_admin import fields, states
 
 MODELS = ("tiny", "other")
 
@@ -29,53 +27,28 @@ def _body(model: str, *, stream: bool = False) -> dict[str, object]:
     return {"model": model, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, "stream": stream}
 
 
-async def _stopped(reply: Reply) -> None:
-    await reply.pieces(WORD, answers.end())
-    await reply.finish()
-
-
 @asynccontextmanager
 async def _running(tmp_path: Path) -> AsyncIterator[tuple[Run, list[list[FakeEngine]]]]:
     """Run two pools with a prefill and two decode engines each, and one decode engine of each model that no pool has."""
-    books, port, admin = Books(), free_port(), free_port()
+    books = Books()
     roles = ("prefill", "decode", "decode", "decode")
     engines = [[FakeEngine(role, books, lease=3600.0, model=model) for role in roles] for model in MODELS]
-    for one in (one for pool in engines for one in pool):
-        await one.listen()
-    path = tmp_path / "pdproxy.yaml"
-    write(path, port, admin, [pool[:3] for pool in engines])
-    with (tmp_path / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
-        )
-        run = Run(Served(process, port, engines[1][:2]), Api(admin), path, [pool[3] for pool in engines])
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while True:
-                    try:
-                        if (await run.proxy.ask("GET", "/ready")).json["state"] == "ok":
-                            break
-                    except OSError:
-                        assert process.returncode is None, (tmp_path / "log").read_text()
-                    await asyncio.sleep(0.05)
-            yield run, engines
-            process.terminate()
-            assert await process.wait() == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            for one in (one for pool in engines for one in pool):
-                one.stop()
+    async with serving(
+        tmp_path,
+        [one for pool in engines for one in pool],
+        lambda port, admin: _settings(port, admin, [pool[:3] for pool in engines]),
+        shown=engines[1][:2],
+        spare=[pool[3] for pool in engines],
+    ) as run:
+        yield run, engines
 
 
-def write(path: Path, port: int, admin: int, pools: Sequence[Sequence[FakeEngine]]) -> None:
-    """Write the settings, with these engines in each pool."""
+def _settings(port: int, admin: int, pools: Sequence[Sequence[FakeEngine]]) -> str:
+    """A file with these engines in each pool."""
     text = f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\ndeadlines: {{drain: 5}}\npools:\n"
     for name, pool in zip(MODELS, pools, strict=True):
-        nodes = "".join(f"  - {{url: '{one.url}', role: {one.role}}}\n" for one in pool)
-        text += f"- name: {name}\n  connector: nixl\n  policy: least_load\n  nodes:\n{nodes}"
-    path.write_text(text)
+        text += f"- name: {name}\n  connector: nixl\n  policy: least_load\n{nodes(pool)}"
+    return text
 
 
 async def test_each_pool_has_its_loads(tmp_path: Path) -> None:
@@ -83,7 +56,7 @@ async def test_each_pool_has_its_loads(tmp_path: Path) -> None:
     async with _running(tmp_path) as (run, engines):
         go, clients = asyncio.Event(), list[tuple[Client, Answer]]()
         for one in (one for pool in engines for one in pool if one.role == "decode"):
-            one.script(*[scripts.after_word(go, _stopped)] * 8)
+            one.script(*[scripts.after_word(go, scripts.one_more_word)] * 8)
         for number in range(16):
             client = await Client.connect(run.proxy.port)
             client.post(COMPLETIONS, _body(MODELS[number % 2], stream=True))
@@ -139,7 +112,7 @@ async def test_engines_of_pools_come_and_go(tmp_path: Path) -> None:
     async with _running(tmp_path) as (run, engines):
         admin, port = run.api.port, run.proxy.port
         new = run.spare[1]
-        write(run.config, port, admin, [engines[0][:3], [*engines[1][:2], new]])
+        run.config.write_text(_settings(port, admin, [engines[0][:3], [*engines[1][:2], new]]))
         run.proxy.process.send_signal(signal.SIGHUP)
         gone = engines[1][2]
         shown = await run.all_say("/engines", lambda one: new.url in states(one) and gone.url not in states(one))

@@ -1,8 +1,12 @@
-"""Policy `prefix` with several workers: what one has sent to an engine draws the others' requests there."""
+"""Policy `prefix` with several workers: what one has sent to an engine draws the others' requests there.
+
+Workers in one event loop; the last test has processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +14,10 @@ import pytest
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes import several
+from tests.fakes.books import Books
+from tests.fakes.engine import FakeEngine
+from tests.fakes.process import PATIENCE
+from tests.fakes.served_workers import nodes, serving
 from tests.fakes.world import COMPLETIONS, PROMPT, completion, until, world
 
 
@@ -48,3 +56,48 @@ async def test_a_worker_that_ends_tells_nothing_more(monkeypatch: pytest.MonkeyP
         before = [len(one.prefixes.knowledge.routing) for one in w.workers if one.prefixes is not None]
         await asyncio.sleep(0.05)
         assert [len(one.prefixes.knowledge.routing) for one in w.workers if one.prefixes is not None] == before
+
+
+async def test_a_worker_that_starts_gets_what_the_leader_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all engines, in the order of their use."""
+    monkeypatch.setattr(several, "WORKERS", 2)
+    async with world(prefill=2, adjust=by_prefix, leaves=True) as w:
+        for number in range(6):
+            assert (await w.ask(COMPLETIONS, completion(prompt=f"{number} {4 * PROMPT}"))).status == 200
+        leader, late = (one.prefixes for one in w.workers)
+        assert leader is not None
+        assert late is not None
+        await until(lambda: len({len(one.knowledge.routing) for one in (leader, late)}) == 1)
+        before = {url: late.knowledge.part(url, 0) for url in w.proxy.engines}  # type: ignore[attr-defined]
+        for url in w.proxy.engines:
+            late.knowledge.restarted(url)
+        assert len(late.knowledge.routing) == 0
+        assert late.catch_up is not None
+        await late.catch_up()
+        assert {url: late.knowledge.part(url, 0) for url in w.proxy.engines} == before  # type: ignore[attr-defined]
+        assert any(part.keys for part in before.values())
+
+
+async def test_knowledge_outlives_each_worker(tmp_path: Path) -> None:
+    """As processes: both are killed, one after the other. Their successors know what was sent before."""
+    books = Books()
+    engines = [FakeEngine(role, books) for role in ("prefill", "decode")]
+
+    def settings(port: int, admin: int) -> str:
+        return (
+            f"listen: {{port: {port}, workers: 2}}\ndeadlines: {{drain: 5}}\n"
+            f"pools:\n- connector: nixl\n  policy: prefix\n{nodes(engines)}"
+        )
+
+    async with serving(tmp_path, engines, settings) as run:
+        for number in range(8):
+            answer = await run.proxy.ask("POST", COMPLETIONS, completion(prompt=f"{number} {4 * PROMPT}"))
+            assert answer.status == 200
+        known = {"from": "routing"}
+        before = await run.proxy.metric("pdproxy_prefix_blocks", **known)
+        assert before > 0
+        for number, pid in enumerate(run.proxy.workers()):
+            await run.kill(pid)
+            log = tmp_path / "log"
+            await until(lambda: log.read_text().count("knows what another worker knew") == number + 1, PATIENCE)  # noqa: B023
+        assert await run.proxy.metric("pdproxy_prefix_blocks", **known) == before

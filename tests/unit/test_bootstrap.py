@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,7 +124,13 @@ class _Idle(TaskOwner):
 class Stand:
     """A prefill and a decode engine that are up, and a server that answers what the test says."""
 
-    def __init__(self, ranks: int = 1, tp_size: int | None = None, tasks: TaskOwner | None = None) -> None:
+    def __init__(
+        self,
+        ranks: int = 1,
+        tp_size: int | None = None,
+        tasks: TaskOwner | None = None,
+        make: Callable[[Stand], Bootstraps] | None = None,
+    ) -> None:
         self.engines, self.ledger = registry(NodeSpec(D, Role.DECODE))
         self.events: list[Event] = []
         self.said: bytes | Exception = answer(one())
@@ -131,14 +138,18 @@ class Stand:
         observers = Observers([self])
         self.tasks = _Idle("test") if tasks is None else tasks
         self.time = 1000.0
-        self.bootstraps = Bootstraps(
-            self.engines, self.ledger, self._query, observers, self.tasks, Probes(), lambda: self.time, MOONCAKE
-        )
+        self.bootstraps = (make or Stand._alone)(self)
         observers.add(self.bootstraps)
         self.engines.add(NodeSpec(P, Role.PREFILL), unused_client(P), ranks=ranks, tp_size=tp_size, bootstrap=ADDRESS)
         self.observers = observers
         self.up(P, 1.0)
         self.up(D, 1.0)
+
+    def _alone(self) -> Bootstraps:
+        observers = Observers([self])
+        return Bootstraps(
+            self.engines, self.ledger, self._query, observers, self.tasks, Probes(), lambda: self.time, MOONCAKE
+        )
 
     def notify(self, event: Event) -> None:
         self.events.append(event)

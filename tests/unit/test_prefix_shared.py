@@ -93,7 +93,7 @@ class Run:
         self.ledgers = [self._ledger(number, loads, breakers) for number in range(workers)]
         self.caches = {spec.url: Cache() for spec in SPECS}
         self.late = late
-        self.now = 0.0
+        self.now = self.at = 0.0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self.ages: list[float] = []
@@ -111,7 +111,7 @@ class Run:
             breaker_failures=3,
             breaker_cooldown=10,
             policies=dict.fromkeys((Role.PREFILL, Role.DECODE), policies.POLICIES["prefix"]),
-            cached=self.known[number].cached,
+            cached=lambda ask: self.known[number].cached(ask),
         )
         for spec in SPECS:
             made.mark_up(spec.url, EVIDENCE)
@@ -136,22 +136,31 @@ class Run:
         """Serve prompts, each by any of the workers. Return the part of their blocks that was in the engines' caches."""
         chance = random.Random(seed)
         blocks = cached = 0
-        at = 0.0
         for keys in prompts(seed, count):
-            at += chance.expovariate(rate)
-            while self._due and self._due[0][0] <= at:
-                self.now, _, then = heapq.heappop(self._due)
-                then()
-            self.now = at
             number = chance.randrange(1 << 16) % len(self.ledgers)
-            known, ledger, begins = self.known[number], self.ledgers[number], beginning(keys)
-            lease = ledger.assign_alone(Ask("m", 100, at, tokens=begins.tokens, beginning=begins))
-            assert lease is not None
-            known.routed(begins, lease.node.url, at)
             blocks += len(keys)
-            cached += self.caches[lease.node.url].serves(keys)
-            self._after(chance.uniform(0.1, 0.5), partial(self._ends, number, lease))
+            cached += self.serve(number, keys, chance, rate)
         return cached / blocks
+
+    def serve(self, number: int, keys: list[int], chance: random.Random, rate: float = 200.0) -> int:
+        """Serve the next prompt by a worker. Return how many of its blocks were in its engine's cache."""
+        at = self.at = self.at + chance.expovariate(rate)
+        while self._due and self._due[0][0] <= at:
+            self.now, _, then = heapq.heappop(self._due)
+            then()
+        self.now = at
+        known, ledger, begins = self.known[number], self.ledgers[number], beginning(keys)
+        lease = ledger.assign_alone(Ask("m", 100, at, tokens=begins.tokens, beginning=begins))
+        assert lease is not None
+        known.routed(begins, lease.node.url, at)
+        self._after(chance.uniform(0.1, 0.5), partial(self._ends, number, lease))
+        return self.caches[lease.node.url].serves(keys)
+
+    def restart(self, number: int) -> SharedKnowledge:
+        """Have a worker begin anew. Return what it knows."""
+        made = self.known[number] = knowledge()
+        made.due = partial(self._after, SEND_EVERY, partial(self._send, number))
+        return made
 
     def _ends(self, number: int, lease: Lease) -> None:
         self.ledgers[number].close(lease, Verdict.GOOD, self.now)

@@ -46,9 +46,6 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
             "pools[1].connector: moriio",
         ),
         ("kv_ready: {notifier: true}", "kv_ready.notifier: true"),
-        ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
-        ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),
-        ("limits: {engine_tokens: 8}", "limits.engine_tokens: 8"),
     ],
 )
 def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str) -> None:
@@ -68,7 +65,13 @@ def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["listen: {admin: 127.0.0.1:9}", "replicas: {count: 3}", f"pools: [{{name: a}}, {{name: b, {SECOND}}}]"],
+    [
+        "listen: {admin: 127.0.0.1:9}",
+        "replicas: {count: 3}",
+        f"pools: [{{name: a}}, {{name: b, {SECOND}}}]",
+        "limits: {engine_requests: auto}",
+        "limits: {engine_requests: 8, engine_tokens: 8}",
+    ],
 )
 def test_other_settings_are_accepted(tmp_path: Path, text: str) -> None:
     assert _load(tmp_path, text).listen.workers == 2

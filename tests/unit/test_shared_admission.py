@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from pdproxy.kit.shared_places import MEASURES, SharedPlaces
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
+from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import Demand
 from pdproxy.serving.request.place import Place
 from pdproxy.serving.request.shared_admission import SharedAdmission
@@ -218,4 +220,71 @@ async def test_many_requests_at_many_workers() -> None:
     assert len(workers.order) == 200
     assert most == 5
     assert sum(one.inflight + one.waiting for one in workers.all) == 0
+    workers.close()
+
+
+class _Request:
+    """A request of one of several workers, and the same one of a process that is alone."""
+
+    def __init__(self, number: int, here: asyncio.Task[Place], alone: asyncio.Task[Place]) -> None:
+        self.number = number
+        self.both = here, alone
+
+    async def end(self) -> None:
+        """It is over: its place is free, or it waits no more."""
+        for task in self.both:
+            task.cancel()
+        for found in await asyncio.gather(*self.both, return_exceptions=True):
+            if isinstance(found, Place):
+                found.leave()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_as_many_are_served_as_by_one_process(seed: int) -> None:
+    """Requests come and go at any worker, engines come and go, and workers are killed: no place is lost, none too many taken."""
+    chance, count = random.Random(seed), 3
+    workers = Workers(count, 12, queue=1000)
+    alone = Admission(12, 1000, 60.0, Observers([]), Clock(), Clients(()), 0, 1.0)
+    requests: list[_Request] = []
+
+    async def ended(request: _Request) -> None:
+        requests.remove(request)
+        await request.end()
+
+    waited = 0
+    for _ in range(150):
+        step = chance.random()
+        if step < 0.5:
+            number, demand = chance.randrange(count), Demand(prompt=1, limit=0)
+            both = [asyncio.create_task(one.enter(Client("c"), demand)) for one in (workers.all[number], alone)]
+            requests.append(_Request(number, *both))
+        elif step < 0.85 and requests:
+            await ended(chance.choice(requests))
+        elif step < 0.95:
+            bounds = chance.choice((None, 1, 4, 20)), chance.choice((0, 2, 5, 100))  # places, and tokens: one each
+            for one in (*workers.all, alone):
+                one.resize(*bounds)
+        else:
+            killed = chance.randrange(count)
+            workers.all[killed].stop()
+            workers.table.clear(killed)
+            for request in [request for request in requests if request.number == killed]:
+                await ended(request)
+            workers.all[killed].stop()
+            workers.table.clear(killed)
+            workers.all[killed] = workers.made(killed, 12, queue=1000)
+            workers.all[killed].resize(alone._engines_places, alone._engines_tokens)
+        for one in workers.all:
+            one.look()
+        await asyncio.sleep(0)
+        for one in workers.all:
+            one.look()
+        await asyncio.sleep(0)
+        waited += alone.waiting
+        assert sum(one.inflight for one in workers.all) == alone.inflight
+        assert sum(one.waiting for one in workers.all) == alone.waiting
+    assert waited
+    for request in [*requests]:
+        await ended(request)
+    assert [one.inflight + one.waiting for one in workers.all] == [0] * count
     workers.close()

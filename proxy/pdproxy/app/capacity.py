@@ -29,14 +29,14 @@ class Places(Protocol):
 
     @property
     def inflight(self) -> int:
-        """Requests being served."""
+        """Requests being served, by all workers."""
 
     def resize(self, places: int | None, tokens: int) -> None:
         """Change the number of places, and how many tokens they hold; None and 0: no bound."""
 
 
 class SharedPlaces:
-    """The places of a proxy with several pools: as many as all pools together can take."""
+    """The places of a proxy with several pools or workers: as many as all pools together can take."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -79,14 +79,22 @@ class _PlacesOfPool:
 class PoolCapacity:
     """Keeps the number of places at what the pool's engines can take, and has the ledger prefer engines with room.
 
-    `replicas`: how many proxies the engines have. Each has its part of a bound that is given, one request at least.
+    `replicas`: how many proxies the engines have. Each has its part of a bound that is given, one request at least. `windows`:
+    what is learned of engines, None: begin anew.
     A watcher of engines, and an observer.
     """
 
     only = (NodeChanged, MemberChanged, RequestEnded, LegFailed)
 
-    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Places, replicas: int = 1) -> None:
-        self._windows = Windows()
+    def __init__(
+        self,
+        limits: Limits,
+        engines: EngineRegistry,
+        admission: Places,
+        replicas: int = 1,
+        windows: Windows | None = None,
+    ) -> None:
+        self._windows = Windows() if windows is None else windows
         self._limits, self._replicas = limits, replicas
         self._bound_by(limits)
         self._engines = engines
@@ -121,11 +129,16 @@ class PoolCapacity:
             self._windows.seen(_load(engine), waiting, metrics.kv_usage)
             self._resize()
 
+    def reported(self) -> None:
+        """Another worker has learned from what an engine has reported to it."""
+        if self._learns:
+            self._resize()
+
     def notify(self, event: Event) -> None:
         """Follow engines that go up and down, and one that refuses requests."""
         match event:
-            case NodeChanged(node, up=up):
-                if not up:
+            case NodeChanged(node, up=up, elsewhere=elsewhere):
+                if not up and not elsewhere:  # the worker that has found it forgets the window for all
                     self._windows.forget(node)
                 self._resize()
             case MemberChanged():
@@ -138,12 +151,13 @@ class PoolCapacity:
                     self._resize()
 
     def added(self, engine: Engine) -> None:
-        """Nothing is sent to a new engine before it is up."""
+        """Note a new engine. Nothing is sent to it before it is up."""
+        self._windows.add(engine.url)
 
     def removed(self, engine: Engine) -> None:
         """Take what a removed engine could do from the places."""
         if engine.url != self._engines.replaced:
-            self._windows.forget(engine.url)
+            self._windows.remove(engine.url)
         self._resize()
 
     def gauges(self) -> list[Gauge]:
@@ -186,14 +200,19 @@ class Scraped:
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine has just reported."""
         self._auditor.scraped(engine, metrics)
-        self.reported(engine, metrics)
+        if self.capacity is not None:
+            self.capacity.scraped(engine, metrics)
+        self._note(engine, metrics)
         if self.findings is not None:
             self.findings.scraped(engine, metrics)
 
     def reported(self, engine: Engine, metrics: Scrape) -> None:
-        """Take what an engine has reported to this worker, or to another one."""
+        """Take what an engine has reported to another worker."""
         if self.capacity is not None:
-            self.capacity.scraped(engine, metrics)
+            self.capacity.reported()
+        self._note(engine, metrics)
+
+    def _note(self, engine: Engine, metrics: Scrape) -> None:
         if self._ledger is not None:
             count = None if metrics.waiting is None else metrics.running + metrics.waiting
             self._ledger.reported(engine.url, count, self._now())
@@ -204,5 +223,5 @@ def _load(engine: Engine) -> Load:
 
 
 def _own(engine: Engine) -> int:
-    """Return how many requests an engine has of this proxy."""
-    return engine.node.requests - engine.node.elsewhere[0]
+    """Return how many requests an engine has of this proxy, of all its workers."""
+    return engine.node.known_load[0]

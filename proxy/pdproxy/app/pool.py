@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdproxy.app.bootstraps import build_bootstraps
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.continuations import build_continuing
 from pdproxy.app.engines import EngineSetup, Profiles, no_key
@@ -101,7 +102,7 @@ class PoolParts:
         transfer = build_transfer(settings, engines, clock, observers)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
-        bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
+        bootstraps = build_bootstraps(process, pool.name, engines, ledger, admin, probes, transfer.contract)
         custodian = share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
@@ -123,6 +124,7 @@ class PoolParts:
             admin,
             observers,
             clock,
+            process.share,
             needed=needed,
             wanted=wanted,
             own_keys=own_keys,
@@ -136,7 +138,7 @@ class PoolParts:
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
         shared = process.places
         if limits.engine_requests or limits.engine_tokens:
-            scraped.capacity = PoolCapacity(
+            scraped.capacity = share.capacity(
                 limits,
                 engines,
                 process.admission if shared is None else shared.of(engines),

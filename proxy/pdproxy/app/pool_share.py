@@ -5,17 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from pdproxy.app.capacity import PoolCapacity
+from pdproxy.app.shared_capacity import SharedPoolCapacity
 from pdproxy.fleet import shared_audit, shared_signs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.shared_audit import SharedAuditor
 from pdproxy.fleet.shared_signs import Signs
 from pdproxy.kit.shared_records import Area
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import shared_breakers, shared_ledger
+from pdproxy.scheduling import shared_breakers, shared_ledger, shared_windows
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
+from pdproxy.scheduling.shared_windows import SharedWindows
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
 
@@ -31,10 +34,11 @@ class PoolMemory:
         self.breakers = SharedTable(workers, MAX_ENGINES, shared_breakers.MEASURES, shared_breakers.KEPT)
         self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
+        self.windows = SharedTable(workers, MAX_ENGINES, shared_windows.MEASURES)
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.loads, self.breakers, self.moved, self.signs):
+        for table in (self.loads, self.breakers, self.moved, self.signs, self.windows):
             table.clear(number)
 
 
@@ -44,6 +48,7 @@ class PoolAlone:
     ledger = Ledger
     custodian = Custodian
     auditor = Auditor
+    capacity = PoolCapacity
 
     def signs(self) -> None:
         """Nobody else sees any."""
@@ -59,14 +64,17 @@ class PoolShare:
         self._area = area
         self._ledger: SharedLedger | None = None
         self._custodian: SharedCustodian | None = None
+        self._capacity: SharedPoolCapacity | None = None
 
     def __repr__(self) -> str:
         return f"<PoolShare of pool {self._at}, worker {self._number}>"
 
     def refresh(self) -> None:
-        """Take over the loads of the other workers."""
+        """Take over the loads of the other workers, and what they have learned of engines."""
         if self._ledger is not None:
             self._ledger.refresh(all_of_it=True)
+        if self._capacity is not None:
+            self._capacity.look()
 
     def adopt(self, records: list[bytes]) -> None:
         """Become responsible for those handles of a worker that has ended which engines of this pool hold."""
@@ -81,6 +89,14 @@ class PoolShare:
         column, others = loads.column(number), loads.others(number)
         self._ledger = kind(*arguments, column=column, others=others, breakers=make, **options)
         return self._ledger
+
+    def capacity(self, *arguments: Any) -> SharedPoolCapacity:
+        """Return what bounds the engines' requests, of all workers. The arguments: those of `PoolCapacity`."""
+        assert self._ledger is not None  # a pool's ledger is its first part
+        table, number = self._memory.windows, self._number
+        windows = SharedWindows(table.column(number), table.others(number), number)
+        self._capacity = SharedPoolCapacity(*arguments, windows=windows, ledger=self._ledger)
+        return self._capacity
 
     def auditor(self, *arguments: Any) -> SharedAuditor:
         """Return the worker's audit. The arguments: those of `Auditor`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import fields
+from typing import Any
+from urllib.parse import quote
 
 from pdproxy.app.kv_events import ReadingKvEvents
 from pdproxy.app.share import Alone, Share
@@ -46,6 +48,8 @@ class KnowingPrefixes:
         self.of_requests = Prefixes(knowledge, now)
         self.sharing: SharingPrefixes | None = None
         """What other workers are told, None where there are none."""
+        self.catch_up: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Takes in what they knew when this one began."""
         self._engines = engines
         self._runs: dict[str, int] = {}
 
@@ -86,8 +90,10 @@ class KnowingPrefixes:
             self.sharing.stop()
 
     def start(self, tasks: TaskOwner) -> None:
-        """Begin to remove what matches nothing any more."""
+        """Begin to remove what matches nothing any more, and take in what other workers know."""
         tasks.keep(self.tidy, "prefixes")
+        if self.catch_up is not None:
+            tasks.spawn(self.catch_up(), "prefixes of other workers")
 
     async def tidy(self) -> None:
         """Remove what matches nothing any more, in small steps, until cancelled."""
@@ -158,6 +164,30 @@ def build_knowledge(pool: Pool, share: Share | Alone) -> Knowledge | None:
     )
 
 
+def _share(
+    prefixes: KnowingPrefixes,
+    knowledge: SharedKnowledge,
+    engines: EngineRegistry,
+    now: Callable[[], float],
+    share: Share,
+    pool: str,
+) -> None:
+    """Have workers tell each other what they send to engines, and the one that leads what it knows to one that starts."""
+    siblings, topic, question = share.siblings, f"prefixes {pool}", f"prefixes-of-{quote(pool, safe='')}"
+    sharing = prefixes.sharing = SharingPrefixes(knowledge, lambda body: siblings.tell(topic, body), now)
+    siblings.hears[topic] = sharing.received
+    siblings.answers_about[question] = lambda about: sharing.answer(about) if share.lead.leads else b""
+
+    async def ask(about: str) -> bytes | None:
+        answers = await siblings.ask(f"{question} {about}")
+        return next((answer for answer in answers.of.values() if answer), None)  # of one: the others do not lead
+
+    def probed() -> bool:
+        return all(engine.node.probed for engine in engines.values())
+
+    prefixes.catch_up = lambda: sharing.catch_up(share.lead, ask, probed)
+
+
 def build_prefixes(
     knowledge: Knowledge | None,
     engines: EngineRegistry,
@@ -177,9 +207,7 @@ def build_prefixes(
         knowledge.places, knowledge.connected = kv_events.sources.places, kv_events.sources.connected
     prefixes = KnowingPrefixes(knowledge, engines, now)
     if isinstance(knowledge, SharedKnowledge) and share.several is not None:
-        siblings, topic = share.several.siblings, f"prefixes {pool}"
-        prefixes.sharing = SharingPrefixes(knowledge, lambda body: siblings.tell(topic, body), now)
-        siblings.hears[topic] = prefixes.sharing.received
+        _share(prefixes, knowledge, engines, now, share.several, pool)
     engines.watch(prefixes)
     engines.when_forgotten(knowledge.remove)
     observers.add(prefixes)

@@ -60,7 +60,7 @@ class Process:
     quotas: Quotas
     models: Models
     places: SharedPlaces | None
-    """None where one pool has all places."""
+    """None where one pool of one process has all places."""
     heartbeat: Heartbeat
 
     @property
@@ -140,6 +140,6 @@ class Process:
             connections=Connections(limits.max_connections, observers),
             quotas=share.quotas(credentials.keys.limits, clock.now),
             models=models,
-            places=SharedPlaces(admission) if len(settings.pools) > 1 else None,
+            places=SharedPlaces(admission) if len(settings.pools) > 1 or share.several is not None else None,
             heartbeat=Heartbeat(observers),
         )

@@ -14,7 +14,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
@@ -26,6 +25,7 @@ from starlette.types import ASGIApp
 from pdproxy import __version__
 from pdproxy.app import uncaught
 from pdproxy.app.admin import MAX_CONNECTIONS, AdminSocket, admin_socket, serve_admin
+from pdproxy.app.begin import cant_listen, run_logged
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, settled
 from pdproxy.app.dns import Names, follow_names
@@ -35,8 +35,7 @@ from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
-from pdproxy.observe.logs import Log, configure, set_level
-from pdproxy.settings.errors import SettingsError
+from pdproxy.observe.logs import Log, set_level
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.resolver import MAX_PLACES
 from pdproxy.web.app import create_app
@@ -73,20 +72,11 @@ def run(settings: Settings, source: SettingsSource | None = None) -> int:
 
     `source`: where the settings come from, to be read again when its files change; None: they never are.
     """
-    log = configure(settings.observe.log_level, settings.observe.log_format)
-    uncaught.install()
-    try:
-        return _run(settings, log, source)
-    except SettingsError:
-        raise  # an operator's mistake, which the command line reports
-    except Exception as error:
-        logger.critical("pdproxy failed: %s", frames(error))
-        return 1
-    finally:
-        log.close()
+    return run_logged(settings, lambda log: _run(settings, log, source))
 
 
 def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
+    uncaught.install()
     settings = fit_files(settings)
     admin = admin_socket(settings)
     with contextlib.closing(admin) if admin is not None else contextlib.nullcontext():
@@ -97,13 +87,7 @@ def _listen_and_serve(settings: Settings, log: Log, source: SettingsSource | Non
     try:
         listener = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
-        address = f"{settings.listen.host}:{settings.listen.port}"
-        log.close()
-        with contextlib.suppress(OSError):  # nobody reads it
-            sys.stderr.write(
-                f"pdproxy serve: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n"
-            )
-        return 2
+        return cant_listen(settings, log, error)
     gc.set_threshold(*GC_THRESHOLDS)
     with listener:
         return uvloop.run(_serve_until_signalled(settings, listener, log, source, admin))

@@ -21,6 +21,7 @@ from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
+from pdproxy.fleet.shared_answers import SharedAnswers
 from pdproxy.kit import heirs, leading, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.leading import Leading
@@ -134,6 +135,7 @@ class Share:
         self.lead = Leading(number, table.column(number), table.others(number))
         self.findings: list[Findings] = []
         """Those of each pool."""
+        self._answers: list[SharedAnswers] = []
         self._shown: ShownOfAll | None = None
         self._send = send
         self._admission: SharedAdmission | None = None
@@ -151,6 +153,8 @@ class Share:
         self.lead.beat()
         for findings in self.findings:
             findings.start(tasks)
+        for answers in self._answers:
+            answers.start(tasks)
         if self._admission is not None:
             self._admission.start()
         if self._shown is not None:
@@ -195,6 +199,14 @@ class Share:
         pool = PoolShare(self._shared.pools[at], self.number, at, self._area)
         self._pools.append(pool)
         return pool
+
+    def answers(self, topic: str, engines: EngineRegistry) -> SharedAnswers:
+        """Return what engines answer to questions that one worker asks for all. `topic`: of its messages, its own."""
+        siblings = self.siblings
+        made = SharedAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
+        siblings.hears[topic] = made.received
+        self._answers.append(made)
+        return made
 
     def admission(self, *arguments: Any, **options: Any) -> SharedAdmission:
         """Return the worker's admission. The arguments: those of `Admission`."""

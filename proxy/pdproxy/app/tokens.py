@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from pdproxy.app.share import Alone, Share
 from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.shared_canary import SharedCanaries
 from pdproxy.kit.clock import Clock
 from pdproxy.observe import catalog
 from pdproxy.observe.events import Observers
@@ -66,6 +69,7 @@ def build_tokens(
     admin: EngineAdmin,
     observers: Observers,
     clock: Clock,
+    share: Share | Alone,
     *,
     needed: bool,
     wanted: bool,
@@ -90,7 +94,13 @@ def build_tokens(
         except UnusableError as error:
             raise SettingsError(f"pools[0].tokenizer: {quote(pool.tokenizer)}: {error}") from None
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
-    canaries = Canaries(engines, admin, observers, threads, tokenizer=named, find=library.find)
+    several = share.several
+    make = (
+        Canaries
+        if several is None
+        else partial(SharedCanaries, shared=several.answers(f"canaries {pool.name}", engines))
+    )
+    canaries = make(engines, admin, observers, threads, tokenizer=named, find=library.find)
 
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:
         # As on the data path: without keys of clients, their own header is forwarded. Our key would open engines to everybody.

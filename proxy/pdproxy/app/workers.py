@@ -11,21 +11,20 @@ import gc
 import logging
 import os
 import socket
-import sys
 
 from pdproxy.app import worker
 from pdproxy.app.admin import AdminSocket, admin_socket
+from pdproxy.app.begin import cant_listen, run_logged
 from pdproxy.app.changes import Changes
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
 from pdproxy.app.share import Shared
 from pdproxy.app.shown import add_up
-from pdproxy.kit.frames import frames
 from pdproxy.kit.heirs import ADOPTED, Heirs
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
 from pdproxy.kit.switchboard import Switchboard
-from pdproxy.observe.logs import Log, configure
+from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.worker_checks import of_each
@@ -44,20 +43,11 @@ def run(settings: Settings, source: SettingsSource | None = None) -> int:
     Raises:
         SettingsError: no worker can serve with these settings.
     """
-    log = configure(settings.observe.log_level, settings.observe.log_format)
-    _open_standard_files()
-    try:
-        return _run(settings, log, source)
-    except SettingsError:
-        raise  # an operator's mistake, which the command line reports
-    except Exception as error:
-        logger.critical("pdproxy failed: %s", frames(error))
-        return 1
-    finally:
-        log.close()
+    return run_logged(settings, lambda log: _run(settings, log, source))
 
 
 def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
+    _open_standard_files()
     settings = fit_files(settings)
     admin = admin_socket(settings)
     with contextlib.closing(admin) if admin is not None else contextlib.nullcontext():
@@ -71,12 +61,7 @@ def _listen_and_supervise(
     try:
         listeners = listen_together(host, port, count)
     except OSError as error:
-        log.close()
-        with contextlib.suppress(OSError):  # nobody reads it
-            sys.stderr.write(
-                f"pdproxy serve: can't listen on listen.host:listen.port = {host}:{port}: {error.strerror or error}\n"
-            )
-        return 2
+        return cant_listen(settings, log, error)
     _warn_of_memory(settings)
     shared = Shared(count, len(settings.pools))
     gc.set_threshold(*GC_THRESHOLDS)

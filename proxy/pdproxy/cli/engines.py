@@ -198,16 +198,16 @@ def list_engines(client: AdminClient, arguments: argparse.Namespace) -> Any:
 
 def add_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
     """Add an engine."""
-    body: dict[str, Any] = {}
+    fields: object = {}
     if arguments.fields is not None:
         try:
-            body = json.loads(arguments.fields)
+            fields = json.loads(arguments.fields)
         except (ValueError, RecursionError):
-            body = []  # type: ignore[assignment]
-        if not isinstance(body, dict):
-            raise SettingsError('--fields: expected a JSON object, such as {"facts": {"max_num_seqs": 64}}')
+            fields = None
+    if not isinstance(fields, dict):
+        raise SettingsError('--fields: expected a JSON object, such as {"facts": {"max_num_seqs": 64}}')
     labels = dict(_label(text) for text in arguments.label)
-    body = {**body, "url": with_scheme(arguments.engine), "role": arguments.role}
+    body: dict[str, Any] = {**fields, "url": with_scheme(arguments.engine), "role": arguments.role}
     if arguments.pool is not None:
         body["pool"] = arguments.pool
     if labels:

@@ -17,6 +17,7 @@ from functools import partial
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
+from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
@@ -42,7 +43,7 @@ _Addresses = Mapping[str, str]
 
 
 @dataclass(slots=True)
-class _Known:
+class Known:
     """What a server has said of its engine. Written by `Bootstraps`.
 
     `run`: the engine's run that it was said of, None: of none. `addresses` by engine id: decode engines never forget those that
@@ -88,8 +89,10 @@ class Bootstraps:
         self._now = now
         holder = contract.holder
         self._stuck_for = (holder.stuck_for if isinstance(holder, PushedToDecode) else None) or 0.0
-        self._known: dict[Engine, _Known] = {}
+        self._known: dict[Engine, Known] = {}
         self._running: dict[Engine, asyncio.Task[None]] = {}
+        self.lead: Lead = ALWAYS
+        """Of several workers, the one that leads asks."""
         engines.watch(self)
 
     def __repr__(self) -> str:
@@ -98,7 +101,7 @@ class Bootstraps:
     def added(self, engine: Engine) -> None:
         """Ask for one more engine, if it has a bootstrap server."""
         if engine.bootstrap is not None:
-            self._known[engine] = _Known()
+            self._known[engine] = Known()
             self._ledger.mark_kv(engine.url, NOT_ASKED)
 
     def removed(self, engine: Engine) -> None:
@@ -110,8 +113,8 @@ class Bootstraps:
     def notify(self, event: Event) -> None:
         """Have the server of an engine that has just come up asked at once. Until it has answered, the engine gets no pair."""
         if isinstance(event, HandleEnded):
-            if event.end == STUCK:
-                self._stuck(event.prefill)
+            if event.end == STUCK and (stuck := self._engines.get(event.prefill)) is not None:
+                self._stuck(stuck)
             return
         if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
             return
@@ -123,16 +126,15 @@ class Bootstraps:
             if engine not in self._running:
                 self._running[engine] = self._tasks.keep(partial(self.run, engine), f"bootstrap {engine.url}")
 
-    def _stuck(self, url: str) -> None:
-        engine = self._engines.get(url)
-        known = self._known.get(engine) if engine is not None else None
-        if known is None:
+    def _stuck(self, engine: Engine) -> None:
+        """Note that a prompt was given up for which a decode engine waits."""
+        if (known := self._known.get(engine)) is None:
             return
         known.given_up.append(self._now())
         if known.run is not None and (why := self._overrun(known)) is not None:
-            self._ledger.mark_kv(url, why)
+            self._ledger.mark_kv(engine.url, why)
 
-    def _overrun(self, known: _Known) -> str | None:
+    def _overrun(self, known: Known) -> str | None:
         """Return why no more prompts may be transferred from an engine, None if they may."""
         while known.given_up and known.given_up[0] <= self._now() - self._stuck_for:
             known.given_up.popleft()
@@ -157,7 +159,8 @@ class Bootstraps:
         known = self._known[engine]
         while True:
             if engine.node.up:
-                await self.ask(engine)
+                if self.lead.leads:
+                    await self.ask(engine)
                 pause = self.interval if engine.node.kv_not_ready is None else min(2 * pause, self.interval)
             try:
                 async with asyncio.timeout(pause):
@@ -178,22 +181,28 @@ class Bootstraps:
         except EngineError as error:
             if isinstance(error, EngineTimeoutError):
                 self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
+            self._observers.notify(BootstrapAsked(engine.url, "failed"))
             self._failed(engine, known, truncate(error.message))
             return
         if run != engine.node.run_number or engine not in self._known:
             return  # it has restarted meanwhile: the answer may be of the run before
-        why = self._learn(engine, known, ranks) or self._overrun(known)
-        known.run, known.trouble = run, None
+        why = self._answered(engine, known, ranks)
         self._observers.notify(BootstrapAsked(engine.url, "complete" if why is None else "incomplete"))
-        self._ledger.mark_kv(engine.url, why)
 
-    def _failed(self, engine: Engine, known: _Known, why: str) -> None:
+    def _answered(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
+        """Note what a server has answered. Return why its engine can't take part in KV transfer, None if it can."""
+        why = self._learn(engine, known, ranks) or self._overrun(known)
+        known.run, known.trouble = engine.node.run_number, None
+        self._ledger.mark_kv(engine.url, why)
+        return why
+
+    def _failed(self, engine: Engine, known: Known, why: str) -> None:
+        """Note that a server can't be used now."""
         known.trouble = why
-        self._observers.notify(BootstrapAsked(engine.url, "failed"))
         if known.run != engine.node.run_number:
             self._ledger.mark_kv(engine.url, f"has a bootstrap server at {engine.bootstrap} that can't be used: {why}")
 
-    def _learn(self, engine: Engine, known: _Known, ranks: Ranks) -> str | None:
+    def _learn(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
         """Take note of an engine's ranks. Return why it can't take part in KV transfer, None if it can."""
         peers = engine.run.peers
         peers.forget()
@@ -220,7 +229,7 @@ class Bootstraps:
             )
         return None
 
-    def _stale(self, engine: Engine, known: _Known, ranks: Ranks) -> str | None:
+    def _stale(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
         """Return why other decode engines would ask at wrong addresses, None if they would not.
 
         A decode engine keeps the addresses of an engine id for ever. If the id is a fixed one and its engine has restarted, they

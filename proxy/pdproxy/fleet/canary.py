@@ -46,6 +46,24 @@ _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 _T = TypeVar("_T")
 
 
+class ModelAnswers(msgspec.Struct, array_like=True):
+    """What an engine answered for one base model, by the canaries' names. `why`: why there is nothing to compare, "" if there is.
+
+    `root`: by which a tokenizer is found.
+    """
+
+    root: str
+    ids: dict[str, CanaryIds] = {}
+    why: str = ""
+
+
+class Answers(msgspec.Struct, array_like=True):
+    """What an engine answered in one run: its models, and for each base model the ids of canaries."""
+
+    cards: list[ModelCard]
+    models: dict[str, ModelAnswers] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Trusted:
     """A tokenizer that all engines of a model agree with. `forms`: how its template gets a message's content."""
@@ -124,14 +142,21 @@ class Canaries:
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
         """Stop tokenizing a model's prompts here until this engine restarts: a request has shown that it makes other ids."""
         engine = self._engines.get(url)
-        judged = (engine.run.judgements if engine is not None else None) or {}
-        name = next(iter(judged), "") if model is None else self._bases.get(model, model)
-        if (known := judged.get(name)) is None:
+        if engine is None:
             return
+        name = next(iter(engine.run.judgements or {}), "") if model is None else self._bases.get(model, model)
+        if self._distrust(engine, name, route, why):
+            self._observers.notify(TokenizerJudged(url, name, False, why))
+
+    def _distrust(self, engine: Engine, model: str, route: Route, why: str) -> bool:
+        """Tokenize a base model's prompts here no more. Return whether the engine was judged for it."""
+        judged = engine.run.judgements or {}
+        if (known := judged.get(model)) is None:
+            return False
         off = {"chats": False} if route is Route.CHAT else {"texts": False}
-        judged[name] = replace(known, agreement=msgspec.structs.replace(known.agreement, **off), why=why)
+        judged[model] = replace(known, agreement=msgspec.structs.replace(known.agreement, **off), why=why)
         self._trusted.clear()
-        self._observers.notify(TokenizerJudged(url, name, False, why))
+        return True
 
     # -- what happens to engines
 
@@ -180,11 +205,14 @@ class Canaries:
     async def _ask(self, engine: Engine) -> bool:
         run, url = engine.run, engine.url
         try:
-            cards = await self._cards(url)
+            answers = await self._answers(engine)
+            if answers is None:
+                return False
+            self._remember(answers.cards)
             if run.judgements is not None:  # adapters were loaded: the judgement of their base model holds for them
                 self._trusted.clear()
                 return True
-            judged = await self._judge(url, cards)
+            judged = {model: await self._judged(model, answer) for model, answer in answers.models.items()}
         except (EngineError, OverloadedError) as error:
             logger.debug("%s was not asked for canaries: %s", url, error.message)
             return False
@@ -195,49 +223,64 @@ class Canaries:
             return True  # it was removed meanwhile
         run.judgements = judged
         self._trusted.clear()
-        for model, judgement in judged.items():
-            agrees = False if judgement.agreement.differs else None if judgement.why else True
-            self._observers.notify(TokenizerJudged(url, model, agrees, judgement.why or "all canaries agree"))
+        self._announce(engine, judged)
         return True
 
-    async def _cards(self, url: str) -> list[ModelCard]:
-        """Return an engine's models, and remember the base models of adapters."""
-        cards = await self._admin.models(url)
+    def _announce(self, engine: Engine, judged: Mapping[str, Judgement]) -> None:
+        for model, judgement in judged.items():
+            agrees = False if judgement.agreement.differs else None if judgement.why else True
+            self._observers.notify(TokenizerJudged(engine.url, model, agrees, judgement.why or "all canaries agree"))
+
+    async def _answers(self, engine: Engine) -> Answers | None:
+        """Return what an engine answers, without canaries if it was judged already; None: it is not known yet."""
+        answers = Answers(await self._admin.models(engine.url))
+        if engine.run.judgements is None:
+            for card in [one for one in answers.cards if one.parent is None][:MAX_BASES]:
+                answers.models[card.id] = await self._asked(engine.url, card)
+        return answers
+
+    def _remember(self, cards: list[ModelCard]) -> None:
+        """Remember the base models of adapters."""
         self._bases |= {card.id: card.parent or card.id for card in cards}
         if len(self._bases) > MAX_NAMES:
             served = {card.id for card in cards}.union(
                 *(one.node.evidence.models for one in self._engines.values() if one.node.evidence is not None)
             )
             self._bases = {name: base for name, base in self._bases.items() if name in served}
-        return cards
 
-    async def _judge(self, url: str, cards: list[ModelCard]) -> dict[str, Judgement]:
-        judged: dict[str, Judgement] = {}
-        for card in [one for one in cards if one.parent is None][:MAX_BASES]:
-            try:
-                tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
-            except UnusableError as error:
-                drop_traceback(error)  # the future that it came by refers to it, and a frame of it to the future
-                why = f"{truncate(card.root or card.id)}: {truncate(error)}: name its folder with `tokenizer`"
-                judged[card.id] = Judgement(None, Agreement(False, False, _NOTHING), why)
-                continue
-            judged[card.id] = await self._compared(url, card.id, tokenizer)
-        return judged
-
-    async def _compared(self, url: str, model: str, tokenizer: LocalTokenizer) -> Judgement:
-        answers: dict[str, CanaryIds] = {}
+    async def _asked(self, url: str, card: ModelCard) -> ModelAnswers:
+        """Ask an engine for the ids of all canaries, if there is a tokenizer with which they can be compared."""
+        found = ModelAnswers(card.root or card.id)
+        if isinstance(tokenizer := await self._usable(found.root), str):
+            return ModelAnswers(found.root, why=tokenizer)
         for canary in CANARIES:
             try:
-                answers[canary.name] = await self._admin.token_ids(
-                    url, canary.tokenize_body(model), max_bytes=MAX_ANSWER
+                found.ids[canary.name] = await self._admin.token_ids(
+                    url, canary.tokenize_body(card.id), max_bytes=MAX_ANSWER
                 )
             except EngineRefusedError as error:
                 if error.status in _NO_ROUTE:
-                    why = f"its /tokenize answers {error.status}: nothing can be compared"
-                    return Judgement(None, Agreement(False, False, _NOTHING), why)
+                    return ModelAnswers(
+                        found.root, why=f"its /tokenize answers {error.status}: nothing can be compared"
+                    )
                 if error.status != 400:
                     raise
-                answers[canary.name] = None
+                found.ids[canary.name] = None
+        return found
+
+    async def _usable(self, root: str) -> LocalTokenizer | str:
+        """Return the tokenizer for a model, or why there is none."""
+        try:
+            return self._tokenizer or await self._tokenizer_of(root)
+        except UnusableError as error:
+            drop_traceback(error)  # the future that it came by refers to it, and a frame of it to the future
+            return f"{truncate(root)}: {truncate(error)}: name its folder with `tokenizer`"
+
+    async def _judged(self, model: str, answer: ModelAnswers) -> Judgement:
+        found = answer.why or await self._usable(answer.root)
+        if isinstance(found, str):
+            return Judgement(None, Agreement(False, False, _NOTHING), found)
+        tokenizer, answers = found, answer.ids
         agreement = await self._thread(lambda: compare(tokenizer, answers, model))
         why = ""
         if agreement.differs:

@@ -203,7 +203,7 @@ class Node:
     @property
     def crowded(self) -> bool:
         """Whether it has as many of our requests as it should: engines with room are better."""
-        return self.window is not None and self.requests - self.elsewhere[0] >= self.window
+        return self.window is not None and self.known_load[0] >= self.window
 
     def usable(self, now: float) -> bool:
         """Return whether the engine is in use: it is available, and its breaker is not open."""

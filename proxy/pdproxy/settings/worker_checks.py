@@ -30,11 +30,7 @@ def check_workers(settings: Settings, found: Mistakes) -> None:
 def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
     """Return the settings that work with one worker only, and their values."""
     wrong = [one for at, pool in enumerate(settings.pools) for one in _of_pool(("pools", at), pool)]
-    others = {
-        ("kv_ready", "notifier"): settings.kv_ready.notifier,
-        ("limits", "engine_requests"): settings.limits.engine_requests,
-        ("limits", "engine_tokens"): settings.limits.engine_tokens,
-    }
+    others = {("kv_ready", "notifier"): settings.kv_ready.notifier}
     return wrong + [(path, str(value).lower()) for path, value in others.items() if value]
 
 

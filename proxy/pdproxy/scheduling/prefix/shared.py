@@ -1,14 +1,14 @@
 """What several workers know of engines' prefix caches: each tells the others what it has sent to engines. Pure.
 
 Owns what is to be told: bounded, in batches. Keys are hashes with a secret of the process, which forked workers have in common.
-A worker that starts knows nothing of what was sent before.
+A worker that starts gets what another one knows of each engine: the newest keys, in parts.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,8 @@ import msgspec
 from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, Beginning
 
+KEPT_PARTS = 16
+"""Parts of `BATCH` keys that a worker which starts is told of each engine: 128 Ki keys, 1 MiB."""
 MAX_WAITING = 128 << 10
 """Keys that wait to be told: 1 MiB. A prompt that has no space is known to its own worker alone."""
 BATCH = 2 * MAX_KEYS
@@ -38,6 +40,14 @@ class Batch(msgspec.Struct, array_like=True):
     sent: list[Sent]
 
 
+class Part(msgspec.Struct, array_like=True):
+    """Keys of what was sent to an engine, the most recently used first. `of_ids`: some are of prompts with token ids."""
+
+    of_ids: bool = False
+    keys: bytes = b""
+
+
+decode_part = msgspec.msgpack.Decoder(Part).decode
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Batch).decode
 
@@ -103,3 +113,32 @@ class SharedKnowledge(Knowledge):
             if not sent.of_text:
                 self._by_routing.add(sent.url)
         return len(keys)
+
+    # -- a worker that starts
+
+    def sent_to(self) -> list[str]:
+        """Return the engines of which anything was noted as routed."""
+        return [url for url, engine in self._engines.items() if self.routing.newest(engine.place, 0, 1)]
+
+    def part(self, url: str, number: int) -> Part:
+        """Return a part of what was sent to an engine, none behind the last one. It takes a millisecond at most.
+
+        What is sent between two parts moves the rest on: a key may be in both, and one is left out only if another was dropped.
+        """
+        engine = self._engines.get(url)
+        if engine is None or number >= KEPT_PARTS:
+            return Part()
+        keys = self.routing.newest(engine.place, number * BATCH, BATCH)
+        return Part(url in self._by_routing, array("q", keys).tobytes())
+
+    def place_of(self, url: str) -> int | None:
+        """Return the number of an engine's run in the indexes, None if there is no such engine."""
+        engine = self._engines.get(url)
+        return None if engine is None else engine.place
+
+    def restore(self, url: str, keys: Sequence[int], *, of_ids: bool) -> None:
+        """Note what another worker knew of an engine, the most recently used first, as more recently used than all so far."""
+        engine = self._engines[url]
+        self.routing.routed(engine.place, [keys])
+        if of_ids:
+            self._by_routing.add(url)

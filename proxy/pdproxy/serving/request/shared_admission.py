@@ -26,6 +26,7 @@ class SharedAdmission(Admission):
         self._began: dict[Place, float] = {}
         """Since when the requests wait that do."""
         self._own_places = self._queue.places
+        """What this worker shows the others: places that the settings and deadlines leave. What engines can take, each knows."""
         self._learned: float | None = None
         """When the number of places was last found to be right by this worker, None: never."""
 
@@ -64,11 +65,14 @@ class SharedAdmission(Admission):
         places, taken = self._own_places, shared.taken
         if shared.places is not None:
             places = min(places, shared.places)
+        if self._engines_places is not None:
+            places = min(places, self._engines_places)
         if shared.first is not None and shared.yields(self._since):
             taken = max(taken, places)
         queue.taken_elsewhere, queue.size_elsewhere, queue.waiting_elsewhere = taken, shared.size, shared.waiting
-        if places != queue.places or self._max_tokens != queue.max_size:
-            queue.resize(places, self._max_tokens)
+        tokens = min(self._max_tokens or self._engines_tokens, self._engines_tokens or self._max_tokens)
+        if places != queue.places or tokens != queue.max_size:
+            queue.resize(places, tokens)
 
     def _show(self, taken: int | None = None, size: int | None = None) -> None:
         """Show the others what is taken here, and wake the one whose turn it is if a place is free."""
@@ -126,8 +130,7 @@ class SharedAdmission(Admission):
         super()._add_up(now, taken + self._shared.taken)
 
     def _resize(self) -> None:
-        places = self._max_inflight if self._engines_places is None else min(self._engines_places, self._max_inflight)
-        places = int(min(places, self._limit.places))
+        places = int(min(self._max_inflight, self._limit.places))
         if places != self._own_places:
             self._own_places, self._learned = places, self._clock.now()
         self._read()

@@ -1,0 +1,44 @@
+"""What all server processes that an operator starts have in common: the log, the exit code of a failure, and of a taken port."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable
+
+from pdproxy.kit.frames import frames
+from pdproxy.observe.logs import Log, configure
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings
+
+logger = logging.getLogger("pdproxy")
+
+
+def run_logged(settings: Settings, serve: Callable[[Log], int]) -> int:
+    """Return the exit code of `serve`, which gets the log that these settings ask for; 1 if it fails.
+
+    Raises:
+        SettingsError: the process can't serve with these settings.
+    """
+    log = configure(settings.observe.log_level, settings.observe.log_format)
+    try:
+        return serve(log)
+    except SettingsError:
+        raise  # an operator's mistake, which the command line reports
+    except Exception as error:
+        logger.critical("pdproxy failed: %s", frames(error))
+        return 1
+    finally:
+        log.close()
+
+
+def cant_listen(settings: Settings, log: Log, error: OSError) -> int:
+    """Say that clients' port can't be had. Return the exit code."""
+    address = f"{settings.listen.host}:{settings.listen.port}"
+    log.close()
+    with contextlib.suppress(OSError):  # nobody reads it
+        sys.stderr.write(
+            f"pdproxy serve: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n"
+        )
+    return 2
