@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 
-from pdproxy.kit.shared_table import LAYOUT, Cells, Column, Others, SharedTable
+from pdproxy.kit.shared_table import CHANGES, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others, SharedTable
 
 _VERSIONS = 2
 
@@ -82,15 +82,46 @@ class OtherRows(Others):
             if one.header[LAYOUT] != one.layout:
                 one.find()
             begin = one.begins.get(key)
-            if begin is None:
-                if seen[at]:
-                    seen[at] = 0
-                    found.append((at, self.no_row))
-                continue
-            version = one.rows[begin >> 3]  # its bits: all that is asked is whether it is another one
+            # The bits of its version: all that is asked is whether it is another one.
+            version = 0 if begin is None else one.rows[begin >> 3]
             if version != seen[at]:
-                row = self._floats_at(one.rows, begin)
+                row = self.no_row if begin is None else self._floats_at(one.rows, begin)
                 if row[0] == row[-1]:
                     seen[at] = version
                     found.append((at, row))
         return found
+
+    def newer_in(self, at: int, key: int, seen: list[int]) -> tuple[float, ...] | None:
+        """Return the row of a key in the column at this place as `newer` does, None if it is the one in `seen`."""
+        one = self._columns[at]
+        if one.header[LAYOUT] != one.layout:
+            one.find()
+        begin = one.begins.get(key)
+        version = 0 if begin is None else one.rows[begin >> 3]
+        if version == seen[at]:
+            return None
+        row = self.no_row if begin is None else self._floats_at(one.rows, begin)
+        if row[0] != row[-1]:
+            return None
+        seen[at] = version
+        return row
+
+    def written(self) -> list[tuple[int, int]] | None:
+        """Return what was written since the last call, once each: the places of columns, and keys; None: it may be anything."""
+        found: list[tuple[int, int]] = []
+        anything = False
+        for at, one in enumerate(self._columns):
+            header = one.header
+            changes = header[CHANGES]
+            behind = changes - one.changes
+            if not behind:
+                continue
+            one.changes = changes
+            if header[LAYOUT] != one.noticed or not 0 < behind <= MOST_BEHIND:
+                one.noticed = header[LAYOUT]
+                anything = True
+            elif not anything:
+                ring, keys = one.ring, one.keys
+                slots = [ring[count % RING] for count in range(changes - behind, changes)]
+                found += [(at, keys[slot]) for slot in (slots if behind == 1 else dict.fromkeys(slots))]
+        return None if anything else found

@@ -19,7 +19,8 @@ from operator import add
 
 RING = 512
 """Changes that a reader may be behind, and a quarter of that less, before it looks at all slots."""
-_CHANGES, LAYOUT, _HEADER = 0, 1, 2
+MOST_BEHIND = RING - RING // 4
+CHANGES, LAYOUT, _HEADER = 0, 1, 2
 _CELL = 8
 
 
@@ -81,7 +82,7 @@ class SharedTable:
                 column.keys[slot] = 0
         # It may have been killed between a change and its count: readers look at all of it.
         column.header[LAYOUT] += 1
-        column.header[_CHANGES] += 1
+        column.header[CHANGES] += 1
 
 
 class Column:
@@ -124,17 +125,17 @@ class Column:
             rows[at] = number
             at += 1
         header = cells.header
-        count = header[_CHANGES]
+        count = header[CHANGES]
         cells.ring[count % RING] = slot
-        header[_CHANGES] = count + 1
+        header[CHANGES] = count + 1
         return True
 
     def written(self, key: int) -> None:
         """Have `Others.changed` see that the row of a key was written in place."""
         cells = self._cells
-        count = cells.header[_CHANGES]
+        count = cells.header[CHANGES]
         cells.ring[count % RING] = self._slots[key]
-        cells.header[_CHANGES] = count + 1
+        cells.header[CHANGES] = count + 1
 
     def keys(self) -> list[int]:
         """Return the keys that have a slot."""
@@ -165,7 +166,7 @@ class Column:
 
     def _changed(self) -> None:
         self._cells.header[LAYOUT] += 1
-        self._cells.header[_CHANGES] += 1
+        self._cells.header[CHANGES] += 1
 
 
 class _Seen:
@@ -230,9 +231,9 @@ class Others:
         """
         found: set[int] = set()
         anything = False
-        most = min(most, RING - RING // 4)
+        most = min(most, MOST_BEHIND)
         for one in self._columns:
-            changes = one.header[_CHANGES]
+            changes = one.header[CHANGES]
             behind = changes - one.changes
             if not behind:
                 continue
