@@ -311,6 +311,19 @@ def test_another_objective_is_reviewed_anew() -> None:
     assert kept(several) == [set(), set()]
 
 
+def test_answers_that_come_as_a_whole_begin_for_all() -> None:
+    """Their first token is not seen: it is taken to be there at its time, although their worker has nothing else to do."""
+    several = Several(2, [Role.AGGREGATED] * 2, A)
+    several.look(0.0)
+    assert several.ledgers[0].place(ask(0.1, stream=False), split=True) is not None
+    for now, counts in ((0.15, (1, 0)), (1.0, (0, 1))):
+        several.look(now)
+        several.look(now)
+        for placement in several.placements:
+            loads = placement._loads.values()
+            assert (sum(load.expected for load in loads), sum(load.decoding for load in loads)) == counts
+
+
 def test_how_old_the_others_changes_are_is_measured() -> None:
     several = Several(2, [Role.AGGREGATED] * 2, Slo())
     several.look(0.5)

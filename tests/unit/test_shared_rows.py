@@ -8,6 +8,7 @@ import signal
 import time
 
 from pdproxy.kit.shared_rows import SharedRows
+from pdproxy.kit.shared_table import RING
 
 
 def test_a_process_takes_the_rows_that_are_new() -> None:
@@ -39,14 +40,33 @@ def test_a_row_that_is_dropped_and_made_again_is_new() -> None:
         assert others.newer(7, seen) == [(0, others.no_row)]
 
 
-def test_changed_names_rows_that_were_written() -> None:
-    table = SharedRows(2, 4, 1)
-    row, others = table.column(1).own(7), table.others(0)
-    assert row is not None
-    others.changed()
-    row.write(1.0, [3.0])
-    assert others.changed() == {7}
-    assert others.changed() == set()
+def test_what_was_written_is_named_once() -> None:
+    """With the place of its column. A row that comes or goes may be any, and so may those of a writer that is far ahead."""
+    table = SharedRows(3, 4, 1)
+    columns, others = [table.column(number) for number in (1, 2)], table.others(0)
+    rows = [column.own(7) for column in columns]
+    assert others.written() is None
+    assert others.written() == []
+    for row in rows:
+        assert row is not None
+        for version in (1.0, 2.0):
+            row.write(version, [3.0])
+    assert others.written() == [(0, 7), (1, 7)]
+    assert others.written() == []
+    seen = [0, 0]
+    assert others.newer_in(1, 7, seen) == (2.0, 3.0, 2.0)
+    assert others.newer_in(1, 7, seen) is None
+    assert others.newer(7, seen) == [(0, (2.0, 3.0, 2.0))]
+    columns[0].drop(7)
+    assert others.written() is None
+    assert others.newer_in(0, 7, seen) == others.no_row
+    assert rows[1] is not None
+    for version in range(RING):
+        rows[1].write(3.0 + version, [3.0])
+    assert others.written() is None
+    table.clear(2)
+    assert others.written() is None
+    assert others.newer_in(1, 7, seen) == others.no_row
 
 
 def test_there_may_be_no_slot() -> None:
@@ -69,6 +89,7 @@ def test_a_half_written_row_is_left_for_the_next_look() -> None:
         for at in range(1, written + 1):
             cells[at] = 2.0
         assert others.newer(7, seen) == []
+        assert others.newer_in(0, 7, seen) is None
         row.write(2.0, [2.0, 2.0, 2.0])
         assert others.newer(7, seen) == [(0, (2.0,) * 5)]
 

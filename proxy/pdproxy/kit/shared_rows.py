@@ -2,7 +2,9 @@
 
 A `SharedTable` whose rows are read as they were written, not one write apart: a row has its version behind it and before it. The
 one behind is written first and read last, so that a reader finds two versions in a row that is being written, and leaves it for
-its next look. The version only says that a row is another one: readers compare it with the one that they have.
+its next look. The version only says that a row is another one: readers compare it with the one that they have. That needs a
+processor that keeps the order of stores, and of loads (x86-64): with another one a row may rarely be read mixed, until it is
+written again.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ class WorkerAuto(Auto):
         for node in available:  # also where no request has come yet
             self._load(node)
         self._read(now)
+        for load in self._of_key.values():
+            load.advance(now)  # answers that come as a whole begin
         self._outputs.exchange()
         for models in {models_of(node) for node in available}:
             group = self._group(models)
