@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
 
 import pytest
 from hypothesis import given, settings
@@ -262,3 +264,52 @@ def test_without_a_slot_a_worker_sees_the_others() -> None:
     first.read()
     assert (first.expected, second.expected) == (1, 2)
     assert column.without_slot == 1
+
+
+def _serve(memory: SharedRows, number: int, steps: int) -> None:
+    """Be a worker that opens and ends legs as fast as it can, and ends all of them."""
+    load = WorkerLoad(node(), Times(H200, 2048), memory.column(number), memory.others(number), lambda _: None)
+    chance, now, waiting, running = random.Random(number), 0.0, list[Leg](), list[Leg]()
+    for step in range(steps):
+        now += 0.01
+        if step < steps // 2 and chance.random() < 0.4:
+            waiting.append(opened(load, now, chance.choice((WHOLE, DECODE))))
+        elif waiting:
+            leg = waiting.pop()
+            if leg.seconds:
+                load.computed(leg, leg.opened_at + 0.03, now, now)
+            load.began(leg, now)
+            running.append(leg)
+        elif running:
+            load.ended(running.pop(), now, 50)
+        assert math.isfinite(load.context())
+        assert load.expected >= 0
+        assert load.decoding >= 0
+    assert not waiting
+    assert not running
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_processes_that_change_it_at_the_same_time_leave_nothing(is_killed: bool) -> None:
+    """Whatever they have read of each other in between. One is killed: it leaves nothing either."""
+    memory = SharedRows(4, 4, FLOATS)
+    pids = []
+    for number in range(3):
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                _serve(memory, number, 1 << 30 if is_killed and not number else 10_000)
+                status = 0
+            finally:
+                os._exit(status)
+        pids.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids[is_killed:]]
+    if is_killed:
+        os.kill(pids[0], signal.SIGKILL)
+        os.waitpid(pids[0], 0)
+        memory.clear(0)
+    assert not any(statuses)
+    load = WorkerLoad(node(), Times(H200, 2048), memory.column(3), memory.others(3), lambda _: None)
+    assert (load.pending_s, load.expected, load.pulls, load.decoding, load.prompts) == (0.0, 0, 0, 0, 0)
+    assert (load.expected_tokens, load.outputs, load.context()) == (0, 0.0, 0.0)
+    assert load.prefill.count > 0
