@@ -1,10 +1,11 @@
 """CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger, without engines.
 
-Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1]
+Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1] [--workers 1]
 
 Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU per request, the least of
 some runs, and how much `auto` adds: with an SLO by which requests are served whole, and with one by which most are split.
-Prompts share prefixes with none, one or all of the engines. --replicas: as one of so many proxies.
+Prompts share prefixes with none, one or all of the engines. --replicas: as one of so many proxies. --workers: by
+so many workers in turns, which share their loads in memory; what each does to see the others' is in it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import eq
 
 from pdproxy.engine_model.profile import load
+from pdproxy.kit.shared_table import SharedTable
+from pdproxy.scheduling import shared_breakers, shared_ledger
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.auto.shared import SharedAuto
+from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
+from pdproxy.scheduling.shared_breakers import SharedBreakers
+from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.scheduling.slo import Slo
 
 OPEN = 4
@@ -45,9 +52,10 @@ class Known:
         return self._found
 
 
-def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1) -> Ledger:
+def ledger_of(
+    roles: list[Role], placement: Placement | None, replicas: int = 1, make: Callable[..., Ledger] = Ledger
+) -> Ledger:
     """Return a ledger with engines of these roles, all up."""
-    make: Callable[..., Ledger] = Ledger
     if replicas > 1:
         make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
     specs = [NodeSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
@@ -57,26 +65,43 @@ def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1)
     return ledger
 
 
-def seconds(ledger: Ledger, engines: int, requests: int, roles: tuple[Role, ...]) -> float:
+def ledgers_of(
+    roles: list[Role], workers: int, placement: Callable[[Callable[..., Auto]], Auto] | None
+) -> list[Ledger]:
+    """Return the ledgers of so many workers. `placement`: makes an `Auto` with what is given."""
+    loads = SharedTable(workers, 256, shared_ledger.MEASURES)
+    breakers = SharedTable(workers, 256, shared_breakers.MEASURES, shared_breakers.KEPT)
+    memory = AutoMemory(workers, 256)
+    found = []
+    for number in range(workers):
+        own = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
+        make = partial(SharedLedger, column=loads.column(number), others=loads.others(number), breakers=own)
+        auto = partial(WorkerAuto, share=memory.of(number, partial(eq, number, 0)))
+        found.append(ledger_of(roles, None if placement is None else placement(auto), make=make))
+    return found
+
+
+def seconds(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]) -> float:
     """Return the CPU time per request. `roles`: of the leases of a request, where there is no placement."""
-    waiting: deque[tuple[Lease, ...]] = deque()
-    decoding: deque[Lease] = deque()
+    waiting: deque[tuple[Ledger, tuple[Lease, ...]]] = deque()
+    decoding: deque[tuple[Ledger, Lease]] = deque()
     began = time.process_time()
     for number in range(requests):
         now = number * GAP_S / engines
+        ledger = ledgers[number % len(ledgers)]
         ask = Ask("m", 16_000, now, tokens=4000)
         assignment = ledger.assign(roles, ask) if roles else ledger.place(ask, split=True)
         assert assignment is not None
-        leases = assignment.leases
-        waiting.append(leases)
+        waiting.append((ledger, assignment.leases))
         if len(waiting) > engines:
-            leases = waiting.popleft()
+            ledger, leases = waiting.popleft()
             if len(leases) > 1:
                 ledger.close(leases[0], Verdict.GOOD, now)
             ledger.began(leases[-1], now)
-            decoding.append(leases[-1])
+            decoding.append((ledger, leases[-1]))
         if len(decoding) > (OPEN - 1) * engines:
-            ledger.close(decoding.popleft(), Verdict.GOOD, now, 128)
+            ledger, lease = decoding.popleft()
+            ledger.close(lease, Verdict.GOOD, now, 128)
     return (time.process_time() - began) / requests
 
 
@@ -87,6 +112,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
     profile, replicas = load("h200-8b"), arguments.replicas
     make: Callable[..., Auto] = Auto
@@ -102,14 +128,21 @@ def main() -> None:
                 fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
-                    ledger = ledger_of(plain if whole else split, None, replicas)
-                    least = min(least, seconds(ledger, engines, arguments.requests, fixed))
-                    auto = make(lambda _: (profile.hardware, 2048), slo, cached=Known(found).cached)
-                    ours = min(
-                        ours, seconds(ledger_of([Role.ANY] * engines, auto, replicas), engines, arguments.requests, ())
-                    )
-                if replicas == 1:  # the load of several may be too much for splitting
-                    assert auto.splits < arguments.requests / 10 if whole else auto.splits > arguments.requests / 4
+
+                    def placement(make: Callable[..., Auto], slo: Slo = slo, found: dict[str, int] = found) -> Auto:
+                        return make(lambda _: (profile.hardware, 2048), slo, cached=Known(found).cached)
+
+                    if arguments.workers > 1:
+                        plainly = ledgers_of(plain if whole else split, arguments.workers, None)
+                        ledgers = ledgers_of([Role.ANY] * engines, arguments.workers, placement)
+                    else:
+                        plainly = [ledger_of(plain if whole else split, None, replicas)]
+                        ledgers = [ledger_of([Role.ANY] * engines, placement(make), replicas)]
+                    least = min(least, seconds(plainly, engines, arguments.requests, fixed))
+                    ours = min(ours, seconds(ledgers, engines, arguments.requests, ()))
+                if replicas == arguments.workers == 1:  # the load of several replicas may be too much for splitting
+                    splits = sum(one.placement.splits for one in ledgers if isinstance(one.placement, Auto))
+                    assert splits < arguments.requests / 10 if whole else splits > arguments.requests / 4
                 print(
                     f"{engines:7}  {name:8}  {kind:8} {least * 1e6:11.1f} {ours * 1e6:7.1f} {(ours - least) * 1e6:7.1f}",
                     flush=True,

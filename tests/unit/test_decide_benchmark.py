@@ -17,6 +17,7 @@ import itertools
 
 import decide
 import decide_cost
+import workers_decide
 
 
 def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
@@ -66,7 +67,20 @@ def test_a_cell_is_run_once_and_shown(
     assert "plain, chunk 512" in capsys.readouterr().out
 
 
-def test_the_cost_of_decisions_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--engines", "16", "--requests", "600", "--repeat", "1"])
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_the_cost_of_decisions_is_measured(
+    workers: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["x", "--engines", "16", "--requests", "600", "--repeat", "1", "--workers", workers]
+    monkeypatch.setattr(sys, "argv", arguments)
     decide_cost.main()
     assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+def test_the_choices_of_workers_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["x", "--engines", "4", "--seconds", "3", "--seeds", "1", "--workers", "2", "--cases", "B", "--alone"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    workers_decide.main()
+    assert len(capsys.readouterr().out.splitlines()) == 6

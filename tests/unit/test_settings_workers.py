@@ -30,16 +30,14 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("pools: [{policy: auto}]", "pools[0].policy.placement: auto"),
-        ("pools: [{slo: {ttft: 1}}]", "pools[0].policy.placement: auto"),
         ("pools: [{turns: {bidirectional: true}}]", "pools[0].turns.bidirectional"),
-        ("pools: [{kv_events: {enabled: true}}]", "pools[0].kv_events.enabled"),
+        ("pools: [{kv_events: {enabled: true, host: 127.0.0.1}}]", "pools[0].kv_events.host: 127.0.0.1"),
         ("pools: [{connector: moriio}]", "pools[0].connector: moriio"),
         ("pools: [{connector: p2p-nccl}]", "pools[0].connector: p2p-nccl"),
         ("pools: [{connector: lmcache-mp}]", "pools[0].connector: lmcache-mp"),
         (
-            f"pools: [{{name: a}}, {{name: b, policy: auto, {SECOND}}}]",
-            "pools[1].policy.placement: auto",
+            f"pools: [{{name: a}}, {{name: b, kv_events: {{enabled: true, host: 127.0.0.1}}, {SECOND}}}]",
+            "pools[1].kv_events.host: 127.0.0.1",
         ),
         (
             f"pools: [{{name: a}}, {{name: b, connector: moriio, {SECOND}}}]",
@@ -66,6 +64,10 @@ def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "pools: [{policy: auto}]",
+        "pools: [{slo: {ttft: 1}}]",
+        "pools: [{kv_events: {enabled: true}}]",
+        "pools: [{kv_events: {host: 127.0.0.1}}]",
         "listen: {admin: 127.0.0.1:9}",
         "replicas: {count: 3}",
         f"pools: [{{name: a}}, {{name: b, {SECOND}}}]",

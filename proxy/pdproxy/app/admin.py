@@ -26,6 +26,7 @@ from pdproxy.observe.logs import Log, set_level
 from pdproxy.observe.metrics import Gauge
 from pdproxy.observe.recent import Recent
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.dispatch.decisions import Kept
 from pdproxy.settings.admin import AdminPlace, place_of
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
@@ -150,7 +151,7 @@ class AdminServer:
         service = AdminService(
             Entries([PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now),
             recent,
-            partial(kept[0].page, *kept[1:]) if kept else lambda: b"{}",
+            partial(kept[0].kept, *kept[1:]) if kept else lambda: Kept(None, now(), []),
             log,
             partial(set_level, log, by=ADMIN),
             proxy.models.serving,

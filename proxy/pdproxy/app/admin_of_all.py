@@ -15,13 +15,14 @@ from pdproxy.fleet.merged_entries import View, merged, merged_entry
 from pdproxy.kit.text import truncate
 from pdproxy.observe import recent
 from pdproxy.observe.recent import RecentRequest
+from pdproxy.serving.dispatch.decisions import KEPT, Kept, page_of, together
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.changes import Change, Outcome, is_accepted
 from pdproxy.web.admin.errors import NotThereError, UnknownOutcomeError, error_of
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
 
-ENGINES, ENGINE, REQUESTS = "engines", "engine", "requests"
+ENGINES, ENGINE, REQUESTS, DECISIONS = "engines", "engine", "requests", "decisions"
 """The questions to the other workers."""
 
 
@@ -41,6 +42,7 @@ class _Requests(msgspec.Struct, array_like=True, frozen=True):
 _encode = msgspec.msgpack.Encoder().encode
 _view = msgspec.msgpack.Decoder(View).decode
 _entry = msgspec.msgpack.Decoder(EngineEntry | None).decode
+_decisions = msgspec.msgpack.Decoder(Kept).decode
 _requests = msgspec.msgpack.Decoder(_Requests).decode
 
 
@@ -65,6 +67,7 @@ class AdminApiOfAll(AdminApi):
         self._level = level
         self._now = now
         siblings.answers[ENGINES] = self._own_view
+        siblings.answers[DECISIONS] = lambda: _encode(service.decisions())
         siblings.answers_about[ENGINE] = self._own_engine
         siblings.answers_about[REQUESTS] = self._own_requests
 
@@ -125,6 +128,12 @@ class AdminApiOfAll(AdminApi):
         return _together(change, self._number, asked)
 
     # -- requests
+
+    async def decisions(self) -> bytes:
+        """See `AdminApi`. Those of a worker that does not answer are missing."""
+        answers = await self._siblings.ask(DECISIONS)
+        kept = [self.service.decisions(), *map(_decisions, answers.of.values())]
+        return page_of(together(kept, self._now(), KEPT * len(self.service.pools)))
 
     async def requests(self, limit: int, request_id: str | None, outcome: str | None) -> RequestList:
         """See `AdminApi`."""

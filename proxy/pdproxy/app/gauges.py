@@ -102,6 +102,7 @@ def placement_gauges(placement: Placement) -> list[Gauge]:
         Gauge(catalog_decisions.PREDICTION_ERRORS, errors, max),
         Gauge(catalog_decisions.TIME_CORRECTIONS, lambda: list(state().corrections.items())),
         Gauge(catalog_decisions.KEPT_FOR_PREFILL, lambda: [((), state().kept)]),
+        Gauge(catalog_decisions.SHARED_AGE, lambda: [] if (age := state().shared_age) is None else [((), age)], max),
     ]
 
 

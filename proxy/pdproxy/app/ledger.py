@@ -9,6 +9,7 @@ from typing import Any
 
 from pdproxy.app.engines import Profiles
 from pdproxy.scheduling import placements, policies
+from pdproxy.scheduling.auto.workers import AutoShare
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.outliers import OutlierLimits, Outliers
@@ -37,10 +38,11 @@ def build_ledger(
     cached: Cached | None = None,
     chance: Callable[[], float] = random.random,
     make: Callable[..., Ledger] = Ledger,
+    workers: AutoShare | None = None,
 ) -> Ledger:
     """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
 
-    `make`: makes one of several workers', instead of a `Ledger`.
+    `make`: makes one of several workers', instead of a `Ledger`. `workers`: what their placements share.
     """
     limits, pool, replicas = settings.limits, settings.pool, settings.replicas
     options: dict[str, Any] = {}
@@ -54,7 +56,7 @@ def build_ledger(
         slow_start=settings.health.slow_start,
         policies=policies_of(pool),
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
-        placement=_placement(settings, profiles, cached, chance),
+        placement=_placement(settings, profiles, cached, chance, workers),
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
@@ -75,7 +77,11 @@ def build_outliers(limits: OutlierSettings) -> Outliers:
 
 
 def _placement(
-    settings: Settings, profiles: Profiles, cached: Cached | None, chance: Callable[[], float]
+    settings: Settings,
+    profiles: Profiles,
+    cached: Cached | None,
+    chance: Callable[[], float],
+    workers: AutoShare | None,
 ) -> Placement | None:
     """Return what decides whether a prompt is split, None where it is split whenever it can be."""
     pool, replicas = settings.pool, settings.replicas
@@ -90,6 +96,7 @@ def _placement(
         cached=cached,
         replicas=replicas.at_first if replicas.several else None,
         chance=chance,
+        workers=workers,
     )
     return make(context)
 

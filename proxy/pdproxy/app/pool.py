@@ -90,7 +90,7 @@ class PoolParts:
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool, process.share)
         cached = knowledge.cached if knowledge is not None else None
-        ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger)
+        ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger, share.auto())
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
         models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)

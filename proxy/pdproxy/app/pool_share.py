@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,11 @@ from pdproxy.fleet import shared_audit, shared_signs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.shared_audit import SharedAuditor
 from pdproxy.fleet.shared_signs import Signs
+from pdproxy.kit.leading import Leading
 from pdproxy.kit.shared_records import Area
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_breakers, shared_ledger, shared_windows
+from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
@@ -35,9 +38,11 @@ class PoolMemory:
         self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
         self.windows = SharedTable(workers, MAX_ENGINES, shared_windows.MEASURES)
+        self.auto = AutoMemory(workers, MAX_ENGINES)
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
+        self.auto.clear(number)
         for table in (self.loads, self.breakers, self.moved, self.signs, self.windows):
             table.clear(number)
 
@@ -50,18 +55,28 @@ class PoolAlone:
     auditor = Auditor
     capacity = PoolCapacity
 
+    def auto(self) -> None:
+        """The placement `auto` shares nothing."""
+
     def signs(self) -> None:
         """Nobody else sees any."""
 
 
 class PoolShare:
-    """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for the records of all pools."""
+    """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for the records of all pools.
 
-    def __init__(self, memory: PoolMemory, number: int, at: int, area: Area) -> None:
+    `lead`: who does what is done once; `now`: monotonic seconds.
+    """
+
+    def __init__(
+        self, memory: PoolMemory, number: int, at: int, area: Area, lead: Leading, now: Callable[[], float]
+    ) -> None:
         self._memory = memory
         self._number = number
         self._at = at
         self._area = area
+        self._lead = lead
+        self._now = now
         self._ledger: SharedLedger | None = None
         self._custodian: SharedCustodian | None = None
         self._capacity: SharedPoolCapacity | None = None
@@ -73,6 +88,8 @@ class PoolShare:
         """Take over the loads of the other workers, and what they have learned of engines."""
         if self._ledger is not None:
             self._ledger.refresh(all_of_it=True)
+            if isinstance(self._ledger.placement, WorkerAuto):
+                self._ledger.placement.look(self._now())
         if self._capacity is not None:
             self._capacity.look()
 
@@ -80,6 +97,10 @@ class PoolShare:
         """Become responsible for those handles of a worker that has ended which engines of this pool hold."""
         if self._custodian is not None:
             self._custodian.adopt(records)
+
+    def auto(self) -> AutoShare:
+        """Return what the worker's placement `auto` shares with the others'."""
+        return self._memory.auto.of(self._number, lambda: self._lead.leads)
 
     def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
         """Return the worker's ledger. The arguments: those of `Ledger`, or of `ReplicaLedger`."""

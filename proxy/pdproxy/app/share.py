@@ -196,7 +196,7 @@ class Share:
 
     def pool(self, at: int) -> PoolShare:
         """Return the worker's part of the pool with this number."""
-        pool = PoolShare(self._shared.pools[at], self.number, at, self._area)
+        pool = PoolShare(self._shared.pools[at], self.number, at, self._area, self.lead, self._now)
         self._pools.append(pool)
         return pool
 

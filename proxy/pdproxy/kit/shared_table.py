@@ -19,7 +19,8 @@ from operator import add
 
 RING = 512
 """Changes that a reader may be behind, and a quarter of that less, before it looks at all slots."""
-_CHANGES, _LAYOUT, _HEADER = 0, 1, 2
+MOST_BEHIND = RING - RING // 4
+CHANGES, LAYOUT, _HEADER = 0, 1, 2
 _CELL = 8
 
 
@@ -28,7 +29,7 @@ def key_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True) or 1
 
 
-class _Cells:
+class Cells:
     """One column as numbers. `rows`: those of all slots, one slot after the other."""
 
     __slots__ = ("header", "keys", "ring", "rows")
@@ -54,7 +55,7 @@ class SharedTable:
         self._kept = frozenset(kept)
         self._memory = mmap.mmap(-1, columns * size * _CELL)
         cells = memoryview(self._memory).cast("q")
-        self._columns = [_Cells(cells[at * size : (at + 1) * size], slots) for at in range(columns)]
+        self._columns = [Cells(cells[at * size : (at + 1) * size], slots) for at in range(columns)]
 
     def __repr__(self) -> str:
         return f"<SharedTable of {len(self._columns)} columns, {self.slots} slots>"
@@ -70,22 +71,24 @@ class SharedTable:
     def clear(self, number: int) -> None:
         """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums, if there are any."""
         column = self._columns[number]
-        if not self._kept:  # its next one need not know these keys, and would never drop them
-            for slot in range(self.slots):
+        rows, measures = column.rows, self.measures
+        for slot, key in enumerate(column.keys.tolist()):
+            if not key:
+                continue  # all of its numbers are 0
+            for measure in range(measures):
+                if measure not in self._kept:
+                    rows[slot * measures + measure] = 0
+            if not self._kept:  # its next one need not know this key, and would never drop it
                 column.keys[slot] = 0
-        rows = column.rows
-        for at in range(self.slots * self.measures):
-            if rows[at] and at % self.measures not in self._kept:
-                rows[at] = 0
         # It may have been killed between a change and its count: readers look at all of it.
-        column.header[_LAYOUT] += 1
-        column.header[_CHANGES] += 1
+        column.header[LAYOUT] += 1
+        column.header[CHANGES] += 1
 
 
 class Column:
     """A column as its writer sees it. Numbers of a process before it that were kept are there."""
 
-    def __init__(self, cells: _Cells, measures: int) -> None:
+    def __init__(self, cells: Cells, measures: int) -> None:
         self._cells = cells
         self._measures = measures
         self._slots = {key: slot for slot, key in enumerate(cells.keys) if key}
@@ -122,10 +125,17 @@ class Column:
             rows[at] = number
             at += 1
         header = cells.header
-        count = header[_CHANGES]
+        count = header[CHANGES]
         cells.ring[count % RING] = slot
-        header[_CHANGES] = count + 1
+        header[CHANGES] = count + 1
         return True
+
+    def written(self, key: int) -> None:
+        """Have `Others.changed` see that the row of a key was written in place."""
+        cells = self._cells
+        count = cells.header[CHANGES]
+        cells.ring[count % RING] = self._slots[key]
+        cells.header[CHANGES] = count + 1
 
     def keys(self) -> list[int]:
         """Return the keys that have a slot."""
@@ -155,8 +165,8 @@ class Column:
         return slot
 
     def _changed(self) -> None:
-        self._cells.header[_LAYOUT] += 1
-        self._cells.header[_CHANGES] += 1
+        self._cells.header[LAYOUT] += 1
+        self._cells.header[CHANGES] += 1
 
 
 class _Seen:
@@ -167,7 +177,7 @@ class _Seen:
 
     __slots__ = ("begins", "changes", "header", "keys", "layout", "noticed", "ring", "rows", "size")
 
-    def __init__(self, cells: _Cells, size: int) -> None:
+    def __init__(self, cells: Cells, size: int) -> None:
         self.header, self.ring, self.keys, self.rows = cells.header, cells.ring, cells.keys, cells.rows
         self.size = size
         self.changes = self.layout = self.noticed = -1
@@ -175,14 +185,14 @@ class _Seen:
 
     def find(self) -> None:
         """Look where the keys are."""
-        self.layout = self.header[_LAYOUT]
+        self.layout = self.header[LAYOUT]
         self.begins = {key: slot * self.size for slot, key in enumerate(self.keys.tolist()) if key}
 
 
 class Others:
     """The columns of all other processes, as one process reads them."""
 
-    def __init__(self, columns: Iterable[_Cells], measures: int) -> None:
+    def __init__(self, columns: Iterable[Cells], measures: int) -> None:
         row = struct.Struct(f"{measures}q")
         self._columns = [_Seen(one, row.size) for one in columns]
         self._row_at = row.unpack_from
@@ -207,7 +217,7 @@ class Others:
         """Return the numbers for a key of each column that has it."""
         found = []
         for one in self._columns:
-            if one.header[_LAYOUT] != one.layout:
+            if one.header[LAYOUT] != one.layout:
                 one.find()
             begin = one.begins.get(key)
             if begin is not None:
@@ -221,15 +231,15 @@ class Others:
         """
         found: set[int] = set()
         anything = False
-        most = min(most, RING - RING // 4)
+        most = min(most, MOST_BEHIND)
         for one in self._columns:
-            changes = one.header[_CHANGES]
+            changes = one.header[CHANGES]
             behind = changes - one.changes
             if not behind:
                 continue
             one.changes = changes
-            if one.header[_LAYOUT] != one.noticed:
-                one.noticed = one.header[_LAYOUT]
+            if one.header[LAYOUT] != one.noticed:
+                one.noticed = one.header[LAYOUT]
                 anything = True
             elif anything or behind > most or behind < 0:
                 anything = True

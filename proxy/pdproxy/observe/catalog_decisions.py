@@ -43,3 +43,9 @@ KEPT_FOR_PREFILL = Description(
     "Engines of role any that the placement keeps for prefill at present",
     "engines",
 )
+SHARED_AGE = Description(
+    "pdproxy_placement_shared_age_seconds",
+    Kind.GAUGE,
+    "How long before a worker's placement read it another worker had made the last change of an engine's load",
+    "seconds",
+)

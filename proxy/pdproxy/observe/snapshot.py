@@ -62,6 +62,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_node_state": Rule.MEAN,
         "pdproxy_node_up": Rule.MEAN,
         "pdproxy_state": Rule.MEAN,
+        "pdproxy_placement_shared_age_seconds": Rule.MOST,
         "pdproxy_places": Rule.LEAST,  # one number for all; the fewest are in force
         "pdproxy_prediction_error_ratio": Rule.MEAN,
         "pdproxy_prefix_blocks": Rule.MOST,  # each has what all were told

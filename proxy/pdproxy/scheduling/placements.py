@@ -10,6 +10,7 @@ from types import MappingProxyType
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.auto.shared import SharedAuto
+from pdproxy.scheduling.auto.workers import AutoShare, WorkerAuto, WorkerReplicaAuto
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, no_chance
@@ -31,7 +32,7 @@ class PlacementContext:
     `refuse_late`: whether a request is refused that no engine can serve within its objective. `hardware(url)`: how long an
     engine's work takes by its profile, None where it has none. `chunk(url)`: the most tokens of a step of that engine, by its
     profile, None as before. `cached`, `chance`: as in `PolicyContext`. `replicas`: how many proxies the engines have, None if
-    this is the only one.
+    this is the only one. `workers`: what this one of several workers shares with the others, None where there are none.
     """
 
     slo: Slo = NO_SLO
@@ -40,6 +41,7 @@ class PlacementContext:
     chunk: Callable[[str], int | None] = lambda _: None
     cached: Cached | None = None
     replicas: int | None = None
+    workers: AutoShare | None = None
     chance: Callable[[], float] = no_chance
 
 
@@ -57,9 +59,14 @@ def auto(context: PlacementContext) -> Placement:
     def times_of(node: Node) -> tuple[Hardware, int]:
         return context.hardware(node.url) or GENERIC, context.chunk(node.url) or _GENERIC_CHUNK
 
-    make: Callable[..., Auto] = Auto
-    if context.replicas is not None:
-        make = partial(SharedAuto, replicas=context.replicas, chance=context.chance)
+    shared, several = context.workers is not None, context.replicas is not None
+    make: Callable[..., Auto] = (
+        (WorkerReplicaAuto if several else WorkerAuto) if shared else (SharedAuto if several else Auto)
+    )
+    if shared:
+        make = partial(make, share=context.workers)
+    if several:
+        make = partial(make, replicas=context.replicas, chance=context.chance)
     return make(
         times_of,
         context.slo,

@@ -157,6 +157,13 @@ class SharedLedger(Ledger):
         self._look(ask)
         return super().assign_alone(ask, without=without)
 
+    def place(
+        self, ask: Ask, *, split: bool, without: Collection[str] = (), avoid: Collection[str] = ()
+    ) -> Assignment | None:
+        """See `Ledger`."""
+        self._look(ask)
+        return super().place(ask, split=split, without=without, avoid=avoid)
+
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """See `Ledger`."""
         if not lease.closed:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.scheduling.placements import AUTO
 from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
 from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.schema import Pool, Settings
@@ -36,12 +35,11 @@ def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
 
 def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
     wrong: list[tuple[KeyPath, str]] = []
-    if pool.placement == AUTO:
-        wrong.append(((*key, "policy", "placement"), f"{AUTO} (set --policy least_load)"))
     if pool.turns.bidirectional:
         wrong.append(((*key, "turns", "bidirectional"), "true"))
-    if pool.kv_events.enabled:
-        wrong.append(((*key, "kv_events", "enabled"), "true"))
+    if pool.kv_events.enabled and pool.kv_events.host is not None:
+        # Engines that connect send each event once, to one process.
+        wrong.append(((*key, "kv_events", "host"), str(pool.kv_events.host)))
     if pool.connector != registry.AUTO:
         entry = registry.entry_of(pool.connector)
         notices = entry.capabilities.notices_over is not None and "notifier" not in entry.options.__struct_fields__

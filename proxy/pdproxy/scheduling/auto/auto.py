@@ -46,13 +46,13 @@ class _Choice:
         """The expected tokens of the answer."""
 
 
-class _Group:
+class Group:
     """Engines that serve the same models: the demand for them, and which of them are kept for prefill."""
 
     __slots__ = ("kept", "meter", "most_free", "reviewed")
 
-    def __init__(self, slo: Slo, weights: Weights) -> None:
-        self.meter, self.kept = Meter(), Kept(slo, weights)
+    def __init__(self, slo: Slo, weights: Weights, meter: Meter) -> None:
+        self.meter, self.kept = meter, Kept(slo, weights)
         self.reviewed = 0.0
         self.most_free = 0
         """The most engines of role `any` that a request could choose from: others exclude some."""
@@ -88,7 +88,7 @@ class Auto(Placement):
         self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
         self._views: dict[Candidates, View] = {}
         self._views_by_nodes: dict[tuple[tuple[Node, ...], ...], View] = {}
-        self._groups: dict[frozenset[str], _Group] = {}
+        self._groups: dict[frozenset[str], Group] = {}
         """By the names of their models, without adapters."""
         self._choice: _Choice | None = None
         self._number = 0
@@ -108,9 +108,21 @@ class Auto(Placement):
     def _load(self, node: Node) -> EngineLoad:
         load = self._loads.get(node.url)
         if load is None or load.node is not node:
-            times, assumed = Times(*self._times_of(node)), self._assumed(node)
-            load = self._loads[node.url] = EngineLoad(node, times, assumed=assumed, corrects=self._corrects)
+            load = self._loads[node.url] = self._new_load(node, Times(*self._times_of(node)))
         return load
+
+    def _new_load(self, node: Node, times: Times) -> EngineLoad:
+        return EngineLoad(node, times, assumed=self._assumed(node), corrects=self._corrects)
+
+    def _new_meter(self, models: frozenset[str]) -> Meter:
+        """Return what measures the demand for these models."""
+        return Meter()
+
+    def _group(self, models: frozenset[str]) -> Group:
+        group = self._groups.get(models)
+        if group is None:
+            group = self._groups[models] = Group(self.slo, self._weights, self._new_meter(models))
+        return group
 
     def _seen(self, node: Node) -> EngineLoad:
         """Return an engine's load as decisions see it: here, as our own leases make it."""
@@ -127,8 +139,7 @@ class Auto(Placement):
                     known.clear()
             if view is None:
                 view = self._views_by_nodes[nodes] = View(candidates, self._seen)
-                if view.models not in self._groups:
-                    self._groups[view.models] = _Group(self.slo, self._weights)
+                self._group(view.models)
             self._views[candidates] = view
         return view
 
@@ -250,7 +261,7 @@ class Auto(Placement):
             found = self._costs[slo] = Costs(slo, self._weights)
         return found
 
-    def _review(self, now: float, view: View, group: _Group) -> None:
+    def _review(self, now: float, view: View, group: Group) -> None:
         if len(view.free) < group.most_free:
             return
         group.most_free, group.reviewed = len(view.free), now

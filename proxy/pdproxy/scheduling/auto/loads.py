@@ -19,7 +19,8 @@ MEMORY_S = 4.0
 """How long an engine's delays are remembered, in seconds: what its sequences are to expect."""
 MOST_BUSY = 0.9
 """The largest part of the time in which an engine's sequences are expected to wait for prompts."""
-_NOTHING_S = 1e-6
+NOTHING_S = 1e-6
+"""Less prefill than this is none."""
 _WAIT_GAIN = 0.1
 _ENOUGH_ALONE = 0.5
 """The part of an answer's steps that must be without prefill, if the answer says something of such steps."""
@@ -263,7 +264,7 @@ class EngineLoad:
     def _done(self, leg: Leg) -> None:
         self.pending_s -= leg.seconds
         self.pending_steps -= leg.steps
-        if self.pending_s < _NOTHING_S:
+        if self.pending_s < NOTHING_S:
             self.pending_s = self.pending_steps = 0.0
 
     def begins_unseen(self, leg: Leg, at: float) -> None:

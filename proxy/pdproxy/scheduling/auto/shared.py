@@ -1,7 +1,7 @@
 """An engine's load with what other replicas have there: their requests, as many as the ledger says, taken to be like ours. Pure.
 
-`Node.elsewhere` is their number. What they are is not reported: prompts that wait, sequences that decode and their contexts are
-the mean ones of our own requests at engines of the same use.
+`Node.elsewhere` without `of_workers` is their number. What they are is not reported: prompts that wait, sequences that decode and
+their contexts are the mean ones of our own requests at engines of the same use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mean:
         tokens = prompts = outputs = age = made = pending = steps = delay = 0.0
         for load in loads:
             engines += 1
-            requests += load.node.requests - load.node.elsewhere[0]
+            requests += load.node.known_load[0]
             decoding += load.decoding
             expected += load.expected
             pulls += load.pulls
@@ -90,7 +90,8 @@ class SeenLoad(EngineLoad):
 
     def advance(self, now: float) -> None:
         """Take over what our leases make of it, and add the others'."""
-        own, mean, count = self.own, self.mean, self.node.elsewhere[0]
+        own, mean, node = self.own, self.mean, self.node
+        count = node.elsewhere[0] - node.of_workers[0]
         own.advance(now)
         decoding, expected = round(count * mean.decoding), round(count * mean.expected)
         self.decoding, self.expected = own.decoding + decoding, own.expected + expected

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -35,6 +36,14 @@ class Decision(msgspec.Struct, frozen=True):
     values: Mapping[str, float] | None = None
 
 
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """Decisions, the oldest first. `placement`: what made them, None where nothing does; `now`: when they were shown."""
+
+    placement: str | None
+    now: float
+    decisions: list[Decision]
+
+
 class _Shown(msgspec.Struct):
     age_s: float
     request_id: str
@@ -63,26 +72,42 @@ class Decisions:
         """Keep a decision, and drop the oldest one if there are too many."""
         self.last.append(decision)
 
-    def page(self, *others: Decisions) -> bytes:
-        """Return them as JSON with those of other pools, the newest first. Numbers that are none (infinite) become null."""
-        now, found, placement = self._now(), [*self.last], self.placement
-        if others:
-            found = sorted((last for one in (self, *others) for last in one.last), key=lambda one: one.at)
-            placement = next((one.placement for one in (self, *others) if one.placement is not None), None)
-        shown = [
-            _Shown(
-                round(now - one.at, 3),
-                one.request_id,
-                one.choice,
-                one.reason,
-                one.engines,
-                one.must_be_whole,
-                one.tokens,
-                one.values,
-            )
-            for one in reversed(found)
-        ]
-        return msgspec.json.encode(_Page(placement, shown))
+    def kept(self, *others: Decisions) -> Kept:
+        """Return them with those of other pools."""
+        all_of_them = [Kept(one.placement, 0.0, list(one.last)) for one in (self, *others)]
+        return together(all_of_them, self._now())
+
+    def page(self) -> bytes:
+        """Return them as `page_of` does."""
+        return page_of(self.kept())
+
+
+def together(kept: Sequence[Kept], now: float, most: int | None = None) -> Kept:
+    """Return the decisions of several pools, or workers, by time; the newest `most` of them."""
+    found = [one for some in kept for one in some.decisions]
+    if len(kept) > 1:
+        found.sort(key=attrgetter("at"))
+    if most is not None:
+        found = found[-most:]
+    return Kept(next((some.placement for some in kept if some.placement is not None), None), now, found)
+
+
+def page_of(kept: Kept) -> bytes:
+    """Return decisions as JSON, the newest first. Numbers that are none (infinite) become null."""
+    shown = [
+        _Shown(
+            round(kept.now - one.at, 3),
+            one.request_id,
+            one.choice,
+            one.reason,
+            one.engines,
+            one.must_be_whole,
+            one.tokens,
+            one.values,
+        )
+        for one in reversed(kept.decisions)
+    ]
+    return msgspec.json.encode(_Page(kept.placement, shown))
 
 
 def decided(times: LegTimes, assignment: Assignment) -> LegTimes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdproxy.fleet.entries import EngineEntry, PoolEngines
+from pdproxy.serving.dispatch.decisions import page_of
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
 
@@ -39,6 +40,10 @@ class AdminApi:
             UnknownOutcomeError: it may come into force later.
         """
         return self.service.do(change)
+
+    async def decisions(self) -> bytes:
+        """Return the last decisions of the placements as JSON."""
+        return page_of(self.service.decisions())
 
     async def requests(self, limit: int, request_id: str | None, outcome: str | None) -> RequestList:
         """Return requests that run and that have ended; see `Recent.shown`."""

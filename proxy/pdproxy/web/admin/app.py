@@ -157,7 +157,7 @@ def _add_others(app: FastAPI, api: AdminApi) -> None:
 
     async def decisions(request: Request) -> Response:
         query_of(request, ())
-        return Response(api.service.decisions(), media_type="application/json")
+        return Response(await api.decisions(), media_type="application/json")
 
     path = f"{BASE}/log_level"
     _route(app, "GET", path, level, "The log level", {200: LevelShown})

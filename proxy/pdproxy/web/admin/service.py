@@ -16,6 +16,7 @@ from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent
+from pdproxy.serving.dispatch.decisions import Kept
 from pdproxy.settings.conform import conform
 from pdproxy.settings.crosscheck import both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote
@@ -39,7 +40,7 @@ class LevelHolder(Protocol):
 
 
 class AdminService:
-    """All pools'. `decisions`: the last ones of their placements as JSON; `set_log_level(level)` has it used at once.
+    """All pools'. `decisions`: the last ones of their placements; `set_log_level(level)` has it used at once.
 
     `serving(model)` returns the numbers of the pools that serve a model.
     """
@@ -48,7 +49,7 @@ class AdminService:
         self,
         entries: Entries,
         recent: Recent,
-        decisions: Callable[[], bytes],
+        decisions: Callable[[], Kept],
         log: LevelHolder,
         set_log_level: Callable[[str], None],
         serving: Callable[[str], Sequence[int]],
