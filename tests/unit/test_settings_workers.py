@@ -34,18 +34,10 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
         ("pools: [{slo: {ttft: 1}}]", "pools[0].policy.placement: auto"),
         ("pools: [{turns: {bidirectional: true}}]", "pools[0].turns.bidirectional"),
         ("pools: [{kv_events: {enabled: true}}]", "pools[0].kv_events.enabled"),
-        ("pools: [{connector: moriio}]", "pools[0].connector: moriio"),
-        ("pools: [{connector: p2p-nccl}]", "pools[0].connector: p2p-nccl"),
-        ("pools: [{connector: lmcache-mp}]", "pools[0].connector: lmcache-mp"),
         (
             f"pools: [{{name: a}}, {{name: b, policy: auto, {SECOND}}}]",
             "pools[1].policy.placement: auto",
         ),
-        (
-            f"pools: [{{name: a}}, {{name: b, connector: moriio, {SECOND}}}]",
-            "pools[1].connector: moriio",
-        ),
-        ("kv_ready: {notifier: true}", "kv_ready.notifier: true"),
         ("limits: {engine_requests: auto}", "limits.engine_requests: auto"),
         ("limits: {engine_requests: 8}", "limits.engine_requests: 8"),
         ("limits: {engine_tokens: 8}", "limits.engine_tokens: 8"),
@@ -61,14 +53,21 @@ def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str)
     assert _load(tmp_path, text, "1").listen.workers == 1
 
 
-@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "shared", "auto"])
+@pytest.mark.parametrize(
+    "connector", ["nixl", "nixl-push", "mooncake", "shared", "auto", "moriio", "p2p-nccl", "lmcache-mp"]
+)
 def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
     assert _load(tmp_path, f"pools: [{{connector: {connector}}}]").listen.workers == 2
 
 
 @pytest.mark.parametrize(
     "text",
-    ["listen: {admin: 127.0.0.1:9}", "replicas: {count: 3}", f"pools: [{{name: a}}, {{name: b, {SECOND}}}]"],
+    [
+        "listen: {admin: 127.0.0.1:9}",
+        "replicas: {count: 3}",
+        "kv_ready: {notifier: true}",
+        f"pools: [{{name: a}}, {{name: b, {SECOND}}}]",
+    ],
 )
 def test_other_settings_are_accepted(tmp_path: Path, text: str) -> None:
     assert _load(tmp_path, text).listen.workers == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from socket import socket
 from typing import Any
 
+from pdproxy.app.sockets import BoundBefore, BoundHere
 from pdproxy.fleet import shared_audit, shared_signs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.shared_audit import SharedAuditor
@@ -16,7 +18,10 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
+from pdproxy.serving.kv import shared_buffers
+from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
 
 MAX_ENGINES = 4096
@@ -31,10 +36,13 @@ class PoolMemory:
         self.breakers = SharedTable(workers, MAX_ENGINES, shared_breakers.MEASURES, shared_breakers.KEPT)
         self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
+        self.buffers = SharedTable(workers, MAX_ENGINES, shared_buffers.MEASURES)
+        self.listeners: dict[str, socket] = {}
+        """Where its engines send messages, by sections of the settings. The parent binds and closes them."""
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
-        for table in (self.loads, self.breakers, self.moved, self.signs):
+        for table in (self.loads, self.breakers, self.moved, self.signs, self.buffers):
             table.clear(number)
 
 
@@ -44,6 +52,8 @@ class PoolAlone:
     ledger = Ledger
     custodian = Custodian
     auditor = Auditor
+    sockets = BoundHere()
+    buffers = ReceiveBuffers
 
     def signs(self) -> None:
         """Nobody else sees any."""
@@ -59,6 +69,7 @@ class PoolShare:
         self._area = area
         self._ledger: SharedLedger | None = None
         self._custodian: SharedCustodian | None = None
+        self.sockets = BoundBefore(memory.listeners)
 
     def __repr__(self) -> str:
         return f"<PoolShare of pool {self._at}, worker {self._number}>"
@@ -91,6 +102,11 @@ class PoolShare:
         """Return the signs of life that engines have shown to any worker."""
         table = self._memory.signs
         return Signs(table.column(self._number), table.others(self._number))
+
+    def buffers(self, *arguments: Any) -> SharedReceiveBuffers:
+        """Return what is taken of decode engines' receive buffers. The arguments: those of `ReceiveBuffers`."""
+        table = self._memory.buffers
+        return SharedReceiveBuffers(*arguments, column=table.column(self._number), others=table.others(self._number))
 
     def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:
         """Return the worker's custodian. The arguments: those of `Custodian`."""

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from socket import socket
 from typing import Any, Protocol
 
 from pdproxy.app.admin_of_all import AdminApiOfAll
@@ -21,6 +22,7 @@ from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
+from pdproxy.fleet.shared_registration import SharedRegistrations
 from pdproxy.kit import heirs, leading, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.leading import Leading
@@ -71,6 +73,10 @@ class Shared:
             table.clear(number)
         for pool in self.pools:
             pool.clear(number)
+
+    def listeners(self) -> list[socket]:
+        """Return the sockets to which engines send messages, which are the parent's."""
+        return [listener for pool in self.pools for listener in pool.listeners.values()]
 
     def of(self, number: int, send: Callable[[Message], None], now: Callable[[], float] = time.monotonic) -> Share:
         """Return a worker's part. `send`: sends its parent a message."""
@@ -123,6 +129,7 @@ class Share:
 
     def __init__(self, shared: Shared, number: int, send: Callable[[Message], None], now: Callable[[], float]) -> None:
         self.number = number
+        self.workers = shared.workers
         self._shared = shared
         self._now = now
 
@@ -134,6 +141,8 @@ class Share:
         self.lead = Leading(number, table.column(number), table.others(number))
         self.findings: list[Findings] = []
         """Those of each pool."""
+        self.registrations: list[SharedRegistrations] = []
+        """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
         self._admission: SharedAdmission | None = None
@@ -151,6 +160,8 @@ class Share:
         self.lead.beat()
         for findings in self.findings:
             findings.start(tasks)
+        for registrations in self.registrations:
+            registrations.start(tasks)
         if self._admission is not None:
             self._admission.start()
         if self._shown is not None:

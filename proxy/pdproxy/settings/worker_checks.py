@@ -12,7 +12,6 @@ from pdproxy.scheduling.placements import AUTO
 from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
 from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.schema import Pool, Settings
-from pdproxy.transfer import registry
 
 _KEY = ("listen", "workers")
 
@@ -31,7 +30,6 @@ def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
     """Return the settings that work with one worker only, and their values."""
     wrong = [one for at, pool in enumerate(settings.pools) for one in _of_pool(("pools", at), pool)]
     others = {
-        ("kv_ready", "notifier"): settings.kv_ready.notifier,
         ("limits", "engine_requests"): settings.limits.engine_requests,
         ("limits", "engine_tokens"): settings.limits.engine_tokens,
     }
@@ -46,11 +44,6 @@ def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
         wrong.append(((*key, "turns", "bidirectional"), "true"))
     if pool.kv_events.enabled:
         wrong.append(((*key, "kv_events", "enabled"), "true"))
-    if pool.connector != registry.AUTO:
-        entry = registry.entry_of(pool.connector)
-        notices = entry.capabilities.notices_over is not None and "notifier" not in entry.options.__struct_fields__
-        if notices or entry.registration_port:
-            wrong.append(((*key, "connector"), entry.name))
     return wrong
 
 
