@@ -42,6 +42,7 @@ class Worker:
         self.lead: Any = _Lead() if stage.table is None else stage.leading(number)
         self.results: Counter[str] = Counter()
         self.inbox: list[bytes] = []
+        self.failures: list[Exception] = []
         self.is_stopped = self.is_behind = False
         ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
         self.engines = EngineRegistry(ledger)
@@ -55,6 +56,7 @@ class Worker:
             number=number,
             lead=self.lead,  # type: ignore[arg-type]
             pass_on=self.pass_on,
+            failed=self.failures.append,
         )
         for url, role in ((P, Role.PREFILL), (D, Role.DECODE)):
             self.engines.add(NodeSpec(url, role), unused_client(url), registered_as=of_url(url, None))
@@ -359,6 +361,20 @@ async def test_a_flood_is_not_passed_on() -> None:
     one.known.receive(beat(), b"1", "10.0.0.9")
     one.is_behind = False
     assert not any(len(worker.inbox) > MAX_SENDERS + 1 for worker in stage.workers)
+
+
+async def test_a_heartbeat_that_fails_does_not_lose_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    one = stage.workers[1]
+
+    def fails(_: object) -> str:
+        raise ValueError("made to fail")
+
+    monkeypatch.setattr(one.known, "_read", fails)
+    stage.workers[0].known.receive(beat(), b"1", "10.0.0.1")
+    stage.settle()
+    assert [str(error) for error in one.failures] == ["made to fail"]
+    assert stage.workers[2].wrong() is None
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -46,7 +46,7 @@ def build_registrations(
     share = process.share.several
     if read is None:
         return None
-    observers, clock = process.observers, process.clock
+    observers, clock, failed = process.observers, process.clock, process.tasks.watch("registrations").failed
     known: Registrations
     if share is None:
         known = Registrations(engines, ledger, read, observers, clock, timeout=timeout)
@@ -62,8 +62,9 @@ def build_registrations(
             number=share.number,
             lead=share.lead,
             pass_on=lambda worker, body: siblings.pass_on(worker, topic, body),
+            failed=failed,
         )
         siblings.hears[topic] = known.received
         share.registrations.append(known)
-    socket = RegistrationSocket(known.receive, known.unreadable, process.tasks.watch("registrations").failed)
+    socket = RegistrationSocket(known.receive, known.unreadable, failed)
     return Registering(known, socket, registration_place(settings), own)

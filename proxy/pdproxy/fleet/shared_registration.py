@@ -78,11 +78,21 @@ _decode = msgspec.msgpack.Decoder(_Told).decode
 
 
 class SharedRegistrations(Registrations):
-    """The registrations of one pool in worker `number`. `pass_on`: sends a message to one worker, or to `ALL` in one order."""
+    """The registrations of one pool in worker `number`. `pass_on`: sends a message to one worker, or to `ALL` in one order.
+
+    `failed`: what is called if a heartbeat can't be processed.
+    """
 
     def __init__(
-        self, *arguments: Any, number: int, lead: Leading, pass_on: Callable[[int, bytes], bool], **options: Any
+        self,
+        *arguments: Any,
+        number: int,
+        lead: Leading,
+        pass_on: Callable[[int, bytes], bool],
+        failed: Callable[[Exception], None],
+        **options: Any,
     ) -> None:
+        self._failed = failed
         self._number = number
         self._lead = lead
         self._pass_on = pass_on
@@ -236,7 +246,10 @@ class SharedRegistrations(Registrations):
         self._sender = told.sender
         beat, silent = told.beat, told.silent
         if beat is not None and (entry := self._entries.get(beat.where)) is not None:
-            self._take(entry, beat.registration, beat.connection, beat.address)
+            try:
+                self._take(entry, beat.registration, beat.connection, beat.address)
+            except Exception as error:  # what comes behind it, perhaps orders of the parent, must not be lost
+                self._failed(error)
         elif silent is not None and (entry := self._entries.get(silent.where)) is not None and entry.owned is not None:
             if silent.rival and entry.contests == silent.after:
                 super()._alone_again(entry)
