@@ -2,7 +2,8 @@
 
 With PDPROXY_TEST_WORKERS=2 the tests of `world` run so, where their settings allow it, and those of `tests.fakes.process` with
 processes. `.ci/full workers` runs all of `tests/proxy` so; `tests.fakes.one_worker` names the tests that can't, and why.
-Tests in virtual time have one proxy in any case.
+Tests in virtual time have one proxy in any case, and of those with the fixtures `pool` and `fleet` the ones whose engines send
+the proxy nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pdproxy.app.changes import Changes
 from pdproxy.app.compose import Proxy
 from pdproxy.app.share import ALONE, Alone, Share, Shared
 from pdproxy.app.shown import add_up
+from pdproxy.app.sockets import places
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.workers import bind_for_engines
 from pdproxy.kit import ids
@@ -107,8 +109,9 @@ class Built:
 
 
 def built(settings: Settings, library: Library = TRANSFORMERS, clock: Clock | None = None) -> Built:
-    """Make the workers of a proxy, as many as this run of the tests has. With Alone's share there is one."""
-    count = workers_for(settings)
+    """Make the workers of a proxy: as many as this run of the tests has, if its engines send it messages, else one."""
+    sends = any(places(settings)) or settings.pool.connector == "lmcache-mp"
+    count = workers_for(settings) if sends else 1
     several = Several(count, clock.now if clock is not None else time.monotonic, settings) if count > 1 else None
     shares: list[Share | Alone] = [ALONE] if several is None else [*several.shares]
     return Built([Proxy.build(settings, library, clock=clock, share=share) for share in shares], shares, several)

@@ -13,11 +13,12 @@ from pdproxy.observe.events import KvNoticed, Observers
 from pdproxy.wire.notices import Notice
 
 AT_ONCE = 1 << 20
-"""Bytes of notices in one message, but for the last notice."""
+"""Bytes of notices that wait to be passed on at once, but for the last notice."""
+_OTHERS = 1024
+"""Bytes of a notice besides the handle and the ids that it may carry, about."""
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Notice).decode
-_decode_batch = msgspec.msgpack.Decoder(list[bytes]).decode
+_decode = msgspec.msgpack.Decoder(list[Notice]).decode
 
 
 class SharedNotices:
@@ -47,7 +48,7 @@ class SharedNotices:
         self._observers = observers
         self._failed = failed
         self._is_read = is_read
-        self._due: dict[int, list[bytes]] = {}
+        self._due: dict[int, list[Notice]] = {}
         """Notices for other workers, which are sent when the event loop has read what is there."""
         self._size = 0
         siblings.hears[topic] = self.received
@@ -61,28 +62,26 @@ class SharedNotices:
         if owner is None or owner == self._number or owner >= self._workers:
             self._take(notice)
             return
-        if self._siblings.is_behind():
-            self._observers.notify(KvNoticed(notice.event.value, "not_passed"))
-            return
         if not self._is_read:
             notice = msgspec.structs.replace(notice, params=None, token_ids=None)
         if not self._due:
             asyncio.get_running_loop().call_soon(self._pass_on)
-        encoded = _encode(notice)
-        self._due.setdefault(owner, []).append(encoded)
-        self._size += len(encoded)
+        self._due.setdefault(owner, []).append(notice)
+        self._size += _OTHERS + len(notice.params or b"") + len(notice.token_ids or b"")
         if self._size >= AT_ONCE:
             self._pass_on()
 
     def _pass_on(self) -> None:
         due, self._due, self._size = self._due, {}, 0
         for owner, notices in due.items():
-            self._siblings.pass_on(owner, self._topic, _encode(notices))
+            if not self._siblings.pass_on(owner, self._topic, _encode(notices)):
+                for notice in notices:
+                    self._observers.notify(KvNoticed(notice.event.value, "not_passed"))
 
     def received(self, body: bytes) -> None:
         """Take notices that another worker has passed on."""
-        for encoded in _decode_batch(body):
+        for notice in _decode(body):
             try:
-                self._take(_decode(encoded))
+                self._take(notice)
             except Exception as error:  # a defect here must not lose the notices behind this one
                 self._failed(error)
