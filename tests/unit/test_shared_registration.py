@@ -338,6 +338,20 @@ async def test_too_much_behind_a_question(monkeypatch: pytest.MonkeyPatch) -> No
     assert one.owner() == stage.workers[0].owner()
 
 
+async def test_what_is_of_no_engine_is_counted_where_it_comes() -> None:
+    """Also behind a heartbeat that another worker has read and counted."""
+    stage = Stage()
+    stage.workers[0].known.receive(beat(), b"1", "10.0.0.1")
+    stage.settle()
+    one = stage.workers[1]
+    one.known.unreadable()
+    one.known.receive(beat("http://unknown:1"), b"1", "6.6.6.6")
+    one.is_behind = True
+    one.known.receive(beat(), b"1", "10.0.0.1")
+    assert one.results == {"unreadable": 1, "unknown": 1, "not_passed": 1}
+    assert stage.workers[0].results == {"known": 1}
+
+
 async def test_a_flood_is_not_passed_on() -> None:
     """Of one engine and address only a few heartbeats are; of another address they still are."""
     stage = Stage()

@@ -99,7 +99,7 @@ class SharedRegistrations(Registrations):
         self._process = os.urandom(8)
         """Part of the names of this process's connections: elsewhere a stranger's could have the same name."""
         self._sender = number
-        """Who sent the message that is taken now."""
+        """Who sent the message that is taken now; outside of one, this worker."""
         self._question = b""
         """The name of the question that is not answered."""
         self._kept: list[_Told] | None = None
@@ -128,7 +128,6 @@ class SharedRegistrations(Registrations):
         """Pass a heartbeat on to all workers. One that is of no engine concerns only this one."""
         where = place(registration.http_address)
         if where is None or where not in self._entries:
-            self._sender = self._number
             super().receive(registration, connection, address)
             return
         window = int(self._clock.now() / WINDOW)
@@ -138,16 +137,12 @@ class SharedRegistrations(Registrations):
         sender = where, address
         is_new = sender not in self._passed
         if (is_new and len(self._passed) >= MAX_SENDERS) or self._passed[sender] >= MAX_BEATS:
-            self._not_passed()
+            self._seen("not_passed")
             return
         self._passed[sender] += 1
         beat = _Beat(where, registration, self._process + connection, address)
         if not self._tell(ALL, _Told(self._number, beat=beat)):
-            self._not_passed()
-
-    def _not_passed(self) -> None:
-        self._sender = self._number
-        self._seen("not_passed")
+            self._seen("not_passed")
 
     def _silent(self, entry: Entry) -> None:
         """The owner's timer has ended. All workers hear it from the leader, in the order of heartbeats."""
@@ -244,12 +239,16 @@ class SharedRegistrations(Registrations):
 
     def _heard(self, told: _Told) -> None:
         self._sender = told.sender
-        beat, silent = told.beat, told.silent
+        try:
+            self._apply_message(told.beat, told.silent)
+        except Exception as error:  # what comes behind it, perhaps orders of the parent, must not be lost
+            self._failed(error)
+        finally:
+            self._sender = self._number
+
+    def _apply_message(self, beat: _Beat | None, silent: _Silent | None) -> None:
         if beat is not None and (entry := self._entries.get(beat.where)) is not None:
-            try:
-                self._take(entry, beat.registration, beat.connection, beat.address)
-            except Exception as error:  # what comes behind it, perhaps orders of the parent, must not be lost
-                self._failed(error)
+            self._take(entry, beat.registration, beat.connection, beat.address)
         elif silent is not None and (entry := self._entries.get(silent.where)) is not None and entry.owned is not None:
             if silent.rival and entry.contests == silent.after:
                 super()._alone_again(entry)
