@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdproxy.app.compose import Proxy
 from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
@@ -29,6 +28,7 @@ from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
+from tests.fakes.several import built
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import DEADLINES, LONG, World, _Recorder, _serve, until
 
@@ -183,26 +183,30 @@ async def pool(
         )
         recorder = _Recorder()
         library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
-        proxy = Proxy.build(settings, library, clock=clock)
-        proxy.observers._observers += (recorder,)
+        made = built(settings, library, clock)
+        proxy, *others = made.proxies
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
-        proxy.start()
-        server = await _serve(proxy, world, http_port)
-        world.servers = [server]
+        world.others = others
+        for worker in world.workers:
+            worker.observers._observers += (recorder,)
+        made.start()
+        together = bool(others)
+        world.servers = [await _serve(worker, world, http_port, together=together) for worker in world.workers]
         try:
-            await until(lambda: all(node.probed for node in proxy.ledger.nodes))
+            nodes = [node for worker in world.workers for node in worker.ledger.nodes]
+            await until(lambda: all(node.probed for node in nodes))
             if kv_ready_at_first:
-                await until(lambda: all(node.kv_not_ready is None for node in proxy.ledger.nodes))
+                await until(lambda: all(node.kv_not_ready is None for node in nodes))
             more = (*engines[1:prefills], *engines[prefills + 1 :])
             yield Pair(world, sims[0], sims[1], sims[2], tuple(more))
             await until(lambda: not world.busy())
         finally:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
+            for server in world.servers:
+                for listener in server.servers:
+                    listener.close()
+                for connection in list(server.server_state.connections):
+                    connection.transport.abort()
             for client in world._clients:
                 client.close()
             await asyncio.sleep(0)
-            await proxy.custodian.settle(0)
-            await proxy.stop()
+            await made.stop()

@@ -2,23 +2,34 @@
 
 With PDPROXY_TEST_WORKERS=2 the tests of `world` run so, where their settings allow it, and those of `tests.fakes.process` with
 processes. `.ci/full workers` runs all of `tests/proxy` so; `tests.fakes.one_worker` names the tests that can't, and why.
-Tests with other fixtures (`pool`, `registered`, virtual time) have one proxy in any case.
+Tests in virtual time have one proxy in any case, and of those with the fixtures `pool` and `fleet` the ones whose engines send
+the proxy nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdproxy.app.changes import Changes
-from pdproxy.app.share import Share, Shared
+from pdproxy.app.compose import Proxy
+from pdproxy.app.share import ALONE, Alone, Share, Shared
 from pdproxy.app.shown import add_up
+from pdproxy.app.sockets import places
+from pdproxy.app.tokens import TRANSFORMERS, Library
+from pdproxy.app.workers import bind_for_engines
+from pdproxy.kit import ids
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.kit.switchboard import Switchboard
+from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.worker_checks import refused
+from pdproxy.transfer.contract import Contract, Dispatch
 
 SCRIPTED = "scripted"
 """A placement that follows a test's script. Each worker would have its own: it runs in one process."""
@@ -29,11 +40,13 @@ WORKERS = int(os.environ.get("PDPROXY_TEST_WORKERS", "1"))
 class Several:
     """What the workers share, and the parent's part of passing questions on."""
 
-    def __init__(self, count: int, now: Callable[[], float]) -> None:
+    def __init__(self, count: int, now: Callable[[], float], settings: Settings | None = None) -> None:
         self.restarts = 0
         self.workers = [WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)]
         self._switchboard = Switchboard(self, add_up)  # type: ignore[arg-type]
         self._shared = Shared(count)
+        if settings is not None:
+            bind_for_engines(settings, self._shared)
         self.changes = Changes(self, self._shared.journal)  # type: ignore[arg-type]
         self.shares = [self._share(number, now) for number in range(count)]
 
@@ -51,9 +64,59 @@ class Several:
         asyncio.get_running_loop().call_soon(self.shares[worker.number].received, message)
 
     def close(self) -> None:
-        """Close the counters by which workers wake each other."""
+        """Close the counters by which workers wake each other, and the sockets to which engines send."""
+        for listener in self._shared.listeners():
+            listener.close()
         for wake in self._shared.wakes:
             os.close(wake)
+
+
+_NAMED = Attempt._named_dispatch
+
+
+@dataclass
+class Built:
+    """The workers of a proxy, each with its share; one that is alone has none. None serves requests yet."""
+
+    proxies: list[Proxy]
+    shares: list[Share | Alone]
+    several: Several | None
+
+    def start(self) -> None:
+        """Start all of them. The process has one name for ids: here each leg's id names the worker that makes it."""
+        if self.several is not None:
+            numbers = {id(pool.resources): at for at, proxy in enumerate(self.proxies) for pool in proxy.pools}
+
+            def named(attempt: Attempt, contract: Contract) -> Dispatch:
+                ids.name_worker(numbers[id(attempt.resources)])
+                try:
+                    return _NAMED(attempt, contract)
+                finally:
+                    ids._worker = ""
+
+            Attempt._named_dispatch = named  # type: ignore[method-assign, assignment]
+        for proxy, share in zip(self.proxies, self.shares, strict=True):
+            share.start(proxy.tasks)
+            proxy.start()
+
+    async def stop(self) -> None:
+        """Stop all of them."""
+        for proxy, share in zip(self.proxies, self.shares, strict=True):
+            await proxy.custodian.settle(0)
+            share.stop()
+            await proxy.stop()
+        if self.several is not None:
+            self.several.close()
+            Attempt._named_dispatch = _NAMED  # type: ignore[method-assign]
+
+
+def built(settings: Settings, library: Library = TRANSFORMERS, clock: Clock | None = None) -> Built:
+    """Make the workers of a proxy: as many as this run of the tests has, if its engines send it messages, else one."""
+    sends = any(places(settings)) or settings.pool.connector == "lmcache-mp"
+    count = workers_for(settings) if sends else 1
+    several = Several(count, clock.now if clock is not None else time.monotonic, settings) if count > 1 else None
+    shares: list[Share | Alone] = [ALONE] if several is None else [*several.shares]
+    return Built([Proxy.build(settings, library, clock=clock, share=share) for share in shares], shares, several)
 
 
 ran: dict[bool, set[str]] = {True: set(), False: set()}

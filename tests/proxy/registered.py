@@ -24,6 +24,7 @@ from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
+from tests.fakes.several import built
 from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
 
 FAST = Hardware(speed=0)
@@ -68,15 +69,16 @@ class Fleet:
     async def registered(self, count: int | None = None) -> None:
         """Wait until all engines are registered, or `count` of them."""
         wanted = len(self.engines) if count is None else count
-        await until(lambda: self.known.count == wanted)
+        known = [one.registrations.known for one in self.world.workers if one.registrations is not None]
+        await until(lambda: all(one.count == wanted for one in known))
 
     def left_behind(self) -> dict[str, float]:
         """What engines hold for requests that are over."""
         return {name: left for sim in self.engines for name, left in sim.engine.handles.items()}
 
     def ready(self) -> list[str]:
-        """The details of `/ready`."""
-        return list(self.proxy.readiness().details)
+        """The details of `/ready`: those of all workers, each once."""
+        return list(dict.fromkeys(text for one in self.world.workers for text in one.readiness().details))
 
 
 def facts(connector: str, role: str, address: str, **more: Any) -> Facts:
@@ -131,26 +133,29 @@ async def fleet(
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = _Recorder()
-        proxy = Proxy.build(settings, clock=clock)
-        proxy.observers.add(recorder)
+        made = built(settings, clock=clock)
+        proxy, *others = made.proxies
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
-        proxy.start()
-        server = await _serve(proxy, world, free_port())
-        world.servers = [server]
+        world.others = others
+        for worker in world.workers:
+            worker.observers.add(recorder)
+        made.start()
+        http_port = free_port()
+        world.servers = [await _serve(one, world, http_port, together=bool(others)) for one in world.workers]
         found = Fleet(world, proxy, plain, p, dd)
         try:
-            await until(lambda: all(node.probed for node in proxy.ledger.nodes))
+            await until(lambda: all(node.probed for worker in world.workers for node in worker.ledger.nodes))
             if wait:
                 await found.registered()
             yield found
             await until(lambda: not world.busy())
         finally:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
+            for server in world.servers:
+                for listener in server.servers:
+                    listener.close()
+                for connection in list(server.server_state.connections):
+                    connection.transport.abort()
             for client in world._clients:
                 client.close()
             await asyncio.sleep(0)
-            await proxy.custodian.settle(0)
-            await proxy.stop()
+            await made.stop()

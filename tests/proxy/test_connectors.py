@@ -315,14 +315,14 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
         ended = await pair.world.ended()
         assert ended.outcome == "client_left"
         assert not asked.over, "P was at work when its client left"
-        buffers = pair.world.proxy.transfer.buffers
-        assert sum(buffers.taken.values()) > 0, "what is still pushed has its place in the buffer"
+        buffers = [one.transfer.buffers for one in pair.world.workers]
+        assert any(any(one.taken.values()) for one in buffers), "what is still pushed has its place in the buffer"
         pair.p.engine.thaw()
         await until(lambda: not pair.world.busy())
         assert asked.over
         assert not asked.left.is_set()
         assert not pair.p.engine.dead
-        await until(lambda: not any(buffers.taken.values()), 10)
+        await until(lambda: not any(any(one.taken.values()) for one in buffers), 10)
         await same(pair, COMPLETIONS, completion())
 
 
@@ -338,10 +338,11 @@ async def test_a_client_that_leaves_its_prefill_leaves_no_wait_for_notices() -> 
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion()))
         await until(lambda: pair.p.requests)
-        assert pair.world.proxy.transfer.ready.waiting == 1
+        waits = [one.transfer.ready for one in pair.world.workers]
+        assert sum(one.waiting for one in waits) == 1
         client.close()
         assert (await pair.world.ended()).outcome == "client_left"
-        await until(lambda: not pair.world.proxy.transfer.ready.waiting)
+        await until(lambda: not any(one.waiting for one in waits))
         pair.p.engine.thaw()
 
 
@@ -392,7 +393,7 @@ async def test_an_orderly_end_waits_for_prefills_that_must_not_be_closed() -> No
         client.close()
         await pair.world.ended()
         assert not asked.over
-        drain = asyncio.create_task(pair.world.proxy.drain([]))
+        drain = asyncio.gather(*(one.drain([]) for one in pair.world.workers))
         await asyncio.sleep(0.4)  # four times those deadlines
         assert not drain.done()
         pair.p.engine.thaw()

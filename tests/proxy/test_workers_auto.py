@@ -28,9 +28,9 @@ from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
 from tests.fakes.scripts import WORD
+from tests.fakes.served_workers import ENVIRONMENT
 from tests.fakes.world import COMPLETIONS, completion, until, world
 from tests.proxy.kv_events import facts, prompt
-from tests.proxy.test_workers_admin import ENVIRONMENT
 
 ENGINES = 3
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
+from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, Options, nixl
 from pdproxy.wire.notices import Notice, NoticeEvent
+from tests.sim.raw import turns
 
 LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 
@@ -21,6 +27,14 @@ def custodian(contract: Contract) -> Custodian:
     """A custodian without engines."""
     ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
     return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock())
+
+
+def shared(contract: Contract, records: SharedRecords, number: int = 0) -> SharedCustodian:
+    """The custodian of a worker."""
+    ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    return SharedCustodian(
+        contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), area=records.area(number)
+    )
 
 
 def handle(name: str) -> Handle:
@@ -77,3 +91,54 @@ def test_a_leg_is_remembered_without_its_request() -> None:
     orphan = _Orphan(LEG)
     assert orphan.leg.read is not LEG.read
     assert (orphan.leg.prefill, orphan.leg.expected, orphan.leg.space) == (LEG.prefill, None, None)
+
+
+async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
+    """Another worker does not know which notices have come: a handle is in the records once all of them have."""
+    records, clock = SharedRecords(2, 64), Clock()
+    ready, kept = KvReady(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    custody = kept.take(handle("r1"), LEG)
+    custody.expected = ready.expect("r1", 2)
+    await turns(3)
+    notice = Notice(event=NoticeEvent.READY, request_id="r1")
+    ready.receive(notice)
+    await turns(3)
+    assert records.taken(0) == []
+    ready.receive(notice)
+    await turns(3)
+    (record,) = records.taken(0)
+    heir = shared(lmcache_pd(), records, 1)
+    heir.adopt([record])
+    assert heir.snapshot()["releasing"][0] == 1
+    assert len(records.taken(1)) == 1, "it leaves it again, if it is killed"
+    await heir.settle(0)
+    custody.end(End.LOADED)
+
+
+@pytest.mark.parametrize("how", ["none is sent", "all came before"])
+async def test_what_may_be_read_is_left_at_once(how: str) -> None:
+    records, clock = SharedRecords(1, 64), Clock()
+    ready, kept = KvReady(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    custody = kept.take(handle("r1"), LEG)
+    if how == "all came before":
+        ready.receive(Notice(event=NoticeEvent.READY, request_id="r1"))
+        custody.expected = ready.expect("r1", 1)
+    await turns(3)
+    custody.end(End.LOADED)
+    assert records.taken(0) == []
+    again = kept.take(handle("r2"), LEG)
+    await turns(3)
+    assert len(records.taken(0)) == 1
+    again.end(End.LOADED)
+
+
+async def test_what_has_ended_before_its_last_notice_is_left_to_nobody() -> None:
+    records, clock = SharedRecords(1, 64), Clock()
+    ready, kept = KvReady(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    custody = kept.take(handle("r1"), LEG)
+    expected = custody.expected = ready.expect("r1", 1)
+    await turns(3)
+    custody.end(End.LOST)
+    expected.receive(Notice(event=NoticeEvent.READY, request_id="r1"))
+    await turns(3)
+    assert records.taken(0) == []

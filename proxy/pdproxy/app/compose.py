@@ -7,6 +7,7 @@ from functools import partial
 
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, state_gauges
+from pdproxy.app.notices import build_telemetry
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
@@ -17,7 +18,6 @@ from pdproxy.fleet.kv_events import Index
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.logs import Log
 from pdproxy.serving.access.models import PoolModels
-from pdproxy.serving.kv.notices import Telemetry
 from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.schema import Settings
 
@@ -62,7 +62,6 @@ class Proxy(Parts):
         readiness = ReadinessCheck(proxy.admission, states, proxy.now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, [pool.connector for pool in settings.pools]))
         proxy.readiness = readiness
-        posted = [pool.notices.posted for pool in pools if pool.notices.posted is not None]
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,
@@ -78,7 +77,7 @@ class Proxy(Parts):
             observers=proxy.observers,
             models=proxy.list_models,
             shown=share.shown(proxy.admission, readiness, metrics),
-            telemetry=Telemetry(posted) if posted else None,
+            telemetry=build_telemetry([pool.notices for pool in pools], proxy),
         )
         return proxy
 

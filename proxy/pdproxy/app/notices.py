@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdproxy.app.sockets import bind
-from pdproxy.kit.tasks import TaskOwner
+from pdproxy.app.pool_share import PoolAlone, PoolShare
+from pdproxy.app.process import Process
+from pdproxy.app.shared_notices import SharedNotices
+from pdproxy.app.sockets import Place, notices_place
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.notices import NoticeRouter
+from pdproxy.serving.kv.notices import NoticeRouter, Telemetry
 from pdproxy.serving.kv.ready import KvReady as KvReadyNotices
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.sockets import KvReady
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.notices import NoticeSocket
+from pdproxy.wire.notices import Notice
 
 logger = logging.getLogger("pdproxy")
 
@@ -29,7 +33,8 @@ class Noticing:
     socket: NoticeSocket
     posted: KvReadyNotices | None
     over_zmq: bool
-    settings: KvReady
+    place: Place
+    own: PoolShare | PoolAlone
 
     def start(self) -> None:
         """Bind the socket, if engines send notices to it.
@@ -38,16 +43,55 @@ class Noticing:
             SettingsError: it can't be bound.
         """
         if self.over_zmq:
-            bind(self.socket, "kv_ready", self.settings.host, self.settings.port)
+            self.own.sockets.bind(self.socket, self.place)
             logger.info("KV-ready notices are expected on %s", self.socket.address)
 
 
 def build_notices(
-    settings: KvReady, transfer: KvTransfer, custodian: Custodian, turns: Turns | None, tasks: TaskOwner
+    settings: Settings,
+    transfer: KvTransfer,
+    custodian: Custodian,
+    turns: Turns | None,
+    process: Process,
+    own: PoolShare | PoolAlone,
 ) -> Noticing:
-    """Return what takes the notices of a contract's engines."""
-    contract = transfer.contract
+    """Return what takes the notices of a contract's engines. `own`: what is shared of the pool."""
+    contract, name = transfer.contract, settings.pool.name
     router = NoticeRouter(transfer.ready, custodian, turns)
-    socket = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
-    posted = contract.has_notices_over(Channel.HTTP)
-    return Noticing(socket, transfer.ready if posted else None, contract.has_notices_over(Channel.ZMQ), settings)
+    failed = process.tasks.watch("notices").failed
+    over_zmq = contract.has_notices_over(Channel.ZMQ)
+    receive: Callable[[Notice], None] = router.receive
+    if over_zmq:
+        is_read = contract.handle_from_notice is not None
+        receive = _of_all(process, f"notices {name}", receive, failed, is_read=is_read)
+    socket = NoticeSocket(receive, transfer.ready.undecodable, failed)
+    posted = transfer.ready if contract.has_notices_over(Channel.HTTP) else None
+    return Noticing(socket, posted, over_zmq, notices_place(settings), own)
+
+
+def build_telemetry(pools: Sequence[Noticing], process: Process) -> Telemetry | None:
+    """Return what takes notices that engines post, None if no pool's engines do."""
+    posted = [pool.posted for pool in pools if pool.posted is not None]
+    if not posted:
+        return None
+    telemetry = Telemetry(posted)
+    failed = process.tasks.watch("notices").failed
+    telemetry.receive = _of_all(process, "posted notices", telemetry.receive, failed, is_read=False)
+    return telemetry
+
+
+def _of_all(
+    process: Process,
+    topic: str,
+    take: Callable[[Notice], None],
+    failed: Callable[[Exception], None],
+    *,
+    is_read: bool,
+) -> Callable[[Notice], None]:
+    """Return what gets the notices that come to this process: of several workers, `take` gets those about its own prompts."""
+    share = process.share.several
+    if share is None:
+        return take
+    return SharedNotices(
+        share.number, share.workers, topic, share.siblings, take, process.observers, failed, is_read=is_read
+    ).receive

@@ -99,7 +99,7 @@ class PoolParts:
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
-        transfer = build_transfer(settings, engines, clock, observers)
+        transfer = build_transfer(settings, engines, clock, observers, share)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(process, pool.name, engines, ledger, admin, probes, transfer.contract)
@@ -108,8 +108,8 @@ class PoolParts:
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
-        notices = build_notices(settings.kv_ready, transfer, custodian, turns, tasks)
-        registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)
+        notices = build_notices(settings, transfer, custodian, turns, process, share)
+        registrations = build_registrations(settings, engines, ledger, process, share)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
         kv_events = build_kv_events(
             settings, kv_index, setup.kv_events, engines, admin, observers, metrics, clock, tasks

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from socket import socket
 from typing import Any
 
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.shared_capacity import SharedPoolCapacity
+from pdproxy.app.sockets import BoundBefore, BoundHere
 from pdproxy.fleet import shared_audit, shared_signs
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.shared_audit import SharedAuditor
@@ -22,7 +24,10 @@ from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.scheduling.shared_windows import SharedWindows
+from pdproxy.serving.kv import shared_buffers
+from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
 
 MAX_ENGINES = 4096
@@ -38,12 +43,15 @@ class PoolMemory:
         self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
         self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
         self.windows = SharedTable(workers, MAX_ENGINES, shared_windows.MEASURES)
+        self.buffers = SharedTable(workers, MAX_ENGINES, shared_buffers.MEASURES)
         self.auto = AutoMemory(workers, MAX_ENGINES)
+        self.listeners: dict[str, socket] = {}
+        """Where its engines send messages, by sections of the settings. The parent binds and closes them."""
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
         self.auto.clear(number)
-        for table in (self.loads, self.breakers, self.moved, self.signs, self.windows):
+        for table in (self.loads, self.breakers, self.moved, self.signs, self.windows, self.buffers):
             table.clear(number)
 
 
@@ -54,6 +62,8 @@ class PoolAlone:
     custodian = Custodian
     auditor = Auditor
     capacity = PoolCapacity
+    sockets = BoundHere()
+    buffers = ReceiveBuffers
 
     def auto(self) -> None:
         """The placement `auto` shares nothing."""
@@ -80,6 +90,7 @@ class PoolShare:
         self._ledger: SharedLedger | None = None
         self._custodian: SharedCustodian | None = None
         self._capacity: SharedPoolCapacity | None = None
+        self.sockets = BoundBefore(memory.listeners)
 
     def __repr__(self) -> str:
         return f"<PoolShare of pool {self._at}, worker {self._number}>"
@@ -128,6 +139,11 @@ class PoolShare:
         """Return the signs of life that engines have shown to any worker."""
         table = self._memory.signs
         return Signs(table.column(self._number), table.others(self._number))
+
+    def buffers(self, *arguments: Any) -> SharedReceiveBuffers:
+        """Return what is taken of decode engines' receive buffers. The arguments: those of `ReceiveBuffers`."""
+        table = self._memory.buffers
+        return SharedReceiveBuffers(*arguments, column=table.column(self._number), others=table.others(self._number))
 
     def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:
         """Return the worker's custodian. The arguments: those of `Custodian`."""

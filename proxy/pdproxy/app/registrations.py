@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from pdproxy.app.sockets import bind
+from pdproxy.app.pool_share import PoolAlone, PoolShare
+from pdproxy.app.process import Process
+from pdproxy.app.sockets import Place, registration_place
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import Registrations
-from pdproxy.kit.clock import Clock
-from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import Observers
+from pdproxy.fleet.shared_registration import SharedRegistrations
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
@@ -25,8 +25,8 @@ class Registering:
 
     known: Registrations
     socket: RegistrationSocket
-    host: str
-    port: int
+    place: Place
+    own: PoolShare | PoolAlone
 
     def start(self) -> None:
         """Bind the socket.
@@ -34,17 +34,37 @@ class Registering:
         Raises:
             SettingsError: it can't be bound.
         """
-        bind(self.socket, "registration", self.host, self.port)
+        self.own.sockets.bind(self.socket, self.place)
         logger.info("engines are expected to register on %s", self.socket.address)
 
 
 def build_registrations(
-    settings: Settings, engines: EngineRegistry, ledger: Ledger, observers: Observers, clock: Clock, tasks: TaskOwner
+    settings: Settings, engines: EngineRegistry, ledger: Ledger, process: Process, own: PoolShare | PoolAlone
 ) -> Registering | None:
-    """Return the registrations of the pool's engines, None if its connector's engines don't register."""
-    entry, own = entry_of(settings.pool.connector), settings.registration
-    if entry.registered is None:
+    """Return the registrations of the pool's engines, None if they don't register. `own`: what is shared of the pool."""
+    read, timeout = entry_of(settings.pool.connector).registered, settings.registration.timeout
+    share = process.share.several
+    if read is None:
         return None
-    known = Registrations(engines, ledger, entry.registered, observers, clock, timeout=own.timeout)
-    socket = RegistrationSocket(known.receive, known.unreadable, tasks.watch("registrations").failed)
-    return Registering(known, socket, own.host, own.port or entry.registration_port)
+    observers, clock, failed = process.observers, process.clock, process.tasks.watch("registrations").failed
+    known: Registrations
+    if share is None:
+        known = Registrations(engines, ledger, read, observers, clock, timeout=timeout)
+    else:
+        siblings, topic = share.siblings, f"registrations {settings.pool.name}"
+        known = SharedRegistrations(
+            engines,
+            ledger,
+            read,
+            observers,
+            clock,
+            timeout=timeout,
+            number=share.number,
+            lead=share.lead,
+            pass_on=lambda worker, body: siblings.pass_on(worker, topic, body),
+            failed=failed,
+        )
+        siblings.hears[topic] = known.received
+        share.registrations.append(known)
+    socket = RegistrationSocket(known.receive, known.unreadable, failed)
+    return Registering(known, socket, registration_place(settings), own)

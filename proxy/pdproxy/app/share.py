@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from socket import socket
 from typing import Any, Protocol
 
 from pdproxy.app.admin_of_all import AdminApiOfAll
@@ -22,6 +23,7 @@ from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.shared_answers import SharedAnswers
+from pdproxy.fleet.shared_registration import SharedRegistrations
 from pdproxy.kit import heirs, leading, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.leading import Leading
@@ -72,6 +74,10 @@ class Shared:
             table.clear(number)
         for pool in self.pools:
             pool.clear(number)
+
+    def listeners(self) -> list[socket]:
+        """Return the sockets to which engines send messages, which are the parent's."""
+        return [listener for pool in self.pools for listener in pool.listeners.values()]
 
     def of(self, number: int, send: Callable[[Message], None], now: Callable[[], float] = time.monotonic) -> Share:
         """Return a worker's part. `send`: sends its parent a message."""
@@ -124,6 +130,7 @@ class Share:
 
     def __init__(self, shared: Shared, number: int, send: Callable[[Message], None], now: Callable[[], float]) -> None:
         self.number = number
+        self.workers = shared.workers
         self._shared = shared
         self._now = now
 
@@ -136,6 +143,8 @@ class Share:
         self.findings: list[Findings] = []
         """Those of each pool."""
         self._answers: list[SharedAnswers] = []
+        self.registrations: list[SharedRegistrations] = []
+        """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
         self._admission: SharedAdmission | None = None
@@ -155,6 +164,8 @@ class Share:
             findings.start(tasks)
         for answers in self._answers:
             answers.start(tasks)
+        for registrations in self.registrations:
+            registrations.start(tasks)
         if self._admission is not None:
             self._admission.start()
         if self._shown is not None:

@@ -13,7 +13,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdproxy.kit.links import Message
-from pdproxy.kit.switchboard import ANSWER, ASK, ASKED, LAST, LATE, PAST, QUESTION, REPLY, TELL, TOLD, decode_asked
+from pdproxy.kit.switchboard import (
+    ANSWER,
+    ASK,
+    ASKED,
+    LAST,
+    LATE,
+    PASS,
+    PASSED,
+    PAST,
+    QUESTION,
+    REPLY,
+    TELL,
+    TOLD,
+    decode_asked,
+)
 
 PATIENCE = 1.0
 """Seconds for the answers of all others."""
@@ -62,7 +76,7 @@ class Siblings:
     """`send` sends the parent a message. `answers`: how this worker answers the others' questions, by their names.
 
     `answers_about`: the same for questions that say what they are about, behind their name and a space. `hears`: what it does
-    with what others tell, by topic.
+    with what others tell, by topic. `is_behind`: whether so much waits to be sent that nothing more is passed on.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
@@ -70,6 +84,7 @@ class Siblings:
         self.answers: dict[str, Callable[[], bytes]] = {}
         self.answers_about: dict[str, Callable[[str], bytes]] = {}
         self.hears: dict[str, Callable[[bytes], None]] = {}
+        self.is_behind: Callable[[], bool] = lambda: False
         self._last = 0
         self._open: dict[int, _Open] = {}
         self._asking: dict[str, asyncio.Task[Answers]] = {}
@@ -84,6 +99,16 @@ class Siblings:
     def tell(self, topic: str, body: bytes) -> None:
         """Tell all other workers something: those that listen for this topic. What is told by one worker comes in order."""
         self._send(Message(TELL, body=_encode_told(_Told(topic, body))))
+
+    def pass_on(self, worker: int, topic: str, body: bytes) -> bool:
+        """Tell one worker something, or with `ALL` all of them, this one included, in the order in which all hear it.
+
+        Return whether it was sent. The parent drops it if that worker has ended, or is far behind.
+        """
+        if self.is_behind():
+            return False
+        self._send(Message(PASS, worker=worker, body=_encode_told(_Told(topic, body))))
+        return True
 
     async def ask(self, question: str) -> Answers:
         """Return what the others answer, within a second, and one more for the last reports of those that do not."""
@@ -110,7 +135,7 @@ class Siblings:
 
     def received(self, message: Message) -> None:
         """Process a message that the parent passes on."""
-        if message.kind == TOLD:
+        if message.kind in (TOLD, PASSED):
             told = _decode_told(message.body)
             if (hears := self.hears.get(told.topic)) is not None:
                 hears(told.body)

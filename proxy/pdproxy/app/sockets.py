@@ -1,9 +1,108 @@
-"""Binding the sockets to which engines send messages."""
+"""The sockets to which engines send messages: where they are, and how they are bound.
+
+With several workers, each takes connections from one socket that their parent has bound: it exists once, and outlives them.
+"""
 
 from __future__ import annotations
 
+import socket as sockets
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Settings
+from pdproxy.transfer import registry
+from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.inbound_socket import InboundSocket
+
+BACKLOG = 1024
+"""Connections that may wait until a worker takes them: one of each engine's rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address to bind, and the section of the settings that has it."""
+
+    section: str
+    host: str
+    port: int
+
+
+def notices_place(settings: Settings) -> Place:
+    """Return where engines send notices."""
+    return Place("kv_ready", settings.kv_ready.host, settings.kv_ready.port)
+
+
+def registration_place(settings: Settings) -> Place:
+    """Return where engines of the pool's connector register."""
+    own = settings.registration
+    port = own.port or registry.entry_of(settings.pool.connector).registration_port
+    return Place("registration", own.host, port)
+
+
+def places(settings: Settings) -> Iterator[Place]:
+    """Return where the engines of the pool of these settings send messages: nowhere, if its connector is not known yet."""
+    if settings.pool.connector == registry.AUTO:
+        return
+    entry = registry.entry_of(settings.pool.connector)
+    if entry.registered is not None:
+        yield registration_place(settings)
+    if entry.contract(settings).has_notices_over(Channel.ZMQ):
+        yield notices_place(settings)
+
+
+class BoundHere:
+    """The sockets of a process that serves alone."""
+
+    def bind(self, socket: InboundSocket, place: Place) -> None:
+        """Bind a socket.
+
+        Raises:
+            SettingsError: the address can't be bound.
+        """
+        bind(socket, place.section, place.host, place.port)
+
+
+class BoundBefore:
+    """The sockets of one of several workers, which its parent has bound. `listeners`: by their sections."""
+
+    def __init__(self, listeners: MutableMapping[str, sockets.socket]) -> None:
+        self._listeners = listeners
+
+    def bind(self, socket: InboundSocket, place: Place) -> None:
+        """Have a socket take some of the connections.
+
+        Raises:
+            SettingsError: nothing was bound, because the connector was not known.
+        """
+        listener = self._listeners.get(place.section)
+        if listener is None:
+            raise SettingsError(
+                f"pools[0].connector: {registry.AUTO}: with several workers, name a connector whose engines send messages "
+                f"({place.section})"
+            )
+        with _telling(place):
+            socket.bind(place.host, listener.getsockname()[1], listener)
+
+
+def listener_at(place: Place) -> sockets.socket:
+    """Return a socket that listens there, for several processes.
+
+    Raises:
+        SettingsError: the address can't be bound.
+    """
+    with _telling(place):
+        listener = sockets.socket(sockets.AF_INET6 if ":" in place.host else sockets.AF_INET, sockets.SOCK_STREAM)
+        try:
+            listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            listener.bind((place.host, place.port))
+            listener.listen(BACKLOG)
+            listener.setblocking(False)  # another process may take a connection first
+        except OSError:
+            listener.close()
+            raise
+        return listener
 
 
 def bind(socket: InboundSocket, section: str, host: str, port: int) -> None:
@@ -12,8 +111,15 @@ def bind(socket: InboundSocket, section: str, host: str, port: int) -> None:
     Raises:
         SettingsError: the address can't be bound.
     """
-    try:
+    with _telling(Place(section, host, port)):
         socket.bind(host, port)
+
+
+@contextmanager
+def _telling(place: Place) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (addr=")[0]  # pyzmq repeats the address
-        raise SettingsError(f"can't bind {section}.host:{section}.port = {host}:{port}: {why}") from None
+        section = place.section
+        raise SettingsError(f"can't bind {section}.host:{section}.port = {place.host}:{place.port}: {why}") from None

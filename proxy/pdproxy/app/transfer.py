@@ -6,12 +6,12 @@ import dataclasses
 import logging
 from urllib.parse import urlsplit
 
+from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
-from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
@@ -24,8 +24,10 @@ from pdproxy.transfer.registry import entry_of
 logger = logging.getLogger("pdproxy.kv")
 
 
-def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers) -> KvTransfer:
-    """Return how KV gets from one engine to another under these settings."""
+def build_transfer(
+    settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers, own: PoolShare | PoolAlone
+) -> KvTransfer:
+    """Return how KV gets from one engine to another under these settings. `own`: what is shared of the pool."""
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
@@ -35,7 +37,7 @@ def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, ob
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         KvReady(clock, observers, clock.now),
-        ReceiveBuffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
+        own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",
     )
 

@@ -64,7 +64,7 @@ class Orders:
 
     def send(self, message: Message) -> None:
         """Send the supervisor a message. A report is not, while it reads nothing: the next one says the same."""
-        if message.kind == REPORT and self._link.unsent > MAX_BEHIND:
+        if message.kind == REPORT and self.is_behind:
             return
         try:
             self._link.send(message)
@@ -75,6 +75,11 @@ class Orders:
             logger.error("not sent: %s", error)  # noqa: TRY400
         except LinkError as error:
             self._gone(error)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the supervisor is far behind with reading: more is not kept for it."""
+        return self._link.unsent > MAX_BEHIND
 
     async def all_sent(self) -> None:
         """Wait until the supervisor has been sent everything, for some seconds at most."""
@@ -170,6 +175,7 @@ async def _serve(
     orders = Orders(end, ending, hangups)
     share = shared.of(number, orders.send)
     orders.then = share.received
+    share.siblings.is_behind = lambda: orders.is_behind
     ending.take_signals(signal.SIGTERM)
     asked_early = asyncio.Event()
     if source is not None and source.paths:
@@ -199,8 +205,16 @@ async def _serve(
 
 
 async def _probed(proxy: Proxy, names: Sequence[DnsSource], ending: Ending) -> None:
-    """Wait until all engines were probed, also those that DNS names. A name that can't be answered is not waited for."""
-    while not all(name.counts for name in names) or not all(node.probed for node in proxy.ledger.nodes):
+    """Wait until all engines were probed, also those that DNS names, and until it is known who has registered.
+
+    A name that can't be answered is not waited for.
+    """
+    registered = [pool.registrations.known for pool in proxy.pools if pool.registrations is not None]
+    while not (
+        all(name.counts for name in names)
+        and all(node.probed for node in proxy.ledger.nodes)
+        and all(one.complete for one in registered)
+    ):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_EVERY):
                 await ending.requested.wait()

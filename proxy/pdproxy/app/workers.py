@@ -20,12 +20,13 @@ from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
 from pdproxy.app.share import Shared
 from pdproxy.app.shown import add_up
+from pdproxy.app.sockets import listener_at, places
 from pdproxy.kit.heirs import ADOPTED, Heirs
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProcess
 from pdproxy.kit.switchboard import Switchboard
 from pdproxy.observe.logs import Log
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.worker_checks import of_each
 
@@ -64,6 +65,12 @@ def _listen_and_supervise(
         return cant_listen(settings, log, error)
     _warn_of_memory(settings)
     shared = Shared(count, len(settings.pools))
+    try:
+        bind_for_engines(settings, shared)
+    except SettingsError:
+        for listener in listeners:
+            listener.close()
+        raise
     gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()  # collections in a worker would copy the pages of what all of them share
@@ -86,8 +93,25 @@ def _listen_and_supervise(
     except RefusedError as error:
         raise SettingsError(*str(error).split("\n")) from None
     finally:
-        for listener in listeners:
+        for listener in (*listeners, *shared.listeners()):
             listener.close()
+
+
+def bind_for_engines(settings: Settings, shared: Shared) -> None:
+    """Bind the sockets to which engines send messages.
+
+    Raises:
+        SettingsError: one of them can't be bound. None is.
+    """
+    try:
+        for at, own in enumerate(settings.pools):
+            with naming_pool(at, own.name, pools=len(settings.pools)):
+                for place in places(settings.of_pool(own)):
+                    shared.pools[at].listeners[place.section] = listener_at(place)
+    except SettingsError:
+        for listener in shared.listeners():
+            listener.close()
+        raise
 
 
 class Parent(Watcher):

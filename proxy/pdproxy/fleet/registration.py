@@ -44,7 +44,7 @@ engine's name."""
 
 
 @dataclass(slots=True)
-class _Owned:
+class Owned:
     """One engine's registration, and who sends it."""
 
     registration: Registration
@@ -65,12 +65,16 @@ class _Unknown:
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """One engine of the registry."""
 
     engine: Engine
-    owned: _Owned | None = None
+    owned: Owned | None = None
     wrong: str | None = field(default=NOT_REGISTERED)
+    beats: int = 0
+    """Heartbeats that have registered it, or kept it registered."""
+    contests: int = 0
+    """Heartbeats of other processes on its owner's machine."""
 
 
 class Registrations:
@@ -80,6 +84,8 @@ class Registrations:
     """
 
     only = (NodeChanged,)
+    complete = True
+    """Whether this process knows what there is to know."""
 
     def __init__(
         self,
@@ -96,7 +102,7 @@ class Registrations:
         self._observers = observers
         self._clock = clock
         self._timeout = timeout
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         """By the address that an engine registers, `host:port`."""
         self._unknown: dict[str, _Unknown] = {}
         engines.watch(self)
@@ -114,14 +120,14 @@ class Registrations:
     def added(self, engine: Engine) -> None:
         """Expect one more engine. Aggregated engines take part in no KV transfer: they need not register."""
         if engine.node.role in _ROLES:
-            entry = self._entries[engine.registered_as] = _Entry(engine)
+            entry = self._entries[engine.registered_as] = Entry(engine)
             self._apply(entry)
 
     def removed(self, engine: Engine) -> None:
         """Forget an engine."""
         entry = self._entries.pop(engine.registered_as, None)
         if entry is not None and entry.owned is not None:
-            _cancel(entry.owned)
+            cancel(entry.owned)
 
     def notify(self, event: Event) -> None:
         """An engine that restarted has peers of a new run: they are those of its registration."""
@@ -137,52 +143,68 @@ class Registrations:
         where = place(registration.http_address)
         entry = self._entries.get(where) if where is not None else None
         if entry is None:
-            self._observers.notify(RegistrationSeen("unknown"))
+            self._seen("unknown")
             self._remember(where or registration.http_address, registration, address)
-            return
+        else:
+            self._take(entry, registration, connection, address)
+
+    def _take(self, entry: Entry, registration: Registration, connection: bytes, address: str) -> None:
+        """Take a heartbeat for an engine of the registry."""
         owned = entry.owned
         if owned is None:
-            timer = self._clock.after(self._timeout, lambda: self._silent(entry))
-            entry.owned = _Owned(registration, connection, address, timer)
+            entry.owned = Owned(registration, connection, address, self._until_silent(entry))
         elif registration == owned.registration and (connection == owned.connection or address == owned.address):
             owned.connection, owned.address = connection, address
             owned.timer.cancel()
-            owned.timer = self._clock.after(self._timeout, lambda: self._silent(entry))
+            owned.timer = self._until_silent(entry)
         else:
             self._contest(entry, owned, address)
             return
-        self._observers.notify(RegistrationSeen("known"))
+        entry.beats += 1
+        self._seen("known")
         self._apply(entry)
 
     def unreadable(self) -> None:
         """Count a message that is no heartbeat."""
-        self._observers.notify(RegistrationSeen("unreadable"))
+        self._seen("unreadable")
 
-    def _contest(self, entry: _Entry, owned: _Owned, address: str) -> None:
+    def _seen(self, result: str) -> None:
+        self._observers.notify(RegistrationSeen(result))
+
+    def _contest(self, entry: Entry, owned: Owned, address: str) -> None:
         """Take note of a heartbeat that contradicts the engine's registration."""
-        self._observers.notify(RegistrationSeen("contested"))
+        self._seen("contested")
         if address != owned.address:
             owned.stranger = address
             return
         if owned.rival is not None:
             owned.rival.cancel()
-        owned.rival = self._clock.after(self._timeout, lambda: self._alone_again(entry))
+        owned.rival = self._until_alone(entry)
+        entry.contests += 1
         self._apply(entry)
 
-    def _alone_again(self, entry: _Entry) -> None:
-        if entry.owned is not None:
+    def _until_silent(self, entry: Entry) -> Timer:
+        return self._clock.after(self._timeout, lambda: self._silent(entry))
+
+    def _until_alone(self, entry: Entry) -> Timer:
+        return self._clock.after(self._timeout, lambda: self._alone_again(entry))
+
+    def _alone_again(self, entry: Entry) -> None:
+        """The other process on the owner's machine is silent."""
+        if entry.owned is not None and entry.owned.rival is not None:
+            entry.owned.rival.cancel()
             entry.owned.rival = None
             self._apply(entry)
 
-    def _silent(self, entry: _Entry) -> None:
+    def _silent(self, entry: Entry) -> None:
         """The engine's heartbeats have stopped: any sender may register it now."""
         if entry.owned is not None:
-            _cancel(entry.owned)
+            cancel(entry.owned)
         entry.owned = None
-        self._observers.notify(RegistrationSeen("expired"))
+        self._seen("expired")
         self._apply(entry, owned=True)
 
-    def _apply(self, entry: _Entry, *, owned: bool = False) -> None:
+    def _apply(self, entry: Entry, *, owned: bool = False) -> None:
         """Write to the engine's run and to the ledger what is known now. `owned`: it was registered before."""
         engine = entry.engine
         found = self._judge(entry)
@@ -204,7 +226,7 @@ class Registrations:
         elif changed and (owned or entry.owned is not None):
             logger.warning("%s takes part in no KV transfer: it %s", engine.url, entry.wrong)
 
-    def _judge(self, entry: _Entry) -> tuple[Peer, ...] | str:
+    def _judge(self, entry: Entry) -> tuple[Peer, ...] | str:
         owned, expected = entry.owned, _ROLES[entry.engine.node.role]
         if owned is None:
             return NOT_REGISTERED
@@ -252,7 +274,8 @@ class Registrations:
         return found
 
 
-def _cancel(owned: _Owned) -> None:
+def cancel(owned: Owned) -> None:
+    """Cancel the timers of a registration."""
     owned.timer.cancel()
     if owned.rival is not None:
         owned.rival.cancel()

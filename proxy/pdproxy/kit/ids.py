@@ -6,6 +6,7 @@ import os
 import re
 
 _USABLE = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
+_OF_WORKER = re.compile(r"[0-9a-f]{2}")
 
 
 _worker = ""
@@ -22,6 +23,12 @@ def mint(digits: int = 32) -> str:
     if digits <= 32:
         return _worker + os.urandom(16).hex()[len(_worker) :]
     return _worker + os.urandom((digits + 1) // 2).hex()[len(_worker) : digits]
+
+
+def worker_of(made: str) -> int | None:
+    """Return the number of the worker that has made an id; None if it names none. Any other text may look as if it named one."""
+    found = _OF_WORKER.match(made)
+    return None if found is None else int(found[0], 16)
 
 
 def usable(candidate: str | None) -> str | None:

@@ -20,6 +20,10 @@ what all others are to know."""
 QUESTION, ASKED, ANSWER, PAST, TOLD = "question", "asked", "answer", "past", "told"
 """What the parent sends: a question, to whom a question went (`body`: `Asked`), an answer (`worker`: whose), what is left of the
 workers that have ended, and what a worker tells all (`worker`: which)."""
+PASS, PASSED = "pass", "passed"
+"""What a worker sends for one worker (`worker`: which), and what the parent sends to that one. With `ALL`: for all of them, who
+sends it included; all get these messages in the same order."""
+ALL = -1
 LATE, LAST = "late", "last"
 """What a worker sends when it waits no longer for answers (`number`: its own of the question), and what the parent sends for each
 worker that has not answered, or that has ended meanwhile (`worker`: which; `body`: its last report, if there is one)."""
@@ -80,12 +84,20 @@ class Switchboard:
             self._reports[worker.number] = message.body
         elif message.kind == TELL:
             told = Message(TOLD, worker=worker.number, body=message.body)
-            for (
-                other
-            ) in self._supervisor.workers:  # those that don't serve yet, too: they begin with what they are told
-                if other is worker or other.pid is None or (other.link is not None and other.link.unsent >= MAX_BEHIND):
-                    continue
-                self._supervisor.send(other, told)
+            for other in self._supervisor.workers:
+                if other is not worker:
+                    self._tell(other, told)
+        elif message.kind == PASS:
+            passed = Message(PASSED, worker=worker.number, body=message.body)
+            for other in self._supervisor.workers:
+                if message.worker in (other.number, ALL):
+                    self._tell(other, passed)
+
+    def _tell(self, worker: WorkerProcess, message: Message) -> None:
+        """Send a worker what it may miss, also one that does not serve yet: it begins with what it is told."""
+        if worker.pid is None or (worker.link is not None and worker.link.unsent >= MAX_BEHIND):
+            return
+        self._supervisor.send(worker, message)
 
     def died(self, number: int) -> None:
         """Keep the last report of a worker that has ended."""

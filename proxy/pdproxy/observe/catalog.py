@@ -107,11 +107,13 @@ NOTICE_RESULTS = (
     ("known", "it is about a handle that has not ended"),
     ("over", "it is about a handle that has ended"),
     ("given_up", "its client had left, and the KV is released"),
+    ("not_passed", "it was for another worker, and too much waited to be passed on"),
 )
 _READY_RESULTS = ("awaited", "double", "early", "late", "unknown")
 _TOGETHER = (
     *(("ready", result) for result in _READY_RESULTS),
     *((event, result) for event in NOTICES for result in ("known", "over", "given_up")),
+    *((event, "not_passed") for event in NOTICES),
     ("unknown", "undecodable"),
 )
 PHASES = (

@@ -14,6 +14,7 @@ REGISTRATION_RESULTS = (
     ("unknown", "its address is no engine's of the pool"),
     ("contested", "it contradicts the heartbeats of another sender, and is ignored"),
     ("unreadable", "it is no heartbeat"),
+    ("not_passed", "there were too many to tell other workers of them"),
     ("expired", "no heartbeat: an engine sent none in registration.timeout"),
 )
 

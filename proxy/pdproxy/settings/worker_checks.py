@@ -11,7 +11,6 @@ import msgspec
 from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
 from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.schema import Pool, Settings
-from pdproxy.transfer import registry
 
 _KEY = ("listen", "workers")
 
@@ -28,9 +27,7 @@ def check_workers(settings: Settings, found: Mistakes) -> None:
 
 def refused(settings: Settings) -> list[tuple[KeyPath, str]]:
     """Return the settings that work with one worker only, and their values."""
-    wrong = [one for at, pool in enumerate(settings.pools) for one in _of_pool(("pools", at), pool)]
-    others = {("kv_ready", "notifier"): settings.kv_ready.notifier}
-    return wrong + [(path, str(value).lower()) for path, value in others.items() if value]
+    return [one for at, pool in enumerate(settings.pools) for one in _of_pool(("pools", at), pool)]
 
 
 def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
@@ -40,11 +37,6 @@ def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
     if pool.kv_events.enabled and pool.kv_events.host is not None:
         # Engines that connect send each event once, to one process.
         wrong.append(((*key, "kv_events", "host"), str(pool.kv_events.host)))
-    if pool.connector != registry.AUTO:
-        entry = registry.entry_of(pool.connector)
-        notices = entry.capabilities.notices_over is not None and "notifier" not in entry.options.__struct_fields__
-        if notices or entry.registration_port:
-            wrong.append(((*key, "connector"), entry.name))
     return wrong
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket as sockets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -67,8 +69,11 @@ class InboundSocket(ABC):
         """Return whether more messages can be taken now. If not, ZMQ keeps them, and `resume` has to be called later."""
         return True
 
-    def bind(self, host: str, port: int) -> None:
+    def bind(self, host: str, port: int, listener: sockets.socket | None = None) -> None:
         """Bind and begin to listen in the running event loop. Port 0 is any free one.
+
+        `listener`: a socket that listens there already, without blocking. Of the processes that have it, each takes some of the
+        connections. It stays the caller's.
 
         Raises:
             OSError: the address can't be bound.
@@ -76,7 +81,8 @@ class InboundSocket(ABC):
         self._context = zmq.Context()
         place = f"[{host}]" if ":" in host else host
         try:
-            socket = self._opened(self._context, f"tcp://{place}:{port or '*'}", ipv6=":" in host, binds=True)
+            address = f"tcp://{place}:{port or '*'}"
+            socket = self._opened(self._context, address, ipv6=":" in host, binds=True, listener=listener)
         except OSError:
             self._context.destroy(linger=0)
             self._context = None
@@ -92,7 +98,13 @@ class InboundSocket(ABC):
         self._begin(self._opened(context, address, ipv6="[" in address, binds=False), address)
 
     def _opened(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, ipv6: bool, binds: bool
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        *,
+        ipv6: bool,
+        binds: bool,
+        listener: sockets.socket | None = None,
     ) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] | None = None
         try:
@@ -103,6 +115,8 @@ class InboundSocket(ABC):
             if ipv6:
                 socket.setsockopt(zmq.IPV6, 1)
             self._prepare(socket)
+            if listener is not None:
+                socket.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))  # ZMQ closes it
             (socket.bind if binds else socket.connect)(address)
         except zmq.ZMQError as error:
             if socket is not None:

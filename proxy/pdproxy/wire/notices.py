@@ -49,7 +49,7 @@ class NoticeEvent(enum.Enum):
     """The decode engine keeps the finished request's KV for the conversation's next turn (bidirectional transfer alone)."""
 
 
-class Notice(msgspec.Struct, frozen=True, kw_only=True):
+class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message of an engine. Fields that its sender doesn't send are None."""
 
     event: NoticeEvent

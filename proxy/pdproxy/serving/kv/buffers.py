@@ -99,6 +99,10 @@ class ReceiveBuffers:
         engine = self._engines.known.get(url)
         return BufferSpace(engine.buffer if engine is not None else None, count, self._freed)
 
+    async def _until_freed(self) -> None:
+        """Wait until there may be more space."""
+        await self._freed.wait()
+
     async def wait_for_space(
         self, count: int, choose: Callable[[tuple[str, ...]], _T | None], possible: Callable[[], bool]
     ) -> _T | None:
@@ -119,7 +123,7 @@ class ReceiveBuffers:
                     chosen = choose(full)
                     if chosen is not None or not full or not possible():
                         return chosen
-                    await self._freed.wait()
+                    await self._until_freed()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
             message = f"no decode engine had space for the prompt's KV in {self.timeout:g} s"

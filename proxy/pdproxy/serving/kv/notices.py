@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
@@ -34,6 +34,8 @@ class Telemetry:
 
     def __init__(self, pools: Sequence[KvReady]) -> None:
         self._pools = pools
+        self.receive: Callable[[Notice], None] = self._route
+        """What gets each notice."""
 
     def __call__(self, body: bytes) -> bool:
         """Take a POST. Return whether it was telemetry."""
@@ -42,6 +44,9 @@ class Telemetry:
             self._pools[0].undecodable()
             return False
         for notice in found:
-            pool = next((one for one in self._pools if one.knows(notice.request_id)), self._pools[0])
-            pool.receive(notice)
+            self.receive(notice)
         return True
+
+    def _route(self, notice: Notice) -> None:
+        pool = next((one for one in self._pools if one.knows(notice.request_id)), self._pools[0])
+        pool.receive(notice)

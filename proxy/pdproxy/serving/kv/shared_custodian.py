@@ -5,6 +5,7 @@ If this worker is killed, the parent reads its records, and another worker becom
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -14,7 +15,7 @@ from pdproxy.kit.shared_records import Area
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.transfer.contract import Handle, LegRequest
+from pdproxy.transfer.contract import Contract, Handle, LegRequest, no_notices
 from pdproxy.wire.engine import PrefillAnswer
 
 logger = logging.getLogger("pdproxy.kv")
@@ -47,15 +48,30 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class SharedCustodian(Custodian):
     """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`: the number of this one."""
 
-    def __init__(self, *arguments: Any, area: Area, pool: int = 0, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, contract: Contract, *arguments: Any, area: Area, pool: int = 0, **options: Any) -> None:
+        super().__init__(contract, *arguments, **options)
+        self._awaits_notices = contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
+        """Whether KV must not be read before all its notices have come."""
         self._area = area
         self._pool = pool
         self._places: dict[Custody, int] = {}
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """See `Custodian`."""
-        return self._noted(super().take(handle, leg))
+        custody = super().take(handle, leg)
+        if not self._awaits_notices:
+            return self._noted(custody)
+        # In this turn of the event loop the custody gets its wait for notices.
+        asyncio.get_running_loop().call_soon(self._note_written, custody)
+        return custody
+
+    def _note_written(self, custody: Custody) -> None:
+        """Note a handle once all notices have come: another worker does not know how many of them this one had."""
+        expected = custody.expected
+        if expected is None or expected.done.done():
+            self._noted(custody)
+        else:
+            expected.done.add_done_callback(lambda _: self._noted(custody))
 
     def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """See `Custodian`."""
@@ -73,7 +89,7 @@ class SharedCustodian(Custodian):
         for one in found:
             handle = Handle(one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release)
             leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode)
-            custody = self.take(handle, leg)
+            custody = self._noted(super().take(handle, leg))
             custody.was_asked = True  # a decode engine may have been sent it
             custody.release()
         if found:
