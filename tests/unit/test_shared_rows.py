@@ -113,14 +113,16 @@ def test_no_reader_sees_a_mixture_while_a_process_writes_and_is_killed() -> None
         wanted = taken + chance.randrange(20, 400)
         if (pid := os.fork()) == 0:
             write()
-        while taken < wanted:
-            assert time.monotonic() < patience
-            for key in range(1, 6):
-                for _, row in others.newer(key, seen[key]):
-                    taken += 1
-                    assert len(set(row)) == 1
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        try:
+            while taken < wanted:
+                assert time.monotonic() < patience
+                for key in range(1, 6):
+                    for _, row in others.newer(key, seen[key]):
+                        taken += 1
+                        assert len(set(row)) == 1
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         table.clear(0)
         for key in range(1, 6):
             assert all(row == others.no_row for _, row in others.newer(key, seen[key]))
