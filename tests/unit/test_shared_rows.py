@@ -96,7 +96,7 @@ def test_a_half_written_row_is_left_for_the_next_look() -> None:
 
 def test_no_reader_sees_a_mixture_while_a_process_writes_and_is_killed() -> None:
     """All numbers of a row are its version; after the kill and the clearing nothing is left."""
-    table, chance = SharedRows(2, 8, 12), random.Random(5)
+    table, chance, patience = SharedRows(2, 8, 12), random.Random(5), time.monotonic() + 60
     others, seen = table.others(1), {key: [0] for key in range(1, 6)}
 
     def write() -> None:
@@ -110,17 +110,19 @@ def test_no_reader_sees_a_mixture_while_a_process_writes_and_is_killed() -> None
 
     taken = 0
     for _ in range(10):
+        wanted = taken + chance.randrange(20, 400)
         if (pid := os.fork()) == 0:
             write()
-        until = time.monotonic() + 0.01 + chance.random() / 50
-        while time.monotonic() < until:
-            for key in range(1, 6):
-                for _, row in others.newer(key, seen[key]):
-                    taken += 1
-                    assert len(set(row)) == 1
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        try:
+            while taken < wanted:
+                assert time.monotonic() < patience
+                for key in range(1, 6):
+                    for _, row in others.newer(key, seen[key]):
+                        taken += 1
+                        assert len(set(row)) == 1
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         table.clear(0)
         for key in range(1, 6):
             assert all(row == others.no_row for _, row in others.newer(key, seen[key]))
-    assert taken > 100
