@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pdproxy.app.compose import Proxy
+from pdproxy.fleet.canary import Canaries
 from pdproxy.observe.events import DeadlinePassed, Tokenized, TokenizerJudged
 from pdproxy.serving.dispatch import tokenizer_check
 from pdproxy.settings.errors import SettingsError
@@ -33,9 +34,14 @@ def always(tokenizer: str | None = "model", tokenize: str = "always") -> Any:
     return adjust
 
 
+def _canaries(w: World) -> list[Canaries]:
+    return [pool.tokens.canaries for one in w.workers for pool in one.pools if pool.tokens is not None]
+
+
 async def judged(w: World, count: int = 2) -> list[TokenizerJudged]:
-    """Wait until so many engines were compared with us."""
+    """Wait until so many engines were compared with us, by each worker."""
     await until(lambda: len(w.events(TokenizerJudged)) >= count)
+    await until(lambda: len({len(list(one.agreements())) for one in _canaries(w)}) == 1)
     return w.events(TokenizerJudged)
 
 

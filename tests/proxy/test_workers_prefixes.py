@@ -68,7 +68,7 @@ async def test_a_worker_that_starts_gets_what_the_leader_knows(monkeypatch: pyte
         assert leader is not None
         assert late is not None
         await until(lambda: len({len(one.knowledge.routing) for one in (leader, late)}) == 1)
-        before = {url: late.knowledge.part(url, 0) for url in w.proxy.engines}  # type: ignore[attr-defined]
+        before = {url: leader.knowledge.part(url, 0) for url in w.proxy.engines}  # type: ignore[attr-defined]
         for url in w.proxy.engines:
             late.knowledge.restarted(url)
         assert len(late.knowledge.routing) == 0
