@@ -356,13 +356,13 @@ async def test_a_hostile_bootstrap_server_is_a_reason_and_no_crash(said: bytes) 
 
 
 async def test_a_bootstrap_server_that_never_answers_is_late() -> None:
-    async with pool(MOONCAKE, deadlines={"probe": 0.3}) as pair:
+    async with pool(MOONCAKE, deadlines={"probe": 1.0}) as pair:
         bootstrap(pair.p).freeze()
         await asked_again(pair)
         assert pair.world.metric("pdproxy_deadline_total", wait="probe") >= 1
         assert pair.world.metric("pdproxy_bootstrap_queries_total", result="failed", node=pair.p.url) >= 1
         details = pair.world.proxy.readiness().details
-        assert any("the bootstrap server of" in one and "did not answer in 0.3 s" in one for one in details), details
+        assert any("the bootstrap server of" in one and "did not answer in 1 s" in one for one in details), details
         bootstrap(pair.p).thaw()
         await same(pair, COMPLETIONS, completion())
         assert pair.loaded > 0, "its ids are known"
