@@ -190,10 +190,12 @@ async def test_streams_of_a_draining_engine_take_no_places_of_others(monkeypatch
             engine.default = scripts.gate(go, engine.default)
         clients = await posted(w, 8)
         await until(lambda: served(w) == 8)
+        left = len(w.decode[0].requests)
+        assert left in FULL or 8 - left in FULL
         for one in w.workers:
             one.ledger.mark_draining(w.decode[0].url, "is being drained")
             capacity(one)._resize()
-        assert places(w) == [8] * COUNT, "four are left, four may come to the other one"
+        assert places(w) == [left + 4] * COUNT, "these are left, four may come to the other one"
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 8
         look(w)
