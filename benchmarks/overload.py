@@ -1,7 +1,8 @@
 """Many times more requests than the engines can do: goodput, whose requests are served, how late the event loop is.
 
 Usage: overload.py [--virtual] [--seconds 60] [--times 10] [--engines 1] [--batch 16] [--tokens 64] [--windows] [--mixed]
-                   [--silent] [--seed 1] [--hardware gpu|steep] [--url URL --keys A,B] [--out FILE]
+                   [--silent] [--seed 1] [--hardware gpu|steep] [--url URL --keys A,B] [--lines 20] [--capacity N]
+                   [--out FILE]
 
 Without `--url`: as many simulated prefill and decode engines as `--engines` says, each decode engine of which runs `--batch`
 requests at once, and a proxy with as many places as that makes, whose keys a and b have the weights 3 and 1. With `--windows` the
@@ -11,8 +12,9 @@ a proxy that is there; `--engines` times `--batch` is then what its engines run 
 
 First some requests are sent one by one: their median time is that without load. Goodput is the number of answers per second that
 came whole within twice that time, which clients ask for by `X-Request-Timeout` (`--silent`: they don't). Its peak is looked for
-by loads up to twice of what the engines can do. Then each of `--times` as much comes for `--seconds`, half of it with each key;
-at last half of what they can do, for a sixth of that. Clients send when requests are due, whatever became of those before.
+by loads up to twice of what the engines can do: `--batch` answers in the time of one, or `--capacity`. Then each of `--times` as
+much comes for `--seconds`, half of it with each key; at last half of what they can do, for a sixth of that. Clients send when
+requests are due, whatever became of those before.
 `--mixed`: short and long requests, streams, and lists of prompts.
 """
 
@@ -89,11 +91,11 @@ def percentile(before: dict[float, float], after: dict[float, float], part: floa
 
 async def measured(options: argparse.Namespace, url: str) -> dict[str, Any]:
     """Return the results."""
-    shapes = mixed(options.tokens) if options.mixed else (Shape(tokens=options.tokens),)
+    shapes = mixed(options.tokens) if options.mixed else (Shape(options.lines, options.tokens),)
     first, _, second = options.keys.partition(",")
     load = Load(url, (first, second), options.model, shapes, asks=not options.silent, seed=options.seed)
     unloaded = await load.alone()
-    capacity = options.engines * options.batch / unloaded
+    capacity = options.capacity or options.engines * options.batch / unloaded
     short, loads = options.seconds / len(RAMP), {}
     for part in RAMP:
         loads[part] = row(part, await load.run(part * capacity, short))
@@ -140,6 +142,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--engines", type=int, default=1, help="of each role")
     found.add_argument("--batch", type=int, default=16)
     found.add_argument("--tokens", type=int, default=64)
+    found.add_argument("--lines", type=int, default=20, help="of 45 characters in a prompt")
+    found.add_argument("--capacity", type=float, help="answers per second that the engines can do")
     found.add_argument("--mixed", action="store_true")
     found.add_argument("--silent", action="store_true", help="clients name no deadline")
     found.add_argument("--seed", type=int, default=1)
