@@ -34,7 +34,8 @@ Found = TypeVar("Found")
 class Pool:
     """What there is. Times in seconds: a step of one sequence, what each further one adds; `noise`: how much steps scatter.
 
-    `unlike`: how much answers' lengths scatter, which nobody knows before.
+    `unlike`: how much answers' lengths scatter, which nobody knows before. `together`: prompts that wait are prefilled in one
+    step, at whose end all of them are ready.
     """
 
     places: int = 16
@@ -44,6 +45,7 @@ class Pool:
     prefill_tokens_per_s: float = 20_000.0
     noise: float = 0.0
     unlike: float = 0.0
+    together: bool = False
     shapes: tuple[Shape, ...] = ((256, 64),)
 
     def unloaded(self, shape: Shape) -> float:
@@ -57,11 +59,13 @@ class Pool:
 
 
 class Engines:
-    """One that prefills, first come first served, also what was given up; and one that decodes `batch` sequences at once."""
+    """One that prefills, one by one or together, also what was given up; and one that decodes `batch` sequences at once."""
 
     def __init__(self, pool: Pool, chance: random.Random) -> None:
         self._pool, self._chance = pool, chance
         self._prefilled = 0.0
+        self._prompts: dict[asyncio.Future[None], float] = {}
+        self._prefills = False
         self._running: dict[asyncio.Future[None], int] = {}
         self._waiting: dict[asyncio.Future[None], int] = {}
         self._steps = False
@@ -71,8 +75,16 @@ class Engines:
         """Return once the answer is made."""
         loop = asyncio.get_running_loop()
         took = shape[0] / self._pool.prefill_tokens_per_s * self.slower
-        self._prefilled = max(self._prefilled, loop.time()) + took
-        await asyncio.sleep(self._prefilled - loop.time())
+        if self._pool.together:
+            ready = loop.create_future()
+            self._prompts[ready] = took
+            if not self._prefills:
+                loop.call_soon(self._prefill)
+                self._prefills = True
+            await ready
+        else:
+            self._prefilled = max(self._prefilled, loop.time()) + took
+            await asyncio.sleep(self._prefilled - loop.time())
         done = loop.create_future()
         self._waiting[done] = shape[1]
         try:
@@ -82,6 +94,18 @@ class Engines:
         finally:
             self._waiting.pop(done, None)
             self._running.pop(done, None)
+
+    def _prefill(self) -> None:
+        prompts, self._prompts = self._prompts, {}
+        self._prefills = bool(prompts)
+        if prompts:
+            asyncio.get_running_loop().call_later(sum(prompts.values()), self._prefilled_all, list(prompts))
+
+    def _prefilled_all(self, prompts: list[asyncio.Future[None]]) -> None:
+        for ready in prompts:
+            if not ready.done():
+                ready.set_result(None)
+        self._prefill()
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self._pool.batch:
@@ -123,6 +147,10 @@ class Model:
     def set_weight(self, name: str, weight: float) -> None:
         """Give a tenant another weight."""
         self._clients[name].weight = weight
+
+    async def enter(self, name: str) -> Place:
+        """Take a place for a request without a deadline."""
+        return await self.admission.enter(Client(name), Demand(1, 1, 1))
 
     async def load(self, times: float, seconds: float, *, asks: bool = True) -> Counter[str]:
         """Send so many times the capacity; return what became of it: good, good of a, late, or the reason of a refusal.

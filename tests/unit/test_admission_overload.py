@@ -19,6 +19,8 @@ POOLS = {
     "short and long, more places": Pool(shapes=MIXED, places=1024),
     "answers of unknown length": Pool(unlike=0.8),
     "slow to prefill": Pool(prefill_tokens_per_s=6000.0),
+    "prompts that are prefilled together": Pool(step=0.0055, prefill_tokens_per_s=14_000.0, together=True),
+    "many of them": Pool(32, 32, 0.0055, 0.000_01, 28_000.0, together=True),
 }
 
 

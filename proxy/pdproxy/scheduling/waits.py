@@ -71,15 +71,17 @@ class _Times:
 class Waits:
     """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
 
-    __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_seconds", "_times", "_unlearned")
+    __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_times", "_unlearned", "seconds")
 
     def __init__(self) -> None:
         self._rate = 0.0
         """Cost per second, as of `_ended`: each request's cost, less and less as time goes on."""
         self._counted = 0.0
         """The cost of requests that have ended since."""
-        self._cost = self._seconds = 0.0
-        """Of a request, as means of the last ones."""
+        self._cost = 0.0
+        """Of a request, as a mean of the last ones."""
+        self.seconds = 0.0
+        """For which a request has its place, as a mean of the last ones."""
         self._began: float | None = None
         self._ended = 0.0
         self._learned = -math.inf
@@ -94,11 +96,11 @@ class Waits:
         self._counted += cost
         if self._began is None:
             self._began = now - max(seconds, 0.1)
-            self._cost, self._seconds = cost, seconds
+            self._cost, self.seconds = cost, seconds
             self._fold(now)
         else:
             self._cost += _GAIN * (cost - self._cost)
-            self._seconds += _GAIN * (seconds - self._seconds)
+            self.seconds += _GAIN * (seconds - self.seconds)
             if now >= self._ended + _APART:
                 self._fold(now)
 
@@ -139,7 +141,7 @@ class Waits:
         seen = 1 - math.exp(-(now - self._began) / MEAN_OVER)
         rate = self._rate / max(seen, 0.01)
         if served:
-            rate = max(rate, served * self._cost / max(self._seconds, 1e-3))
+            rate = max(rate, served * self._cost / max(self.seconds, 1e-3))
         return ahead / rate if rate > 1e-6 else None
 
     def service(self, now: float, prompt: int, part: float = 1.0) -> tuple[float, float]:

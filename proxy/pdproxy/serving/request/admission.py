@@ -4,8 +4,9 @@ Owns the places of requests being served, and how many there are; `kit.fair_queu
 `scheduling.waits` predicts how long that takes. A request with a deadline waits only as long as it can spare; half as long, once
 others have been waiting for longer than a request is served: places would go to requests that just miss their deadlines, if
 each were begun at the last moment. `scheduling.concurrency_limit` lowers the number of places where too many requests at once
-make each other late. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a
-client with more places than its share loses one, if it reads that answer too slowly.
+make each other late, and `spaced_places` keeps requests from beginning all together where others have been waiting for long. A
+prefilled request never waits here, because the lease on its KV is running. While a request waits, a client with more places than
+its share loses one, if it reads that answer too slowly.
 """
 
 from __future__ import annotations
@@ -16,21 +17,17 @@ import math
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
 from pdproxy.kit.fair_queue import FairQueue, QueueFullError
+from pdproxy.kit.fair_tenants import Entry
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.demand import NO_DEMAND, Demand
+from pdproxy.serving.request.patience import may_wait
 from pdproxy.serving.request.place import Ended, Place
+from pdproxy.serving.request.spaced_places import SpacedPlaces
 
-LEAST_SERVICE = 0.1
-"""Seconds: a request that has less left is not begun."""
-STANDING = 0.5
-"""The part of its spare time that a request may wait, where others have been waiting for long."""
-LEAST_WAIT = 0.1
-"""The part of all its time that a request may wait in any case. Without it nobody would wait where none seems to have time, and
-places would go to whoever comes when one is free, whatever the tenants' weights are."""
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
 
@@ -68,6 +65,7 @@ class Admission:
         self._outputs = Outputs()
         self._waits = Waits()
         self._limit = ConcurrencyLimit()
+        self._spaced = SpacedPlaces(self._give_back)
         self._served = self._served_at = 0.0
         """The sum of the seconds for which requests have had places, up to a time."""
         self._queued_since = 0.0
@@ -133,9 +131,10 @@ class Admission:
         expected = self._outputs.expected(prompt, demand.limit) * demand.answers
         place, size = Place(self._left, demand, expected), prompt + int(expected)
         cost = prompt + self._output_weight * expected
-        priority, patience = demand.priority if self._by_priority else 0, self._timeout
+        if self._spaced.kept and not self._queue.waiting:
+            self._spaced.release()
+        priority, patience, now = demand.priority if self._by_priority else 0, self._timeout, self._clock.now()
         if deadline is not None:
-            now = self._clock.now()
             place.time = deadline - now
             patience = min(self._check(client, demand, cost, priority, now, place.time), patience)
         entry = self._queue.take(client.name, client.weight, place, cost, size)
@@ -143,7 +142,6 @@ class Admission:
             place.entry = entry
             self._begin(place, self._queue.taken - 1)
         else:
-            now = self._clock.now()
             if not self._queue.waiting:
                 self._queued_since = now
             try:
@@ -161,6 +159,7 @@ class Admission:
         self._closed = True
         for place in self._queue.tickets():
             place.refuse(_shutting_down())
+        self._spaced.release()
         self._check_drained()
         await self._drained.wait()
 
@@ -187,9 +186,16 @@ class Admission:
             self._limit.ended(now, place.begun, served, longer, time, weight, late=late)
             if completion and demand.answers and not late:
                 self._outputs.add(demand.prompt, completion // demand.answers)
-        self._queue.leave(entry, cost)
-        if weight:
             self._resize()
+        seconds = self._waits.seconds
+        if self._queue.waiting and now > self._queued_since + seconds and not self._closed:
+            self._spaced.leave(now, entry, cost, seconds, self._queue.taken)
+        else:
+            self._give_back(entry, cost)
+
+    def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
+        self._add_up(self._clock.now(), self._queue.taken)
+        self._queue.leave(entry, cost)
         if self._closed:
             self._check_drained()
 
@@ -263,16 +269,10 @@ class Admission:
         Raises:
             OverloadedError: it can't be done in that time.
         """
-        usual = self._outputs.expected(demand.prompt)
-        part = 1.0 if demand.limit is None or demand.limit >= usual else max(demand.limit, 1) / usual
-        best, surely = self._waits.service(now, demand.prompt, part)
-        if left < max(best, LEAST_SERVICE):
-            raise self._too_late(client)
         waiting = self._queue.waiting
-        spare = left - max(surely, LEAST_SERVICE)
-        if waiting and now > self._queued_since + surely:
-            spare *= STANDING
-        patience = max(spare, left * LEAST_WAIT)
+        patience = may_wait(self._waits, self._outputs, demand, now, left, self._queued_since if waiting else None)
+        if patience is None:
+            raise self._too_late(client)
         if waiting and patience < (self._wait_of(client, cost, priority, now + patience) or 0.0) * OPTIMISM:
             raise self._too_late(client)
         return patience

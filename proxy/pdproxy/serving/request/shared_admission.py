@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
+from pdproxy.kit.fair_tenants import Entry
 from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import NO_DEMAND, Demand
-from pdproxy.serving.request.place import Ended, Place
+from pdproxy.serving.request.place import Place
 
 
 class SharedAdmission(Admission):
@@ -98,14 +99,14 @@ class SharedAdmission(Admission):
         first = self._queue.first()
         return None if first is None else self._began.get(first)
 
-    def _left(self, place: Place, ended: Ended) -> None:
+    def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
         if self._queue.waiting:
             self._read()
-            super()._left(place, ended)
+            super()._give_back(entry, cost)
             self._read()  # whoever waits here may come first now, or last
             self._show()
             return
-        super()._left(place, ended)
+        super()._give_back(entry, cost)
         self._show()
         if self._shared.awaited():  # read behind the write: a request that begins to wait now sees the free place
             self.look()
