@@ -22,7 +22,7 @@ from pdproxy.observe.events import (
 )
 from pdproxy.serving.kv import turns as turns_module
 from pdproxy.serving.kv.open_turns import WAIT
-from pdproxy.serving.kv.turns import FAILURES, PAUSE
+from pdproxy.serving.kv.turns import FAILURES, PAUSE, Turns
 from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.wire.request import Route
 from tests.fakes.client import request
@@ -42,18 +42,20 @@ async def talking(turns: dict[str, Any] | None = None, **more: Any) -> AsyncIter
     more["everybody"] = BOTH | more.get("everybody", {})
     wanted = {"bidirectional": True, "min_tokens": 16, **(turns or {})}
     async with pool("nixl", tokenizer=SimTokenizer(), turns=wanted, **more) as pair:
-        canaries = pair.world.proxy.tokens.canaries  # type: ignore[union-attr]
-        await until(lambda: canaries.trusted("tiny", Route.CHAT) and canaries.trusted("tiny", Route.COMPLETIONS))
+        canaries = [worker.tokens.canaries for worker in pair.world.workers]  # type: ignore[union-attr]
+        for route in (Route.CHAT, Route.COMPLETIONS):
+            await until(lambda route=route: all(one.trusted("tiny", route) for one in canaries))  # type: ignore[misc]
         if more.get("kv_ready", {}).get("notifier", True):
             await heard(pair)
         for path, body in ((COMPLETIONS, {"prompt": "x " * 30}), (CHAT, {"messages": user("y " * 30)})):
-            for _ in range(2):  # the first one proves that P's ids are ours
+            # The first one proves that P's ids are ours, in each worker that may get the next ones.
+            for _ in range(2 if len(pair.world.workers) == 1 else 12):
                 assert (await pair.ask(path, {"model": "tiny", "max_tokens": 2, **body})).status == 200
-        kept_ = pair.world.proxy.turns
-        assert kept_ is not None
         await quiet(pair)
         await pair.noticed()
-        kept_.kept.drop_all("evicted")
+        for turns_ in turns_of(pair):
+            turns_.kept.drop_all("evicted")
+        await until(lambda: not kept(pair))
         await quiet(pair)
         pair.world._recorder.events.clear()
         yield pair
@@ -72,9 +74,12 @@ async def heard(pair: Pair) -> None:
 
 async def quiet(pair: Pair) -> None:
     """Wait until nothing is under way: no request, no answer without its notice, no release."""
-    turns = pair.world.proxy.turns
-    assert turns is not None
-    await until(lambda: not pair.world.busy() and not turns.releases.pending)
+    await until(lambda: not pair.world.busy() and not any(turns.releases.pending for turns in turns_of(pair)))
+
+
+def turns_of(pair: Pair) -> list[Turns]:
+    """Return those of all workers."""
+    return [worker.turns for worker in pair.world.workers if worker.turns is not None]
 
 
 def user(content: str) -> list[dict[str, Any]]:
@@ -82,9 +87,9 @@ def user(content: str) -> list[dict[str, Any]]:
 
 
 def kept(pair: Pair) -> int:
-    turns = pair.world.proxy.turns
-    assert turns is not None
-    return len(turns.kept)
+    """Return how many are kept, once all workers know the same; -1 before."""
+    known = {len(turns.kept) for turns in turns_of(pair)}
+    return known.pop() if len(known) == 1 else -1
 
 
 async def keeps(pair: Pair, count: int) -> None:
@@ -208,9 +213,7 @@ async def test_a_changed_history_uses_the_common_blocks() -> None:
 
 
 def kept_ids(pair: Pair) -> set[str]:
-    turns = pair.world.proxy.turns
-    assert turns is not None
-    return {turn.handle.request_id for turn in turns.kept._by_age.values()}
+    return {turn.handle.request_id for turns in turns_of(pair) for turn in turns.kept.own}
 
 
 @pytest.mark.parametrize(
@@ -262,9 +265,8 @@ async def test_engines_that_name_a_host_at_which_others_do_not_reach_them(way: s
         (reused,) = pair.world.events(TurnReused)
         assert reused.tokens == pulled(pair) > 0
         await keeps(pair, 1)
-        turns = pair.world.proxy.turns
-        assert turns is not None
-        turns.kept.drop_all("evicted")
+        for turns in turns_of(pair):
+            turns.kept.drop_all("evicted")
         await quiet(pair)
         await until(lambda: not pair.d.engine.handles)
         assert {event.result for event in pair.world.events(TurnReleased)} == {"released"}
@@ -315,10 +317,9 @@ async def test_expired_ones_are_not_used() -> None:
     async with talking({"decoder_kv_blocks_ttl": 60, "margin": 20}, clock=clock) as pair:
         await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4})
         await until(lambda: kept(pair) >= 1)
-        turns = pair.world.proxy.turns
-        assert turns is not None
         begun = clock.now()
-        clock.now = turns._now = turns.kept._now = lambda: begun + 40.5
+        for turns in turns_of(pair):
+            clock.now = turns._now = turns.kept._now = lambda: begun + 40.5
         await alike(pair, COMPLETIONS, {"prompt": [*IDS, 5], "max_tokens": 4})
         assert pair.world.events(TurnReused) == []
         assert "expired" in drops(pair)

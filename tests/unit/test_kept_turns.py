@@ -93,8 +93,11 @@ class Shelf:
         return self.kept.add(turn)
 
     def take(self, *ids: int, scope: bytes = SCOPE, without: Any = ()) -> tuple[str, int] | None:
-        found = self.kept.take(scope + text(*ids), self.p, without)
-        return None if found is None else (found.turn.record.remote_request_id, found.tokens)
+        found = self.kept.find(scope + text(*ids), self.p, without)
+        if found is None:
+            return None
+        self.kept.remove(found.turn)
+        return found.turn.record.remote_request_id, found.tokens
 
     @property
     def reasons(self) -> list[tuple[str, str]]:
@@ -282,7 +285,7 @@ def test_the_answers_own_handle_counts(other: bool) -> None:
     turn.answered(ANSWER, 20)
     turn.keeps(params(59, "cmpl-late"))
     assert shelf.dropped == [("a", "abandoned", True)] * other
-    found = shelf.kept.take(SCOPE + text(*HISTORY, 1), shelf.p)
+    found = shelf.kept.find(SCOPE + text(*HISTORY, 1), shelf.p)
     assert found is not None
     assert found.turn.handle.request_id == "cmpl-d"
     assert shelf.open.size == len(shelf.open) == 0
@@ -499,7 +502,7 @@ def test_whatever_was_edited_the_text_is_one_engines(
     following = (*edited(history, edits), *range(1000, 1000 + more))
     if not following:
         return
-    reuse = shelf.kept.take(SCOPE + text(*following), shelf.p)
+    reuse = shelf.kept.find(SCOPE + text(*following), shelf.p)
     common = next(
         (at for at, (a, b) in enumerate(zip(history, following, strict=False)) if a != b),
         min(len(history), len(following)),

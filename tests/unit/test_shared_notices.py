@@ -289,7 +289,7 @@ async def test_a_connector_that_is_found_too_late_is_to_be_named() -> None:
     """What it needs had to be bound before the workers began."""
     table = SharedTable(2, 1, leading.MEASURES)
     lead = Leading(0, table.column(0), table.others(0))
-    share = PoolShare(PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), lead, lambda: 0.0)
+    share = PoolShare(PoolMemory(2), 0, 0, SharedRecords(2, 8).area(0), lead, lambda: 0.0, Parent(2).all[0])
     with pytest.raises(
         SettingsError, match=r"connector: auto: with several workers, name a connector .*\(registration\)"
     ):

@@ -62,7 +62,7 @@ def build_notices(
     over_zmq = contract.has_notices_over(Channel.ZMQ)
     receive: Callable[[Notice], None] = router.receive
     if over_zmq:
-        is_read = contract.handle_from_notice is not None
+        is_read = contract.handle_from_notice is not None or turns is not None
         receive = _of_all(process, f"notices {name}", receive, failed, is_read=is_read)
     socket = NoticeSocket(receive, transfer.ready.undecodable, failed)
     posted = transfer.ready if contract.has_notices_over(Channel.HTTP) else None

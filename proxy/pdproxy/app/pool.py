@@ -107,7 +107,7 @@ class PoolParts:
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
-        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share)
         notices = build_notices(settings, transfer, custodian, turns, process, share)
         registrations = build_registrations(settings, engines, ledger, process, share)
         kv_index = FedIndex(knowledge) if knowledge is not None else index

@@ -9,6 +9,7 @@ from typing import Any
 
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.shared_capacity import SharedPoolCapacity
+from pdproxy.app.siblings import Siblings
 from pdproxy.app.sockets import BoundBefore, BoundHere
 from pdproxy.fleet import shared_audit, shared_signs
 from pdproxy.fleet.audit import Auditor
@@ -29,6 +30,9 @@ from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
+from pdproxy.serving.kv.shared_turns import SharedTurns
+from pdproxy.serving.kv.turn_messages import is_turn
+from pdproxy.serving.kv.turns import Turns
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -64,6 +68,7 @@ class PoolAlone:
     capacity = PoolCapacity
     sockets = BoundHere()
     buffers = ReceiveBuffers
+    turns = Turns
 
     def auto(self) -> None:
         """The placement `auto` shares nothing."""
@@ -75,11 +80,18 @@ class PoolAlone:
 class PoolShare:
     """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for the records of all pools.
 
-    `lead`: who does what is done once; `now`: monotonic seconds.
+    `lead`: who does what is done once; `now`: monotonic seconds; `siblings`: the other workers.
     """
 
     def __init__(
-        self, memory: PoolMemory, number: int, at: int, area: Area, lead: Leading, now: Callable[[], float]
+        self,
+        memory: PoolMemory,
+        number: int,
+        at: int,
+        area: Area,
+        lead: Leading,
+        now: Callable[[], float],
+        siblings: Siblings,
     ) -> None:
         self._memory = memory
         self._number = number
@@ -87,13 +99,20 @@ class PoolShare:
         self._area = area
         self._lead = lead
         self._now = now
+        self._siblings = siblings
         self._ledger: SharedLedger | None = None
         self._custodian: SharedCustodian | None = None
         self._capacity: SharedPoolCapacity | None = None
+        self._turns: SharedTurns | None = None
         self.sockets = BoundBefore(memory.listeners)
 
     def __repr__(self) -> str:
         return f"<PoolShare of pool {self._at}, worker {self._number}>"
+
+    def start(self) -> None:
+        """Follow the other workers."""
+        if self._turns is not None:
+            self._turns.start()
 
     def refresh(self) -> None:
         """Take over the loads of the other workers, and what they have learned of engines."""
@@ -105,9 +124,11 @@ class PoolShare:
             self._capacity.look()
 
     def adopt(self, records: list[bytes]) -> None:
-        """Become responsible for those handles of a worker that has ended which engines of this pool hold."""
+        """Become responsible for the KV of a worker that has ended which engines of this pool hold."""
         if self._custodian is not None:
-            self._custodian.adopt(records)
+            self._custodian.adopt([record for record in records if not is_turn(record)])
+        if self._turns is not None:
+            self._turns.adopt([record for record in records if is_turn(record)])
 
     def auto(self) -> AutoShare:
         """Return what the worker's placement `auto` shares with the others'."""
@@ -149,3 +170,9 @@ class PoolShare:
         """Return the worker's custodian. The arguments: those of `Custodian`."""
         self._custodian = SharedCustodian(*arguments, area=self._area, pool=self._at, **options)
         return self._custodian
+
+    def turns(self, *arguments: Any, **options: Any) -> SharedTurns:
+        """Return the worker's turns. The arguments: those of `Turns`."""
+        own = partial(SharedTurns, number=self._number, pool=self._at, area=self._area, siblings=self._siblings)
+        self._turns = own(*arguments, **options)
+        return self._turns

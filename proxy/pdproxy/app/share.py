@@ -166,6 +166,8 @@ class Share:
             answers.start(tasks)
         for registrations in self.registrations:
             registrations.start(tasks)
+        for pool in self._pools:
+            pool.start()
         if self._admission is not None:
             self._admission.start()
         if self._shown is not None:
@@ -207,7 +209,7 @@ class Share:
 
     def pool(self, at: int) -> PoolShare:
         """Return the worker's part of the pool with this number."""
-        pool = PoolShare(self._shared.pools[at], self.number, at, self._area, self.lead, self._now)
+        pool = PoolShare(self._shared.pools[at], self.number, at, self._area, self.lead, self._now, self.siblings)
         self._pools.append(pool)
         return pool
 

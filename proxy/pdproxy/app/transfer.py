@@ -43,9 +43,18 @@ def build_transfer(
 
 
 def build_turns(
-    settings: Settings, contract: Contract, ledger: Ledger, engines: EngineRegistry, clock: Clock, observers: Observers
+    settings: Settings,
+    contract: Contract,
+    ledger: Ledger,
+    engines: EngineRegistry,
+    clock: Clock,
+    observers: Observers,
+    own: PoolShare | PoolAlone,
 ) -> Turns | None:
-    """Return what hands KV of finished turns back to prefill engines, None where that is not wanted."""
+    """Return what hands KV of finished turns back to prefill engines, None where that is not wanted.
+
+    `own`: what is shared of the pool.
+    """
     wanted = settings.pool.turns
     if not wanted.bidirectional or contract.turns is None:
         return None
@@ -64,7 +73,7 @@ def build_turns(
         min_share=wanted.min_share,
     )
     by_notice = settings.kv_ready.notifier
-    return Turns(contract.turns, limits, ledger, engines, settings.deadlines, observers, clock, by_notice=by_notice)
+    return own.turns(contract.turns, limits, ledger, engines, settings.deadlines, observers, clock, by_notice=by_notice)
 
 
 def receiver_of(node: Node) -> Receiver | None:

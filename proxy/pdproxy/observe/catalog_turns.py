@@ -20,6 +20,7 @@ TURN_DROPS = (
     ("failed", "the prefill engine that was given it has failed"),
     ("unanswered", "the prefill engine that was given it has not answered"),
     ("shutdown", "the proxy has stopped"),
+    ("worker_ended", "the worker that kept it has ended"),
 )
 
 
@@ -58,6 +59,19 @@ TURN_SECONDS = _counter(
     "Prefill engines' seconds saved by these tokens, estimated: the tokens beyond the prompt that the same engine prefilled "
     "in the turn before, multiplied by its seconds per computed token. These are measured on its legs without such KV, queues "
     "included, with a weight of 0.95 from prompt to prompt",
+)
+TURN_CLAIMS = _counter(
+    "pdproxy_turn_claims_total",
+    "turns",
+    "Questions of one worker to another for a turn that it keeps",
+    Label(
+        "result",
+        (
+            ("given", "the prompt uses it"),
+            ("gone", "it was used or dropped meanwhile"),
+            ("late", "the worker did not answer in time: it has ended, or is stopped"),
+        ),
+    ),
 )
 TURN_RELEASES = _counter(
     "pdproxy_turn_releases_total",

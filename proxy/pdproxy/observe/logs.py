@@ -35,6 +35,7 @@ from pdproxy.observe.events import (
     StreamContinued,
     Tokenized,
     TokenizerJudged,
+    TurnClaimed,
     TurnDropped,
     TurnKept,
     TurnReleased,
@@ -152,7 +153,7 @@ class LogObserver:
                 _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited() | BootstrapAsked():
                 _debug(event)
-            case TurnKept() | TurnReused() | TurnDropped() | TurnReleased():
+            case TurnKept() | TurnReused() | TurnDropped() | TurnClaimed() | TurnReleased():
                 _debug(event)
 
     def _refused(self, event: Refused) -> None:

@@ -51,6 +51,7 @@ from pdproxy.observe.events import (
     StreamContinued,
     Tokenized,
     TokenizerJudged,
+    TurnClaimed,
     TurnDropped,
     TurnKept,
     TurnReleased,
@@ -226,6 +227,8 @@ class Metrics:
                 self._count(catalog_turns.TURN_SECONDS, by=seconds)
             case TurnDropped(reason=reason):
                 self._count(catalog_turns.TURNS_DROPPED, reason)
+            case TurnClaimed(result):
+                self._count(catalog_turns.TURN_CLAIMS, result)
             case TurnReleased(result):
                 self._count(catalog_turns.TURN_RELEASES, result)
             case KvShortfall() | NodeChanged() | TokenizerJudged():

@@ -118,10 +118,10 @@ class PrefillLeg:
         self._attempt.take(self._lease)
         open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, self._end)
         self._open_legs.add(open_leg)
-        if resources.turns is not None:
-            self._turn = turn_before(self._attempt, resources.turns, self._sent_ids)
-            self.dispatch = with_turn(self.dispatch, self._turn)
         try:
+            if resources.turns is not None:
+                self._turn = await turn_before(self._attempt, resources.turns, self._sent_ids)
+                self.dispatch = with_turn(self.dispatch, self._turn)
             while True:
                 try:
                     async with resources.clock.within(seconds):

@@ -108,7 +108,7 @@ class TurnBefore:
             self._turns.left(reuse)
 
 
-def turn_before(attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBefore:
+async def turn_before(attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBefore:
     """Return the KV of the turn before for the attempt's prefill leg, if there is any.
 
     `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not be what the KV is of.
@@ -116,7 +116,7 @@ def turn_before(attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBe
     request = attempt.request
     node, prompt = attempt.assignment.leases[0].node, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
-    reuse = turns.take(request.key, node) if exact and request.key is not None else None
+    reuse = await turns.take(request.key, node) if exact and request.key is not None else None
     return TurnBefore(turns, reuse, node, attempt.resources.now)
 
 

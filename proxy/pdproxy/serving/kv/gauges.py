@@ -49,7 +49,7 @@ def turn_gauges(turns: Turns) -> list[Gauge]:
         return [(("kept",), turns.kept.size), (("open",), turns.open.size)]
 
     return [
-        Gauge(catalog_turns.TURNS, lambda: [((), len(turns.kept))]),
+        Gauge(catalog_turns.TURNS, lambda: [((), len(turns.kept.own))]),
         Gauge(catalog_turns.TURN_BLOCKS, blocks),
         Gauge(catalog_turns.TURN_BYTES, held),
     ]

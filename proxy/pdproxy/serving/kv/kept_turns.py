@@ -7,7 +7,7 @@ bytes of ids, and by blocks per decode engine.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from hashlib import blake2b
 
@@ -67,13 +67,18 @@ class TurnRecord(msgspec.Struct, frozen=True, eq=False):
 
 
 class KeptTurn(msgspec.Struct, frozen=True, eq=False):
-    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them there is KV."""
+    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them there is KV.
+
+    `owner`, `number`: the worker that keeps it, and its number there; None if this process does.
+    """
 
     record: TurnRecord
     handle: DecodeHandle
     key: bytes
     known: int
     received: float
+    owner: int | None = None
+    number: int = 0
 
     @property
     def size(self) -> int:
@@ -92,7 +97,11 @@ class Reuse(msgspec.Struct, frozen=True, eq=False):
 
 
 class KeptTurns:
-    """All turns of one pool. `dropped(turn, reason)` is called for each that leaves unused (`catalog_turns.TURN_DROPS`)."""
+    """All turns of one pool, and what is known of other workers' turns.
+
+    `dropped(record, handle, reason)` is called for each own one that leaves unused (`catalog_turns.TURN_DROPS`), `removed(turn)`
+    for each that leaves.
+    """
 
     def __init__(
         self,
@@ -107,6 +116,7 @@ class KeptTurns:
         self._engines = engines
         self._dropped = dropped
         self._now = now
+        self.removed: Callable[[KeptTurn], None] = lambda _: None
         self._by_age: OrderedDict[int, KeptTurn] = OrderedDict()  # by the id of the object
         self._by_name: dict[str, KeptTurn] = {}
         self._index = PrefixIndex[KeptTurn]()
@@ -117,6 +127,9 @@ class KeptTurns:
     def __len__(self) -> int:
         return len(self._by_age)
 
+    def __contains__(self, turn: KeptTurn) -> bool:
+        return id(turn) in self._by_age
+
     def __repr__(self) -> str:
         return f"<KeptTurns {len(self)} turns, {self._bytes} bytes>"
 
@@ -125,10 +138,18 @@ class KeptTurns:
         """Bytes of ids and handles that are held."""
         return self._bytes
 
+    @property
+    def own(self) -> list[KeptTurn]:
+        """Those that this process keeps, the oldest first."""
+        return [turn for turn in self._by_age.values() if turn.owner is None]
+
     def blocks(self) -> dict[str, int]:
-        """Return how many blocks are kept, by decode engine."""
+        """Return how many blocks this process keeps, by decode engine."""
         self.sweep()
-        return dict(self._blocks)
+        found: Counter[str] = Counter()
+        for turn in self.own:
+            found[turn.record.decode] += turn.handle.blocks
+        return dict(found)
 
     def add(self, turn: KeptTurn) -> bool:
         """Keep a turn; drop the oldest ones for it. Return whether it is kept."""
@@ -136,15 +157,15 @@ class KeptTurns:
         self.sweep()
         engine = self._engines.get(url)
         if engine is not None and engine.node.draining is not None:
-            self._dropped(turn.record, turn.handle, "leaving")
+            self._lose(turn, "leaving")
             return False
         if turn.size > limits.max_bytes - self._elsewhere or turn.handle.blocks > limits.max_blocks:
-            self._dropped(turn.record, turn.handle, "too_long")
+            self._lose(turn, "too_long")
             return False
         if (namesake := self._by_name.get(turn.record.remote_request_id)) is not None:
-            self._drop(namesake, "evicted")  # a notice that its engine has freed it could be of either one
+            self.drop(namesake, "evicted")  # a notice that its engine has freed it could be of either one
         while self._blocks.get(url, 0) + turn.handle.blocks > limits.max_blocks:
-            self._drop(next(one for one in self._by_age.values() if one.record.decode == url), "evicted")
+            self.drop(next(one for one in self._by_age.values() if one.record.decode == url), "evicted")
         self._by_age[id(turn)] = turn
         self._by_name[turn.record.remote_request_id] = turn
         self._index.add(turn.key, turn)
@@ -159,13 +180,15 @@ class KeptTurns:
         while self._by_age and (
             self._bytes + elsewhere > self._limits.max_bytes or len(self._by_age) > self._limits.count
         ):
-            self._drop(next(iter(self._by_age.values())), "evicted")
+            self.drop(next(iter(self._by_age.values())), "evicted")
 
-    def take(self, key: bytes, prefill: Node, without: Collection[int] = ()) -> Reuse | None:
+    def find(
+        self, key: bytes, prefill: Node, without: Collection[int] = (), silent: Collection[int] = ()
+    ) -> Reuse | None:
         """Return the turn that a prompt continues, None if there is none whose KV this prefill engine may pull.
 
-        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out. The turn is not kept any
-        longer.
+        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out; `silent`: workers whose turns are.
+        Who uses it removes it.
         """
         self.sweep()
         gone: list[tuple[KeptTurn, str]] = []
@@ -184,34 +207,32 @@ class KeptTurns:
                 gone.append((turn, "restarted"))
             elif turn.received <= oldest:  # its answer took long: it is not the oldest by its place
                 gone.append((turn, "expired"))
-            elif found is None and turn.record.decode_run not in without:
+            elif found is None and turn.record.decode_run not in without and turn.owner not in silent:
                 found = self._reuse(turn, tokens, prompt, prefill, engine.node)
         for turn, reason in gone:
-            self._drop(turn, reason)
-        if found is not None:
-            self._remove(found.turn)
+            self.drop(turn, reason)
         return found
 
     def forget(self, name: str, reason: str) -> None:
         """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if unknown, nothing changes."""
         if (turn := self._by_name.get(name)) is not None:
-            self._drop(turn, reason)
+            self.drop(turn, reason)
 
     def engine_leaves(self, url: str) -> None:
         """Drop the turns of a decode engine."""
         for turn in [turn for turn in self._by_age.values() if turn.record.decode == url]:
-            self._drop(turn, "leaving")
+            self.drop(turn, "leaving")
 
     def sweep(self) -> None:
         """Drop the turns whose time is over."""
         oldest = self._now() - self._limits.seconds
         while self._by_age and (turn := next(iter(self._by_age.values()))).received <= oldest:
-            self._drop(turn, "expired")
+            self.drop(turn, "expired")
 
     def drop_all(self, reason: str) -> None:
         """Drop every turn."""
         for turn in list(self._by_age.values()):
-            self._drop(turn, reason)
+            self.drop(turn, reason)
 
     def _reuse(self, turn: KeptTurn, common: int, prompt: int, prefill: Node, decode: Node) -> Reuse | None:
         now, block_size = self._now(), None if decode.evidence is None else decode.evidence.block_size
@@ -229,11 +250,17 @@ class KeptTurns:
             return None  # another prompt may continue it
         return Reuse(turn, prefill, fit.params, fit.tokens, fit.trimmed)
 
-    def _drop(self, turn: KeptTurn, reason: str) -> None:
-        self._remove(turn)
-        self._dropped(turn.record, turn.handle, reason)
+    def drop(self, turn: KeptTurn, reason: str) -> None:
+        """Keep a turn no longer: its KV will not be used."""
+        self.remove(turn)
+        self._lose(turn, reason)
 
-    def _remove(self, turn: KeptTurn) -> None:
+    def _lose(self, turn: KeptTurn, reason: str) -> None:
+        if turn.owner is None:
+            self._dropped(turn.record, turn.handle, reason)
+
+    def remove(self, turn: KeptTurn) -> None:
+        """Keep a turn no longer: it is used, or another worker has it no more."""
         url = turn.record.decode
         del self._by_age[id(turn)]
         if self._by_name.get(turn.record.remote_request_id) is turn:
@@ -243,3 +270,4 @@ class KeptTurns:
         self._blocks[url] -= turn.handle.blocks
         if not self._blocks[url]:
             del self._blocks[url]
+        self.removed(turn)

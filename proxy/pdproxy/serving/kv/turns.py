@@ -6,6 +6,8 @@ of the others (`turn_release`); and which pairs must not be given any for now.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers, TurnDropped, TurnKept, TurnReused
@@ -67,6 +69,7 @@ class Turns:
         by_notice: bool,
     ) -> None:
         self._observers = observers
+        self._clock = clock
         self._now = clock.now
         self._failed: dict[tuple[int, int], tuple[int, float]] = {}
         """By the runs of a pair: failed handles in a row, and when the last one failed."""
@@ -92,8 +95,15 @@ class Turns:
 
     # -- using one
 
-    def take(self, key: bytes, prefill: Node) -> Reuse | None:
-        """Return the turn that a prompt continues, None if there is none for this prefill engine. See `KeptTurns.take`."""
+    async def take(self, key: bytes, prefill: Node) -> Reuse | None:
+        """Return the turn that a prompt continues, None if there is none for this prefill engine. It is not kept any longer."""
+        found = self._find(key, prefill)
+        if found is not None:
+            self.kept.remove(found.turn)
+        return found
+
+    def _find(self, key: bytes, prefill: Node, silent: Collection[int] = ()) -> Reuse | None:
+        """See `KeptTurns.find`."""
         if not len(self.kept) or prefill.run_number in self._hung:
             return None
         run, begin = prefill.run_number, self._now() - PAUSE
@@ -102,7 +112,7 @@ class Turns:
             for (one, decode), (count, at) in self._failed.items()
             if one == run and count >= FAILURES and at > begin
         }
-        return self.kept.take(key, prefill, paused)
+        return self.kept.find(key, prefill, paused, silent)
 
     def used(self, reuse: Reuse) -> None:
         """The prefill engine has answered: it has pulled the KV, or has had it, and the decode engine frees it."""
@@ -133,9 +143,7 @@ class Turns:
 
     def hung(self, reuse: Reuse) -> None:
         """The prefill engine has not answered in time. One without the option never does: its run gets no more handles."""
-        self._hung[reuse.prefill.run_number] = reuse.prefill.url
-        if len(self._hung) > _MAX_PAIRS:
-            del self._hung[next(iter(self._hung))]
+        self._never_answers(reuse.prefill)
         self.left(reuse)
 
     def engine_leaves(self, url: str) -> None:
@@ -183,6 +191,11 @@ class Turns:
         self.open.drop_all()
         self.kept.drop_all("shutdown")
         return await self.releases.settle(timeout)
+
+    def _never_answers(self, prefill: Node) -> None:
+        self._hung[prefill.run_number] = prefill.url
+        if len(self._hung) > _MAX_PAIRS:
+            del self._hung[next(iter(self._hung))]
 
     def _host_of(self, decode: str) -> str | None:
         engine = self._engines.known.get(decode)
