@@ -31,10 +31,9 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
     ("text", "named"),
     [
         ("pools: [{turns: {bidirectional: true}}]", "pools[0].turns.bidirectional"),
-        ("pools: [{kv_events: {enabled: true, host: 127.0.0.1}}]", "pools[0].kv_events.host: 127.0.0.1"),
         (
-            f"pools: [{{name: a}}, {{name: b, kv_events: {{enabled: true, host: 127.0.0.1}}, {SECOND}}}]",
-            "pools[1].kv_events.host: 127.0.0.1",
+            f"pools: [{{name: a}}, {{name: b, turns: {{bidirectional: true}}, {SECOND}}}]",
+            "pools[1].turns.bidirectional",
         ),
     ],
 )
@@ -61,7 +60,7 @@ def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
         "pools: [{policy: auto}]",
         "pools: [{slo: {ttft: 1}}]",
         "pools: [{kv_events: {enabled: true}}]",
-        "pools: [{kv_events: {host: 127.0.0.1}}]",
+        "pools: [{kv_events: {enabled: true, host: 127.0.0.1}}]",
         "listen: {admin: 127.0.0.1:9}",
         "replicas: {count: 3}",
         "kv_ready: {notifier: true}",

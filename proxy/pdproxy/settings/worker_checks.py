@@ -34,9 +34,6 @@ def _of_pool(key: KeyPath, pool: Pool) -> list[tuple[KeyPath, str]]:
     wrong: list[tuple[KeyPath, str]] = []
     if pool.turns.bidirectional:
         wrong.append(((*key, "turns", "bidirectional"), "true"))
-    if pool.kv_events.enabled and pool.kv_events.host is not None:
-        # Engines that connect send each event once, to one process.
-        wrong.append(((*key, "kv_events", "host"), str(pool.kv_events.host)))
     return wrong
 
 
