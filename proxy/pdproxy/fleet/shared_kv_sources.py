@@ -206,7 +206,7 @@ class SharedKvEventSources(KvEventSources):
             self._take((self._number, self._since), rank, message)
 
     def _stood_still(self, now: float) -> bool:
-        """Return whether this worker has stood still. Then its sockets are closed: not at once, for they may be being read."""
+        """Return whether this worker has stood still. Its sockets are closed then: soon, since one may be read just now."""
         stood = self._listens and now - self._looked > STALE
         if stood:
             self._listens = False
