@@ -28,7 +28,6 @@ from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.kit.switchboard import Switchboard
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.worker_checks import refused
 from pdproxy.transfer.contract import Contract, Dispatch
 
 SCRIPTED = "scripted"
@@ -127,6 +126,6 @@ def workers_for(settings: Settings) -> int:
     """Return how many workers a proxy with these settings may have in this run of the tests."""
     if WORKERS == 1:
         return 1
-    is_possible = not refused(settings) and all(pool.placement != SCRIPTED for pool in settings.pools)
+    is_possible = all(pool.placement != SCRIPTED for pool in settings.pools)
     ran[is_possible].add(os.environ.get("PYTEST_CURRENT_TEST", "").split(" ")[0])
     return WORKERS if is_possible else 1

@@ -100,14 +100,14 @@ async def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--config", "pdproxy.yaml"], "pools[0].kv_events.host: 127.0.0.1"),
+        (["--config", "pdproxy.yaml"], "pools[0].turns.bidirectional: true"),
         (["--api-keys-file", "/nowhere/keys"], "auth.api_keys_file"),
         (["--admin", "unix:/nowhere/admin.sock"], "listen.admin: can't listen on unix:/nowhere/admin.sock"),
     ],
 )
 async def test_wrong_settings_end_with_two(arguments: list[str], line: str, tmp_path: Path) -> None:
     """Also what only a worker finds out, and once only."""
-    (tmp_path / "pdproxy.yaml").write_text("pools: [{kv_events: {enabled: true, host: 127.0.0.1}}]\n")
+    (tmp_path / "pdproxy.yaml").write_text("pools: [{turns: {bidirectional: true}}]\n")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdproxy", "serve", "--workers", "2", "--port", str(free_port()),
         "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", *arguments,

@@ -30,7 +30,7 @@ from tests.fakes.process import PATIENCE, Served
 from tests.fakes.scripts import WORD
 from tests.fakes.served_workers import ENVIRONMENT
 from tests.fakes.world import COMPLETIONS, completion, until, world
-from tests.proxy.kv_events import facts, prompt
+from tests.proxy.kv_events import ANY, facts, prompt
 
 ENGINES = 3
 
@@ -42,6 +42,8 @@ class Run:
         self.served = Served(process, port, [FakeEngine(role, Books()) for role in ("prefill", "decode")])  # not there
         self.api = Api(admin)
         self.sims = sims
+        self.events: int | None = None
+        """The port to which engines connect with their KV events; None: they are connected to."""
 
     async def ask(self, number: int) -> int:
         """Send a prompt on a connection of its own. Return the number of the engine that served it."""
@@ -67,11 +69,21 @@ class Run:
     def _replaying(self) -> bool:
         ends = [sim.engine.kv_events.ranks[0].config for sim in self.sims]
         try:
-            listening = [set(self.served.connected(_port(end.endpoint), is_theirs=False)) for end in ends]
             asking = [self.served.connected(_port(end.replay_endpoint), is_theirs=False) for end in ends]
+            if self.events is not None:
+                return any(asking) or not self.served.connected(self.events, is_theirs=True)
+            listening = [set(self.served.connected(_port(end.endpoint), is_theirs=False)) for end in ends]
         except FileNotFoundError:
             return True  # a worker has just closed a file
         return any(asking) or any(one != set(self.served.workers()) for one in listening)
+
+    async def taken(self) -> bool:
+        """Whether each message was counted once, of all that engines have published."""
+        sent = sum(sim.engine.kv_events.ranks[0].counts["sent"] for sim in self.sims)
+        counted = [
+            await self.served.metric("pdproxy_kv_event_messages_total", result=how) for how in ("live", "replayed")
+        ]
+        return sum(counted) == sent
 
     def replaced(self, pid: int) -> bool:
         """Whether a killed worker has a successor."""
@@ -86,23 +98,29 @@ class Run:
 
 
 @asynccontextmanager
-async def running(tmp_path: Path) -> AsyncIterator[Run]:
-    """Run `pdproxy serve`. It ends with 0."""
+async def running(tmp_path: Path, events: int | None = None) -> AsyncIterator[Run]:
+    """Run `pdproxy serve`. It ends with 0. `events`: a port to which engines connect with their KV events."""
     async with AsyncExitStack() as stack:
-        made = facts(enable_prompt_tokens_details=True, model="tiny")
-        sims = [await stack.enter_async_context(SimServer(made, chance=number)) for number in range(ENGINES)]
+        sims = []
+        for number in range(ENGINES):
+            endpoint = ANY.endpoint if events is None else f"tcp://127.0.0.1:{events}"
+            config = msgspec.structs.replace(ANY, endpoint=endpoint, topic=f"engine-{number}")
+            made = facts(config, enable_prompt_tokens_details=True, model="tiny")
+            sims.append(await stack.enter_async_context(SimServer(made, chance=number)))
+        host = "" if events is None else f", host: 127.0.0.1, port: {events}"
         port, admin = free_port(), free_port()
         path = tmp_path / "pdproxy.yaml"
         path.write_text(
             f"listen: {{port: {port}, workers: 2, admin: '127.0.0.1:{admin}'}}\ndeadlines: {{drain: 5}}\npools:\n"
-            "- policy: {placement: auto}\n  profile: h200-8b\n  kv_events: {enabled: true}\n  nodes:\n"
-            + "".join(f"  - {{url: '{sim.url}', role: aggregated}}\n" for sim in sims)
+            "- policy: {placement: auto}\n  profile: h200-8b\n  kv_events: {enabled: true"
+            f"{host}}}\n  nodes:\n" + "".join(f"  - {{url: '{sim.url}', role: aggregated}}\n" for sim in sims)
         )
         log = stack.enter_context((tmp_path / "log").open("wb"))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
         )
         run = Run(process, port, admin, sims)
+        run.events = events
         try:
             async with asyncio.timeout(PATIENCE):
                 while True:
@@ -142,6 +160,25 @@ async def test_what_engines_have_cached_is_known_to_all_workers_and_their_succes
         assert [one["reason"] for one in found[:12]] == ["cached"] * 12
         assert [one["age_s"] for one in found] == sorted(one["age_s"] for one in found)
         assert {one["request_id"][:2] for one in found} == {"00", "01"}
+
+
+async def test_engines_that_connect_to_one_worker_are_known_to_all(tmp_path: Path) -> None:
+    """The worker that has connections is killed: its engines go to the other one. Each message is counted once."""
+    events = free_port()
+    async with running(tmp_path, events) as run:
+        at = [await run.ask(number) for number in range(2)]
+        async with asyncio.timeout(PATIENCE):
+            while not await run.taken():
+                await asyncio.sleep(0.02)
+        assert [await run.ask(number % 2) for number in range(6)] == at * 3
+        pid = run.served.connected(events, is_theirs=True)[0]
+        os.kill(pid, signal.SIGKILL)
+        await until(partial(run.replaced, pid), PATIENCE)
+        at.append(await run.ask(2))
+        await run.heard(3)
+        assert [await run.ask(number % 3) for number in range(12)] == [at[number % 3] for number in range(12)]
+        found = await run.decisions()
+        assert [one["reason"] for one in found[:12]] == ["cached"] * 12
 
 
 def by_prediction(settings: Settings) -> Settings:

@@ -24,10 +24,10 @@ class Stage:
         self.index = PlainIndex()
         self.counts = EventCounts()
         self.failures: list[Exception] = []
-        self.feed = Feed(self.index, self.counts, self.failures.append)
+        self.feed = Feed(self.index, self.failures.append)
         self.resumed = 0
-        self.backlog = Backlog(self.index.add_place(), self._resume)
-        self.other = Backlog(self.index.add_place())
+        self.backlog = Backlog(self.index.add_place(), self._resume, self.counts)
+        self.other = Backlog(self.index.add_place(), counts=self.counts)
 
     def _resume(self) -> None:
         self.resumed += 1
@@ -104,7 +104,7 @@ async def test_each_part_says_whether_its_event_begins_with_a_prompts_first_bloc
     index = BlockIndex(4, 10_000)
     place = index.add_place()
     failures: list[Exception] = []
-    feed = Feed(index, EventCounts(), failures.append)
+    feed = Feed(index, failures.append)
     names = list(range(100, 2100))
     index.stored(place, [7], None, [9] * 4, 4, "GPU", 0, None, None, counts=True)
     for _ in range(2):
@@ -212,6 +212,7 @@ def test_the_tables_of_metrics_have_what_the_code_counts() -> None:
         "unknown_field",
         "inconsistent",
         "unknown_topic",
+        "not_passed",
     }
     code = "".join(Path(found.__file__ or "").read_text() for found in (kv_source, kv_sources))
     for name in names(catalog.RESULTS) | names(catalog.CAUSES):

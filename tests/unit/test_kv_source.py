@@ -125,7 +125,7 @@ class Stage:
         self.engine = Engine()
         self.resumed = 0
         self.parts = SourceParts(
-            Feed(self.index, self.counts, self.failures.append),
+            Feed(self.index, self.failures.append),
             self.counts,
             self.clock,
             Observers([self]),

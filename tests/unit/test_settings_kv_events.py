@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
 import pytest
 
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
+from pdproxy.app.share import ALONE, Shared
+from pdproxy.app.sockets import kv_events_places, listener_at, places
 from pdproxy.fleet.kv_sources import Address, resolve
+from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.links import Message
+from pdproxy.kit.switchboard import TELL
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Facts, Node, Pool, Settings
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.kv_events import Source
 from tests.fakes.kv_index import PlainIndex
 from tests.fakes.ports import free_port
 from tests.fakes.registry import registry
+from tests.fakes.world import until
 from tests.unit.test_settings_transfer import checked, wrong
 
 URL = "http://a:1"
@@ -91,11 +102,11 @@ def test_what_can_not_be_read_is_said(source: Source) -> None:
 
 def build(own: KvEvents, index: PlainIndex | None, ranks: int = 1) -> ReadingKvEvents | None:
     engines, _ = registry()
-    admin, clock, tasks = EngineAdmin(timeout=1), Clock(), TaskOwner("test")
-    made = settings(own, ranks=ranks)
-    return build_kv_events(
-        made, index, lambda _: NodeKvEvents(), engines, admin, Observers([]), Metrics(), clock, tasks
+    process: Any = SimpleNamespace(
+        share=ALONE, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=TaskOwner("test")
     )
+    made, admin = settings(own, ranks=ranks), EngineAdmin(timeout=1)
+    return build_kv_events(made, index, lambda _: NodeKvEvents(), engines, admin, process, ALONE.pool(0))
 
 
 async def test_nothing_is_built_while_they_are_off() -> None:
@@ -121,3 +132,66 @@ async def test_a_port_per_rank_is_bound_and_one_that_is_taken_is_named() -> None
         first.stop()
         second.stop()
     assert len(built(own, ranks=3).sources.bound) == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "policy", "ports"),
+    [
+        (KvEvents(enabled=True, host="127.0.0.1", port=7000), PoolPolicy(placement="auto"), [7000, 7001]),
+        (KvEvents(enabled=True, host="127.0.0.1", port=7000), PoolPolicy(prefill="prefix"), [7000, 7001]),
+        (KvEvents(enabled=True, host="127.0.0.1", port=7000), PoolPolicy(placement="split"), []),
+        (KvEvents(host="127.0.0.1", port=7000), PoolPolicy(placement="auto"), []),
+        (KvEvents(enabled=True), PoolPolicy(placement="auto"), []),
+    ],
+)
+def test_workers_share_a_port_per_rank_where_events_are_read(
+    own: KvEvents, policy: PoolPolicy, ports: list[int]
+) -> None:
+    made = settings(own, ranks=2)
+    (pool,) = made.pools
+    made = msgspec.structs.replace(made, pools=(msgspec.structs.replace(pool, policy=policy, connector="auto"),))
+    found = list(places(made))
+    assert [place.port for place in found] == ports
+    assert len({place.key for place in found}) == len(ports)
+
+
+async def test_workers_take_connections_of_one_socket_per_rank() -> None:
+    """Each binds once it knows what comes, and again after it stood still, with what its parent has bound."""
+    own = KvEvents(enabled=True, host="127.0.0.1", port=free_port())
+    made = settings(own, ranks=2)
+    engines, _ = registry()
+    shared = Shared(2)
+    for place in kv_events_places(made):
+        shared.pools[0].listeners[place.key] = listener_at(place)
+    workers = [shared.of(number, lambda message: sent.append(message)) for number in range(2)]
+    sent: list[Message] = []
+    tasks = TaskOwner("test")
+    found = []
+    try:
+        for share in workers:
+            process: Any = SimpleNamespace(
+                share=share, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=tasks
+            )
+            admin = EngineAdmin(timeout=1)
+            reading = build_kv_events(
+                made, PlainIndex(), lambda _: NodeKvEvents(), engines, admin, process, share.pool(0)
+            )
+            assert reading is not None
+            assert isinstance(reading.sources, SharedKvEventSources)
+            found.append(reading)
+            reading.start()
+        await until(lambda: all(socket.address for one in found for socket in one.sources.bound.values()))
+        addresses = [[socket.address for socket in one.sources.bound.values()] for one in found]
+        assert addresses == [[f"tcp://127.0.0.1:{own.port + at}" for at in range(2)]] * 2
+        await until(lambda: len(sent) >= 4)
+        assert {message.kind for message in sent} == {TELL}
+        sent.clear()
+        workers[0].siblings.is_behind = workers[1].siblings.is_behind = lambda: True
+        found[0].sources.look()  # type: ignore[attr-defined]
+        assert sent == []
+    finally:
+        await tasks.settle(0)
+        for one in found:
+            one.stop()
+        for listener in shared.listeners():
+            listener.close()

@@ -1,4 +1,4 @@
-"""What several workers can't do yet is refused with one line that names the setting, and limits are divided."""
+"""Several workers take the same settings as one, and limits are divided."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.worker_checks import of_each, of_worker
+from pdproxy.settings.worker_limits import of_each, of_worker
 
 SECOND = "nodes: [{url: 'http://x:1', role: aggregated}]"
 ENGINES = (EngineFlag("prefill", "http://p:1"), EngineFlag("decode", "http://d:1"))
@@ -28,30 +28,9 @@ def _load(tmp_path: Path, text: str = "", workers: str = "2") -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("pools: [{turns: {bidirectional: true}}]", "pools[0].turns.bidirectional"),
-        ("pools: [{kv_events: {enabled: true, host: 127.0.0.1}}]", "pools[0].kv_events.host: 127.0.0.1"),
-        (
-            f"pools: [{{name: a}}, {{name: b, kv_events: {{enabled: true, host: 127.0.0.1}}, {SECOND}}}]",
-            "pools[1].kv_events.host: 127.0.0.1",
-        ),
-    ],
-)
-def test_what_needs_one_worker_is_refused(tmp_path: Path, text: str, named: str) -> None:
-    """With one worker each of these is accepted."""
-    with pytest.raises(SettingsError) as refused:
-        _load(tmp_path, text)
-    lines = [line for line in refused.value.mistakes if named in line]
-    assert len(lines) == 1
-    assert "works with one worker only" in lines[0]
-    assert _load(tmp_path, text, "1").listen.workers == 1
-
-
-@pytest.mark.parametrize(
     "connector", ["nixl", "nixl-push", "mooncake", "shared", "auto", "moriio", "p2p-nccl", "lmcache-mp"]
 )
-def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
+def test_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
     assert _load(tmp_path, f"pools: [{{connector: {connector}}}]").listen.workers == 2
 
 
@@ -59,9 +38,10 @@ def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
     "text",
     [
         "pools: [{policy: auto}]",
+        "pools: [{turns: {bidirectional: true}}]",
         "pools: [{slo: {ttft: 1}}]",
         "pools: [{kv_events: {enabled: true}}]",
-        "pools: [{kv_events: {host: 127.0.0.1}}]",
+        "pools: [{kv_events: {enabled: true, host: 127.0.0.1}}]",
         "listen: {admin: 127.0.0.1:9}",
         "replicas: {count: 3}",
         "kv_ready: {notifier: true}",
@@ -70,7 +50,7 @@ def test_other_connectors_are_accepted(tmp_path: Path, connector: str) -> None:
         "limits: {engine_requests: 8, engine_tokens: 8}",
     ],
 )
-def test_other_settings_are_accepted(tmp_path: Path, text: str) -> None:
+def test_settings_of_all_kinds_are_accepted(tmp_path: Path, text: str) -> None:
     assert _load(tmp_path, text).listen.workers == 2
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pdproxy.app.sockets import bind
+from pdproxy.app.pool_share import PoolAlone, PoolShare
+from pdproxy.app.process import Process
+from pdproxy.app.siblings import Siblings
+from pdproxy.app.sockets import Place, kv_events_places
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
-from pdproxy.kit.clock import Clock
-from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import Observers
-from pdproxy.observe.metrics import Metrics
+from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
 from pdproxy.settings.kv_events import NodeKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
@@ -23,10 +23,11 @@ logger = logging.getLogger("pdproxy.kv")
 
 @dataclass(frozen=True, slots=True)
 class ReadingKvEvents:
-    """The sources of KV events, and where engines that connect themselves find the proxy."""
+    """The sources of KV events, and where engines that connect themselves find the proxy: by port."""
 
     sources: KvEventSources
-    host: str | None
+    places: Mapping[int, Place]
+    own: PoolShare | PoolAlone
 
     def start(self) -> None:
         """Bind the sockets to which engines connect, if the settings name a host.
@@ -34,9 +35,14 @@ class ReadingKvEvents:
         Raises:
             SettingsError: one can't be bound.
         """
+        if isinstance(self.sources, SharedKvEventSources):
+            self.sources.start(self._bind)
+        else:
+            self._bind()
+
+    def _bind(self) -> None:
         for port, socket in self.sources.bound.items():
-            assert self.host is not None
-            bind(socket, "pools[0].kv_events", self.host, port)
+            self.own.sockets.bind(socket, self.places[port])
             logger.info("engines' KV events are expected on %s", socket.address)
 
     def stop(self) -> None:
@@ -50,31 +56,42 @@ def build_kv_events(
     of_node: Callable[[str], NodeKvEvents],
     engines: EngineRegistry,
     admin: EngineAdmin,
-    observers: Observers,
-    metrics: Metrics,
-    clock: Clock,
-    tasks: TaskOwner,
+    process: Process,
+    own: PoolShare | PoolAlone,
 ) -> ReadingKvEvents | None:
     """Return what reads the events of a pool's engines into an index, None if they are not read.
 
-    `index` None: nobody asks it. `of_node`: an engine's own settings by its URL. Call it before engines are added.
+    `index` None: nobody asks it. `of_node`: an engine's own settings by its URL. `own`: what is shared of the pool. Call it
+    before engines are added.
     """
-    own = settings.pool.kv_events
-    if index is None or not own.enabled:
+    events, share = settings.pool.kv_events, process.share.several
+    if index is None or not events.enabled:
         return None
-    most = max((node.facts.data_parallel_size for node in settings.pool.all_nodes), default=1)
-    sources = KvEventSources(
-        engines,
-        index,
-        own,
-        of_node,
-        admin.kv_event_sources,
-        observers,
-        clock,
-        tasks,
-        ports=range(own.port, own.port + most) if own.host is not None else range(0),
-        deadline=settings.deadlines.kv_replay,
-    )
-    observers.add(sources)
-    metrics.add_gauges(sources.gauges())
-    return ReadingKvEvents(sources, own.host)
+    places = {place.port: place for place in kv_events_places(settings)}
+    arguments = engines, index, events, of_node, admin.kv_event_sources, process.observers, process.clock, process.tasks
+    deadline = settings.deadlines.kv_replay
+    sources: KvEventSources
+    if share is None or not places:  # each worker connects to engines by itself
+        sources = KvEventSources(*arguments, ports=places, deadline=deadline)
+    else:
+        siblings, topic = share.siblings, f"KV events {settings.pool.name}"
+        sources = SharedKvEventSources(
+            *arguments,
+            ports=places,
+            deadline=deadline,
+            number=share.number,
+            lead=share.lead,
+            tell=lambda body: _told(siblings, topic, body),
+        )
+        siblings.hears[topic] = sources.received
+    process.observers.add(sources)
+    process.metrics.add_gauges(sources.gauges())
+    return ReadingKvEvents(sources, places, own)
+
+
+def _told(siblings: Siblings, topic: str, body: bytes) -> bool:
+    """Tell all other workers something, unless too much waits for the parent."""
+    if siblings.is_behind():
+        return False
+    siblings.tell(topic, body)
+    return True

@@ -111,9 +111,7 @@ class PoolParts:
         notices = build_notices(settings, transfer, custodian, turns, process, share)
         registrations = build_registrations(settings, engines, ledger, process, share)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
-        kv_events = build_kv_events(
-            settings, kv_index, setup.kv_events, engines, admin, observers, metrics, clock, tasks
-        )
+        kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, share)
         prefixes = build_prefixes(
             knowledge, engines, ledger, observers, metrics, now, kv_events, process.share, pool.name
         )

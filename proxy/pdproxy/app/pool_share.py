@@ -50,7 +50,7 @@ class PoolMemory:
         self.buffers = SharedTable(workers, MAX_ENGINES, shared_buffers.MEASURES)
         self.auto = AutoMemory(workers, MAX_ENGINES)
         self.listeners: dict[str, socket] = {}
-        """Where its engines send messages, by sections of the settings. The parent binds and closes them."""
+        """Where its engines send messages, by the keys of their places. The parent binds and closes them."""
 
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""

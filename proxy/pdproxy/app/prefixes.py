@@ -17,7 +17,6 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe import catalog_prefixes as catalog
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Gauge, Metrics
-from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.knowledge import Knowledge
@@ -149,9 +148,8 @@ class KnowingPrefixes:
 
 def build_knowledge(pool: Pool, share: Share | Alone) -> Knowledge | None:
     """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
-    policy, own = pool.policy, pool.prefixes
-    asked = {policy.prefill, policy.decode} & policies.ASK_THE_INDEX
-    if not asked and pool.placement not in placements.ASK_THE_INDEX:
+    own = pool.prefixes
+    if not pool.asks_the_index:
         return None
     refreshes = own.refresh and pool.kv_events.enabled
     make = Knowledge if share.several is None else SharedKnowledge

@@ -6,7 +6,7 @@ With several workers, each takes connections from one socket that their parent h
 from __future__ import annotations
 
 import socket as sockets
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,13 @@ class Place:
     section: str
     host: str
     port: int
+    at: int = 0
+    """Its number of several ports of this section."""
+
+    @property
+    def key(self) -> str:
+        """What tells a pool's places apart."""
+        return f"{self.section} {self.at}" if self.at else self.section
 
 
 def notices_place(settings: Settings) -> Place:
@@ -41,8 +48,19 @@ def registration_place(settings: Settings) -> Place:
     return Place("registration", own.host, port)
 
 
+def kv_events_places(settings: Settings) -> Iterator[Place]:
+    """Return where engines connect to publish KV events: a port for each data-parallel rank that an engine may have."""
+    own = settings.pool.kv_events
+    if own.host is not None:
+        most = max((node.facts.data_parallel_size for node in settings.pool.all_nodes), default=1)
+        for at in range(most):
+            yield Place("pools[0].kv_events", own.host, own.port + at, at)
+
+
 def places(settings: Settings) -> Iterator[Place]:
-    """Return where the engines of the pool of these settings send messages: nowhere, if its connector is not known yet."""
+    """Return where the engines of the pool of these settings send messages. Those of its connector: if that is known already."""
+    if settings.pool.kv_events.enabled and settings.pool.asks_the_index:
+        yield from kv_events_places(settings)
     if settings.pool.connector == registry.AUTO:
         return
     entry = registry.entry_of(settings.pool.connector)
@@ -61,13 +79,14 @@ class BoundHere:
         Raises:
             SettingsError: the address can't be bound.
         """
-        bind(socket, place.section, place.host, place.port)
+        with _telling(place):
+            socket.bind(place.host, place.port)
 
 
 class BoundBefore:
-    """The sockets of one of several workers, which its parent has bound. `listeners`: by their sections."""
+    """The sockets of one of several workers, which its parent has bound. `listeners`: by the keys of their places."""
 
-    def __init__(self, listeners: MutableMapping[str, sockets.socket]) -> None:
+    def __init__(self, listeners: Mapping[str, sockets.socket]) -> None:
         self._listeners = listeners
 
     def bind(self, socket: InboundSocket, place: Place) -> None:
@@ -76,7 +95,7 @@ class BoundBefore:
         Raises:
             SettingsError: nothing was bound, because the connector was not known.
         """
-        listener = self._listeners.get(place.section)
+        listener = self._listeners.get(place.key)
         if listener is None:
             raise SettingsError(
                 f"pools[0].connector: {registry.AUTO}: with several workers, name a connector whose engines send messages "
@@ -103,16 +122,6 @@ def listener_at(place: Place) -> sockets.socket:
             listener.close()
             raise
         return listener
-
-
-def bind(socket: InboundSocket, section: str, host: str, port: int) -> None:
-    """Bind a socket at the host and port of a section of the settings.
-
-    Raises:
-        SettingsError: the address can't be bound.
-    """
-    with _telling(Place(section, host, port)):
-        socket.bind(host, port)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from pdproxy.kit.switchboard import Switchboard
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.worker_checks import of_each
+from pdproxy.settings.worker_limits import of_each
 
 logger = logging.getLogger("pdproxy.workers")
 
@@ -107,7 +107,7 @@ def bind_for_engines(settings: Settings, shared: Shared) -> None:
         for at, own in enumerate(settings.pools):
             with naming_pool(at, own.name, pools=len(settings.pools)):
                 for place in places(settings.of_pool(own)):
-                    shared.pools[at].listeners[place.section] = listener_at(place)
+                    shared.pools[at].listeners[place.key] = listener_at(place)
     except SettingsError:
         for listener in shared.listeners():
             listener.close()

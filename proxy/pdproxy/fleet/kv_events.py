@@ -89,10 +89,11 @@ class SourceCounts(EventCounts):
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """The events of one place that wait. `resume` is called when there is room again after there was none."""
+    """The events of one place that wait. `resume` is called when there is room again after there was none. `counts`: of them."""
 
     place: int
     resume: Callable[[], None] = lambda: None
+    counts: EventCounts = field(default_factory=EventCounts)
     events: deque[msgspec.Raw] = field(default_factory=deque)
     bytes: int = 0
     event: Stored | Removed | None = None
@@ -104,9 +105,8 @@ class Backlog:
 class Feed:
     """Passes events to `index` in the running event loop. `failed` gets each exception of the index: the events go on."""
 
-    def __init__(self, index: Index, counts: EventCounts, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, index: Index, failed: Callable[[Exception], None]) -> None:
         self._index = index
-        self._counts = counts
         self._failed = failed
         self._waiting: deque[Backlog] = deque()
         self._blocked: set[Backlog] = set()
@@ -188,20 +188,20 @@ class Feed:
         cost = 1 + size // BYTES_PER_BLOCK
         event, unknown = read_event(raw)
         if unknown:
-            self._counts.skipped["unknown_field"] += 1
+            backlog.counts.skipped["unknown_field"] += 1
         match event:
             case Stored() if not event.consistent:
-                self._counts.skipped["inconsistent"] += 1
+                backlog.counts.skipped["inconsistent"] += 1
             case Stored() | Removed():
                 if event.block_hashes:
                     backlog.event, backlog.passed = event, 0
                     if cost < budget:
                         cost += self._part(backlog, event, budget - cost)
             case Cleared():
-                self._counts.blocks["cleared"] += 1
+                backlog.counts.blocks["cleared"] += 1
                 self._index.cleared(backlog.place)
             case Unreadable():
-                self._counts.skipped[event.value] += 1
+                backlog.counts.skipped[event.value] += 1
         return cost
 
     def _part(self, backlog: Backlog, event: Stored | Removed, budget: int) -> int:
@@ -213,13 +213,13 @@ class Feed:
         all_of_it = start == 0 and end == count
         hashes = event.block_hashes if all_of_it else event.block_hashes[start:end]
         if isinstance(event, Removed):
-            self._counts.blocks["removed"] += end - start
+            backlog.counts.blocks["removed"] += end - start
             self._index.removed(backlog.place, hashes, _medium(event.medium), event.group_idx or 0)
             return end - start
         size, keys = event.block_size, event.extra_keys
         # Groups that keep only some blocks name the tokens of all: they belong to no block then.
         ids = event.token_ids if len(event.token_ids) == count * size else []
-        self._counts.blocks["stored"] += end - start
+        backlog.counts.blocks["stored"] += end - start
         self._index.stored(
             backlog.place,
             hashes,

@@ -20,7 +20,6 @@ last asked. These rules are kept:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import math
@@ -29,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdproxy.fleet.kv_events import Backlog, Feed, SourceCounts
-from pdproxy.kit.clock import Clock
+from pdproxy.kit.clock import Clock, sleep
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.frames import frames
 from pdproxy.kit.tasks import TaskOwner
@@ -90,7 +89,7 @@ class _Pass(enum.Enum):
 class Source:
     """The events of `place`. `node`: the engine's URL; `open_replay` connects to where lost messages can be had, None: nowhere.
 
-    `resume` is called when `wanted` has become true again.
+    `resume` is called when `wanted` has become true again. `counts`: its own ones, in place of those of all sources.
     """
 
     def __init__(
@@ -100,13 +99,15 @@ class Source:
         node: str,
         open_replay: Callable[[], Replay] | None,
         resume: Callable[[], None] = lambda: None,
+        counts: SourceCounts | None = None,
     ) -> None:
         self._parts = parts
         self._node = node
         self._open_replay = open_replay
         self._resume = resume
         self._room = asyncio.Event()
-        self._backlog = Backlog(place, self._has_room)
+        self._counts = counts or parts.counts
+        self._backlog = Backlog(place, self._has_room, self._counts)
         self._next: int | None = 0
         """The number of the next message, None: any."""
         self._digest = 0
@@ -114,8 +115,7 @@ class Source:
         self._newest: int | None = None
         """The number of the last message that came by itself."""
         self._held: deque[tuple[int, bytes]] = deque()
-        self._held_bytes = 0
-        self._overflown = False
+        self._held_bytes, self._overflown = 0, False
         self._dropped = False
         """Whether messages were dropped since there was no space."""
         self._replaying: asyncio.Task[None] | None = None
@@ -153,11 +153,15 @@ class Source:
         """There is a connection to the engine (again), or it is lost. Messages in between may be lost, too."""
         self.connected = connected
         if connected:
-            self._again = self._replaying is not None  # which may have been answered before that
-            self._drop_held()  # of the connection before, and perhaps of another run: the replay that follows has them
-            if self._next and self._replaying is None and not self._may_ask():
-                self._give_up("unavailable")  # another run's numbers may go on where those of the run before have ended
-            self._ask()
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Messages may be lost although none is missing so far: ask for what has followed the last one."""
+        self._again = self._replaying is not None  # which may have been answered before that
+        self._drop_held()  # of the connection before, and perhaps of another run: the replay that follows has them
+        if self._next and self._replaying is None and not self._may_ask():
+            self._give_up("unavailable")  # another run's numbers may go on where those of the run before have ended
+        self._ask()
 
     def receive(self, number: int, payload: bytes) -> None:
         """Take a message that the engine has just published."""
@@ -227,7 +231,7 @@ class Source:
         batch = read_batch(payload)
         self._count(how)
         if batch is None:
-            self._parts.counts.skipped["undecodable"] += 1
+            self._counts.skipped["undecodable"] += 1
         else:
             self._parts.feed.put(self._backlog, batch.events)
 
@@ -254,7 +258,7 @@ class Source:
 
     def _give_up(self, result: str) -> None:
         """Forget what may be wrong, and go on with the next message."""
-        self._parts.counts.replays[result] += 1
+        self._counts.replays[result] += 1
         self._parts.feed.restart(self._backlog)
         self._next = None
 
@@ -300,7 +304,7 @@ class Source:
                 result = ReplayResult.FAILED
         self._replaying = None
         if result in (ReplayResult.COMPLETE, ReplayResult.TOO_OLD):
-            parts.counts.replays[result.value] += 1
+            self._counts.replays[result.value] += 1
             self._pause = 0.0
             self._not_before = parts.clock.now() + COOLDOWN
         else:
@@ -387,14 +391,7 @@ class Source:
     # -- counts
 
     def _count(self, how: str) -> None:
-        self._parts.counts.messages[self._node, how] += 1
+        self._counts.messages[self._node, how] += 1
 
     def _count_gap(self, cause: str) -> None:
-        self._parts.counts.gaps[self._node, cause] += 1
-
-
-async def sleep(clock: Clock, seconds: float) -> None:
-    """Wait, by a clock."""
-    with contextlib.suppress(TimeoutError):
-        async with clock.within(seconds):
-            await asyncio.Event().wait()
+        self._counts.gaps[self._node, cause] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from urllib.parse import urlsplit
@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Feed, Index, SourceCounts
-from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceParts, sleep
-from pdproxy.kit.clock import Clock
+from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceParts
+from pdproxy.kit.clock import Clock, sleep
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
@@ -26,7 +26,7 @@ from pdproxy.observe import catalog_kv_events as catalog
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Gauge
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
-from pdproxy.upstream.kv_events import KvEventSockets, Subscription
+from pdproxy.upstream.kv_events import KvEventSockets, Replay, Subscription
 from pdproxy.wire import kv_events as wire
 
 logger = logging.getLogger("pdproxy.kv")
@@ -36,6 +36,8 @@ SOON, SELDOM = 0.5, 30.0
 _NO_ROUTE = (404, 405)
 """What older releases answer."""
 NONE = "publishes no KV events: start it with --kv-events-config"
+Key = tuple[int, str]
+"""What tells ranks that connect apart: our port, and their topic."""
 Samples = list[tuple[tuple[str, ...], float]]
 
 
@@ -74,6 +76,8 @@ class KvEventSources:
     """
 
     only = (NodeChanged,)
+    leave_after: float | None = None
+    """Seconds without a sign of this process after which engines that connect are to end their connections. None: never."""
 
     def __init__(
         self,
@@ -86,24 +90,23 @@ class KvEventSources:
         clock: Clock,
         tasks: TaskOwner,
         *,
-        ports: range,
+        ports: Iterable[int],
         deadline: float,
     ) -> None:
         self._engines, self._index, self._own, self._of_node = engines, index, own, of_node
         self._ask, self._observers, self._clock, self._tasks = ask, observers, clock, tasks
         self.counts = SourceCounts()
         failures = tasks.watch("KV events")
-        self._feed = Feed(index, self.counts, failures.failed)
+        self._feed = Feed(index, failures.failed)
         self._failed = failures.failed
         slots = asyncio.Semaphore(MAX_REPLAYS)
         self.parts = SourceParts(self._feed, self.counts, clock, observers, tasks, deadline, slots)
         self._sockets = KvEventSockets()
         self._entries: dict[Engine, _Entry] = {}
         self._places: dict[tuple[str, int], int] = {}
-        self._topics: dict[tuple[int, str], Source] = {}
-        self.bound: Mapping[int, Subscription] = {
-            port: Subscription(partial(self._received, port), self._unreadable, self._failed) for port in ports
-        }
+        self._topics: dict[Key, Source] = {}
+        made = partial(Subscription, unreadable=self._unreadable, failed=self._failed, leave_after=self.leave_after)
+        self.bound: Mapping[int, Subscription] = {port: made(partial(self._received, port)) for port in ports}
         """The sockets to which engines connect, by port. They are bound by their owner."""
         engines.watch(self)
 
@@ -223,7 +226,7 @@ class KvEventSources:
                     " engine does: each one that connects needs its own"
                 )
                 return
-            source = self._topics[key] = Source(self.parts, place, engine.url, replays)
+            source = self._topics[key] = self._connecting(key, place, engine.url, replays)
             self.bound[address.port].subscribe(address.topic)
             entry.ranks[rank] = _Rank(address, source, None)
             source.begin()
@@ -262,15 +265,23 @@ class KvEventSources:
             f"replays from {truncate(address.replays, 128)}" if address.replays else "no replays: a gap forgets all",
         )
 
+    def _connecting(self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None) -> Source:
+        """Return the source of a rank that connects."""
+        return Source(self.parts, place, url, replays)
+
     def _drop(self, engine: Engine, entry: _Entry, rank: int) -> None:
         one = entry.ranks.pop(rank)
         one.source.close()
         if one.subscription is not None:
             one.subscription.close()
         elif one.address.port is not None:
-            self._topics.pop((one.address.port, one.address.topic), None)
-            self.bound[one.address.port].unsubscribe(one.address.topic)
+            self._disconnected((one.address.port, one.address.topic))
         self._index.restart(one.source.place)
+
+    def _disconnected(self, key: Key) -> None:
+        """A rank that has connected is read no more."""
+        self._topics.pop(key, None)
+        self.bound[key[0]].unsubscribe(key[1])
 
     # -- messages
 

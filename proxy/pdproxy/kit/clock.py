@@ -8,6 +8,7 @@ a stopped process, one long computation) counts for no deadline: data that arriv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -170,3 +171,10 @@ class Within(msgspec.Struct, eq=False):
         # If somebody else cancelled the task as well, that cancellation must stay.
         if self._late and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
+
+
+async def sleep(clock: Clock, seconds: float) -> None:
+    """Wait, by a clock."""
+    with contextlib.suppress(TimeoutError):
+        async with clock.within(seconds):
+            await asyncio.Event().wait()

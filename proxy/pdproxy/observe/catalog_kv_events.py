@@ -38,6 +38,7 @@ SKIPPED = (
     ("unknown_field", "a field that pdproxy does not know; the event was taken"),
     ("inconsistent", "the numbers of blocks and tokens do not agree"),
     ("unknown_topic", "a message of a topic that is no engine's"),
+    ("not_passed", "a message that did not reach all workers, for too much waited: they ask the engine for it"),
 )
 
 KV_EVENT_MESSAGES = _counter(

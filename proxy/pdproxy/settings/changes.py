@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import msgspec
 
-from pdproxy.scheduling import placements, policies
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.schema import Pool, Settings
 from pdproxy.settings.section import Section
@@ -121,8 +120,7 @@ def _is_used_at_once(path: KeyPath, old: Settings, new: Settings) -> bool:
 
 def _parts_of_policy(pool: Pool) -> tuple[str, bool]:
     """Return which parts a pool's policy needs: the placement, and whether there is an index of prefixes."""
-    asked = {pool.policy.prefill, pool.policy.decode} & policies.ASK_THE_INDEX
-    return pool.placement, bool(asked) or pool.placement in placements.ASK_THE_INDEX
+    return pool.placement, pool.asks_the_index
 
 
 def _at(tree: Any, path: KeyPath) -> Any:

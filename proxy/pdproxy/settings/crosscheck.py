@@ -25,7 +25,6 @@ from pdproxy.settings.pool_checks import check_pools
 from pdproxy.settings.replicas import check_replicas
 from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
-from pdproxy.settings.worker_checks import check_workers
 from pdproxy.transfer.registry import AUTO
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
@@ -53,7 +52,6 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         check_replicas(settings.replicas, found)
     if not found.within("limits"):
         _refuse_bodies_without_space(settings.limits, found)
-    check_workers(settings, found)
     if found.within("pools"):
         return settings
     pools = settings.pools or (Pool(),)

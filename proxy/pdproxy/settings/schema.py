@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
@@ -299,6 +300,12 @@ class Pool(Section, frozen=True):
             return SPLIT
         decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.all_nodes)
         return AUTO if decides else SPLIT
+
+    @property
+    def asks_the_index(self) -> bool:
+        """Whether engines are chosen by what they have cached."""
+        asked = {self.policy.prefill, self.policy.decode} & policies.ASK_THE_INDEX
+        return bool(asked) or self.placement in placements.ASK_THE_INDEX
 
 
 class Settings(Section, frozen=True):
