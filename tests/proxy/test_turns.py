@@ -15,6 +15,7 @@ from pdproxy.observe.events import (
     KvNoticed,
     LegFailed,
     StreamContinued,
+    TurnClaimed,
     TurnDropped,
     TurnKept,
     TurnReleased,
@@ -25,6 +26,7 @@ from pdproxy.serving.kv.open_turns import WAIT
 from pdproxy.serving.kv.turns import FAILURES, PAUSE, Turns
 from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.wire.request import Route
+from tests.fakes import several
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
@@ -493,6 +495,30 @@ async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
 
 
 # -- many
+
+
+async def test_workers_use_each_others_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever has the connection of the next prompt. All that is kept is one of theirs, and all is released at the end."""
+    monkeypatch.setattr(several, "WORKERS", 2)
+    async with talking() as pair:
+        first, second = turns_of(pair)
+        count = asked = 0
+        while count < 8 or not (first.kept.own and second.kept.own):  # the system chooses who gets a connection
+            await alike(pair, COMPLETIONS, {"prompt": [count, *IDS], "max_tokens": 4, "stream": count % 2 == 0})
+            count += 1
+            await keeps(pair, count)
+        while not (results := [event.result for event in pair.world.events(TurnClaimed)]):
+            forget(pair)
+            asked += count
+            for number in range(count):
+                await alike(pair, COMPLETIONS, {"prompt": [number, *IDS, *[5] * asked], "max_tokens": 4})
+            await keeps(pair, count)
+        assert results == ["given"] * len(results)
+        assert len(pair.world.events(TurnReused)) == asked
+        first.kept.drop_all("evicted")
+        second.kept.drop_all("evicted")
+        await quiet(pair)
+        await until(lambda: not pair.d.engine.handles, 20)
 
 
 async def test_a_hundred_conversations_of_four_turns() -> None:
