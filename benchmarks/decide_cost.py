@@ -1,6 +1,6 @@
 """CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger, without engines.
 
-Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1] [--workers 1]
+Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5] [--replicas 1] [--workers 1] [--bytecodes]
 
 Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU per request, the least of
 some runs, and how much `auto` adds: with an SLO by which requests are served whole, and with one by which most are split.
@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import eq
+from types import FrameType
+from typing import Any
 
 from pdproxy.engine_model.profile import load
 from pdproxy.kit.shared_table import SharedTable
@@ -105,6 +108,27 @@ def seconds(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple
     return (time.process_time() - began) / requests
 
 
+def bytecodes(ledgers: Sequence[Ledger], engines: int, requests: int, roles: tuple[Role, ...]) -> float:
+    """Return the Python bytecodes per request. The arguments: those of `seconds`."""
+    count = 0
+
+    def each(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "opcode"
+        return each
+
+    def call(frame: FrameType, event: str, argument: object) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return each
+
+    sys.settrace(call)
+    try:
+        seconds(ledgers, engines, requests, roles)
+    finally:
+        sys.settrace(None)
+    return count / requests
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,12 +137,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--bytecodes", action="store_true", help="count Python bytecodes in place of CPU time")
     arguments = parser.parse_args()
     profile, replicas = load("h200-8b"), arguments.replicas
     make: Callable[..., Auto] = Auto
     if replicas > 1:
         make = partial(SharedAuto, replicas=replicas, chance=random.random)
-    print("engines  prefixes  requests  least_load    auto   added  (us of CPU per request)")
+    cost, scale, unit = (bytecodes, 1.0, "bytecodes") if arguments.bytecodes else (seconds, 1e6, "us of CPU")
+    print(f"engines  prefixes  requests  least_load    auto   added  ({unit} per request)")
     for engines in arguments.engines:
         plain, split = [Role.AGGREGATED] * engines, [Role.PREFILL, Role.DECODE] * (engines // 2)
         urls = [node.url for node in ledger_of(plain, None).nodes]
@@ -138,13 +164,13 @@ def main() -> None:
                     else:
                         plainly = [ledger_of(plain if whole else split, None, replicas)]
                         ledgers = [ledger_of([Role.ANY] * engines, placement(make), replicas)]
-                    least = min(least, seconds(plainly, engines, arguments.requests, fixed))
-                    ours = min(ours, seconds(ledgers, engines, arguments.requests, ()))
+                    least = min(least, cost(plainly, engines, arguments.requests, fixed))
+                    ours = min(ours, cost(ledgers, engines, arguments.requests, ()))
                 if replicas == arguments.workers == 1:  # the load of several replicas may be too much for splitting
                     splits = sum(one.placement.splits for one in ledgers if isinstance(one.placement, Auto))
                     assert splits < arguments.requests / 10 if whole else splits > arguments.requests / 4
                 print(
-                    f"{engines:7}  {name:8}  {kind:8} {least * 1e6:11.1f} {ours * 1e6:7.1f} {(ours - least) * 1e6:7.1f}",
+                    f"{engines:7}  {name:8}  {kind:8} {least * scale:11.1f} {ours * scale:7.1f} {(ours - least) * scale:7.1f}",
                     flush=True,
                 )
 

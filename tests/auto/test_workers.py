@@ -361,3 +361,27 @@ def test_workers_of_a_replica_see_what_other_replicas_are_estimated_to_have() ->
 def test_the_settings_choose_the_kind(replicas: int | None, kind: type) -> None:
     share = AutoMemory(2, 4).of(0, lambda: True)
     assert type(make_auto(PlacementContext(workers=share, replicas=replicas))) is kind
+
+
+def test_changes_of_engines_that_nobody_looks_at_are_known_by_their_orders() -> None:
+    """They are enough to find the engines that are worth a look. The rest is taken when one is looked at."""
+    several, now = Several(3, [Role.AGGREGATED] * 6, Slo()), 1.0
+    for number in (0, 1, 0, 0):
+        now += 0.01
+        placed(several.ledgers[number], now)
+    mine, theirs = auto_of(several.ledgers[2]), auto_of(several.ledgers[0])
+    for node in several.ledgers[2].nodes:
+        mine._load(node)  # as a review does
+    several.look(now)
+    several.look(now)
+    placed(several.ledgers[1], now)
+    mine._read(now)
+    theirs._read(now)
+    for url, load in mine._of_key.items():
+        known = theirs._of_key[url]
+        assert (load.prefill_order, load.decode_order) == pytest.approx((known.prefill_order, known.decode_order))
+    marked = [load for load in mine._of_key.values() if load.is_marked]
+    assert len(marked) == 1
+    before = marked[0].expected
+    marked[0].advance(now)
+    assert (marked[0].expected, marked[0].is_marked) == (before + 1, False)

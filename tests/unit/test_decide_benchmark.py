@@ -10,6 +10,7 @@ import pytest
 
 from pdproxy.bench.trace import Entry
 from pdproxy.lab.plan.capacity import Level
+from pdproxy.scheduling.nodes import Role
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -75,6 +76,17 @@ def test_the_cost_of_decisions_is_measured(
     monkeypatch.setattr(sys, "argv", arguments)
     decide_cost.main()
     assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+def test_bytecodes_of_decisions_are_counted() -> None:
+    """They are the same in each run, and more with another worker."""
+    counts = []
+    for workers in (1, 1, 2):
+        ledgers = decide_cost.ledgers_of([Role.PREFILL, Role.DECODE], workers, None)
+        counts.append(decide_cost.bytecodes(ledgers, 2, 50, (Role.PREFILL, Role.DECODE)))
+    assert counts[0] == counts[1] > 100
+    assert counts[2] > counts[0]
+    assert sys.gettrace() is None
 
 
 def test_the_choices_of_workers_are_compared(

@@ -12,7 +12,7 @@ import pytest
 from pdproxy.kit import shared_places
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, Reason
-from pdproxy.kit.shared_places import MEASURES, SharedPlaces
+from pdproxy.kit.shared_places import MEASURES, MORE, SharedPlaces
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
@@ -287,4 +287,23 @@ async def test_as_many_are_served_as_by_one_process(seed: int) -> None:
     for request in [*requests]:
         await ended(request)
     assert [one.inflight + one.waiting for one in workers.all] == [0] * count
+    workers.close()
+
+
+async def test_what_was_learned_is_read_as_long_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind that, requests read no more of a worker than its places and their size."""
+    workers = Workers(2, 8)
+    first, second = workers.all
+    first._own_places, first._learned = 2, time.monotonic()
+    first.look()
+    (row,) = second._shared.others
+    assert row[MORE]
+    place = await workers.enter(1)
+    assert second.places == 2
+    monkeypatch.setattr(shared_places, "RECENT", 0)
+    first.look()
+    assert not row[MORE]
+    second.look()
+    assert second.places == 8
+    place.leave()
     workers.close()

@@ -41,7 +41,7 @@ def test_a_row_that_is_dropped_and_made_again_is_new() -> None:
 
 
 def test_what_was_written_is_named_once() -> None:
-    """With the place of its column. A row that comes or goes may be any, and so may those of a writer that is far ahead."""
+    """With the place of its column, and its beginning. One that comes or goes may be any; those of a writer far ahead, too."""
     table = SharedRows(3, 4, 1)
     columns, others = [table.column(number) for number in (1, 2)], table.others(0)
     rows = [column.own(7) for column in columns]
@@ -51,7 +51,7 @@ def test_what_was_written_is_named_once() -> None:
         assert row is not None
         for version in (1.0, 2.0):
             row.write(version, [3.0])
-    assert others.written() == [(0, 7), (1, 7)]
+    assert others.written() == [(0, 7, (2.0, 3.0, 2.0)), (1, 7, (2.0, 3.0, 2.0))]
     assert others.written() == []
     seen = [0, 0]
     assert others.newer_in(1, 7, seen) == (2.0, 3.0, 2.0)

@@ -55,7 +55,8 @@ class PoolMemory:
     def clear(self, number: int) -> None:
         """Give back what a worker had that has ended."""
         self.auto.clear(number)
-        for table in (self.loads, self.breakers, self.moved, self.signs, self.windows, self.buffers):
+        # Loads behind breakers: what workers find changed in the first has them look at the second.
+        for table in (self.breakers, self.loads, self.moved, self.signs, self.windows, self.buffers):
             table.clear(number)
 
 

@@ -35,18 +35,23 @@ class SharedAuditor(Auditor):
 
     def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
         """See `Auditor`."""
-        if (row := self._row(decode)) is not None:
+        url = decode if isinstance(decode, str) else decode.node.url
+        row = self._rows.get(url) or self._row(url)
+        if row is not None:
             row[LOADING] += self._blocks(prompt_tokens)
 
     def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
         """See `Auditor`."""
-        if (row := self._row(decode)) is not None:
+        url = decode if isinstance(decode, str) else decode.node.url
+        row = self._rows.get(url) or self._row(url)
+        if row is not None:
             moved = self._blocks(prompt_tokens)
-            row[LOADING] = max(0, row[LOADING] - moved)
-            row[ARRIVED] += moved if loaded else 0
+            left = row[LOADING] - moved
+            row[LOADING] = max(0, left)
+            if loaded:
+                row[ARRIVED] += moved
 
-    def _row(self, decode: Engine | str) -> memoryview | None:
-        url = decode if isinstance(decode, str) else decode.url
+    def _row(self, url: str) -> memoryview | None:
         if url not in self._rows and url in self._engines.known:
             self._rows[url] = self._column.row(key_of(url))
         return self._rows.get(url)

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 
 from pdproxy.kit.shared_table import Column, Others
 
-TAKEN, SIZE, WAITING, SINCE, LOOKED, PLACES, LEARNED, NUMBER = range(8)
-MEASURES = 8
+TAKEN, SIZE, WAITING, SINCE, LOOKED, PLACES, LEARNED, NUMBER, MORE = range(9)
+MEASURES = 9
 """Numbers of the table for each worker: places taken, the size of their requests, requests that wait; since when the
-next one waits, and when the worker last looked, in microseconds; how many places it has found right, and when; its number."""
+next one waits, and when the worker last looked, in microseconds; how many places it has found right, and when; its number;
+whether there is more to read than the first two."""
 KEY = 1
 STALE = 500_000
 """Microseconds after which a worker that has not looked is not waited for: it stands still, and would hold up all others."""
@@ -26,7 +26,6 @@ RECENT = 60_000_000
 """Microseconds for which the number of places counts that another worker has found right."""
 MOST_SIZE = 1 << 56
 """A size that is more is shown as this: it is an estimate, of a request that asks for thousands of answers perhaps."""
-_SINCE = itemgetter(SINCE)
 LOOK_EVERY = 0.05
 """Seconds between two looks while requests wait here: a worker that was killed wakes nobody."""
 
@@ -38,7 +37,8 @@ class SharedPlaces:
         self, number: int, column: Column, others: Others, wakes: Sequence[int], now: Callable[[], float]
     ) -> None:
         self._number = number
-        self._others = others.rows(0)
+        self.others = others.rows(0)
+        """The rows of the others, for each request to read. Read only."""
         self._wakes = wakes
         self._now = now
         self.taken = self.size = self.waiting = 0
@@ -51,8 +51,9 @@ class SharedPlaces:
         row = column.row(KEY)
         assert row is not None  # the table has a slot, and no other key
         row[NUMBER] = number
-        self._row = row
-        self._quiet: tuple[int, float | None] | None = None
+        self.row = row
+        """This worker's own. Where `is_quiet`, `TAKEN` and `SIZE` are all that a request has to write."""
+        self._quiet: tuple[int, float | None, bool] | None = None
         """The places and the time that this worker has shown last, None if it has shown requests that wait."""
 
     def __repr__(self) -> str:
@@ -89,7 +90,7 @@ class SharedPlaces:
         taken = size = waiting = 0
         first: tuple[int, int] | None = None
         places: int | None = None
-        for other in self._others:
+        for other in self.others:
             taken += other[TAKEN]
             size += other[SIZE]
             waiting += other[WAITING]
@@ -99,10 +100,6 @@ class SharedPlaces:
             if found and self._micros() - other[LEARNED] < RECENT:
                 places = found if places is None else min(places, found)
         self.taken, self.size, self.waiting, self.places, self.first = taken, size, waiting, places, first
-
-    def awaited(self) -> bool:
-        """Return whether a request of another worker may wait for a place."""
-        return any(map(_SINCE, self._others))
 
     def yields(self, since: float | None) -> bool:
         """Return whether a request of another worker comes first. `since`: when the next one here began to wait."""
@@ -121,14 +118,21 @@ class SharedPlaces:
 
         `learned`: when it found the number of places right, None: it is the operator's.
         """
-        row = self._row
+        row = self.row
         row[TAKEN], row[SIZE] = taken, min(size, MOST_SIZE)
-        if not waiting and since is None and self._quiet == (places, learned):
+        counts = learned is not None and self._micros() - int(learned * 1e6) < RECENT
+        if not waiting and since is None and self._quiet == (places, learned, counts):
             return
         row[LOOKED] = self._micros()
         row[WAITING], row[SINCE] = waiting, 0 if since is None else max(1, int(since * 1e6))
         row[LEARNED], row[PLACES] = (0, 0) if learned is None else (int(learned * 1e6), places)
-        self._quiet = None if waiting or since is not None else (places, learned)
+        row[MORE] = bool(waiting or since is not None or counts)
+        self._quiet = None if waiting or since is not None else (places, learned, counts)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the others have been shown that nobody waits here, and none of their requests comes first."""
+        return self._quiet is not None and self.first is None
 
     def _micros(self) -> int:
         return int(self._now() * 1e6)

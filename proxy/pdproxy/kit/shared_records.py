@@ -59,16 +59,16 @@ class Area:
 
     def put(self, record: bytes) -> int | None:
         """Write a record, of one byte at least. Return where it is, None if there is no space."""
-        size = len(record)
+        size, used = len(record), self._used
         if size <= UNIT:
-            at = self._used.find(0)
+            at = used.find(0)
             if at >= 0:
-                self._used[at] = 1
+                used[at] = 1
         else:
             count = -(-size // UNIT)
-            at = self._used.find(bytes(count))
+            at = used.find(bytes(count))
             if at >= 0:
-                self._used[at : at + count] = b"\1" * count
+                used[at : at + count] = b"\1" * count
         if at < 0:
             self.without_space += 1
             return None

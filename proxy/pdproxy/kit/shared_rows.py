@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pdproxy.kit.shared_table import CHANGES, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others, SharedTable
 
 _VERSIONS = 2
+HEAD = 6
+"""Numbers at the begin of a row, its version among them, that `OtherRows.written` returns."""
 
 
 class SharedRows(SharedTable):
@@ -35,18 +37,18 @@ class SharedRows(SharedTable):
 class OwnRow:
     """A row of this process. Write nothing to one that was dropped."""
 
-    __slots__ = ("_column", "_floats", "_key")
+    __slots__ = ("_column", "_floats", "_key", "_pack")
 
     def __init__(self, column: OwnRows, key: int, cells: memoryview) -> None:
         self._column, self._key = column, key
         self._floats = cells.cast("B").cast("d")
+        self._pack = struct.Struct(f"{len(self._floats) - _VERSIONS}d").pack_into
 
     def write(self, version: float, numbers: Sequence[float]) -> None:
         """Write all of it. `version`: above 0, another one than before."""
         floats = self._floats
-        floats[len(numbers) + 1] = version
-        for at, number in enumerate(numbers, 1):
-            floats[at] = number
+        floats[-1] = version
+        self._pack(floats, 8, *numbers)
         floats[0] = version
         self._column.written(self._key)
 
@@ -66,6 +68,7 @@ class OtherRows(Others):
     def __init__(self, columns: Iterable[Cells], measures: int) -> None:
         super().__init__(columns, measures)
         self._floats_at = struct.Struct(f"{measures}d").unpack_from
+        self._head_at = struct.Struct(f"{min(HEAD, measures)}d").unpack_from
         self.no_row = (0.0,) * measures
         """What `newer` returns for a row that is gone."""
 
@@ -108,10 +111,15 @@ class OtherRows(Others):
         seen[at] = version
         return row
 
-    def written(self) -> list[tuple[int, int]] | None:
-        """Return what was written since the last call, once each: the places of columns, and keys; None: it may be anything."""
-        found: list[tuple[int, int]] = []
+    def written(self) -> list[tuple[int, int, tuple[float, ...]]] | None:
+        """Return what was written since the last call, once each; None: it may be anything.
+
+        The places of columns, keys, and the first `HEAD` numbers of the rows. What stands behind the version in them may be of
+        the next one.
+        """
+        found: list[tuple[int, int, tuple[float, ...]]] = []
         anything = False
+        head_at = self._head_at
         for at, one in enumerate(self._columns):
             header = one.header
             changes = header[CHANGES]
@@ -123,7 +131,9 @@ class OtherRows(Others):
                 one.noticed = header[LAYOUT]
                 anything = True
             elif not anything:
-                ring, keys = one.ring, one.keys
-                slots = [ring[count % RING] for count in range(changes - behind, changes)]
-                found += [(at, keys[slot]) for slot in (slots if behind == 1 else dict.fromkeys(slots))]
+                ring, keys, rows, size = one.ring, one.keys, one.rows, one.size
+                slots: Iterable[int] = (ring[(changes - 1) % RING],)
+                if behind > 1:
+                    slots = {ring[count % RING] for count in range(changes - behind, changes)}
+                found += [(at, keys[slot], head_at(rows, slot * size)) for slot in slots]
         return None if anything else found

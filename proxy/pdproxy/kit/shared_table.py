@@ -89,7 +89,8 @@ class Column:
     """A column as its writer sees it. Numbers of a process before it that were kept are there."""
 
     def __init__(self, cells: Cells, measures: int) -> None:
-        self._cells = cells
+        self.cells = cells
+        """Read only."""
         self._measures = measures
         self._slots = {key: slot for slot, key in enumerate(cells.keys) if key}
         self._free = [slot for slot in reversed(range(len(cells.keys))) if not cells.keys[slot]]
@@ -118,7 +119,7 @@ class Column:
             slot = self._new(key)
             if slot is None:
                 return False
-        cells = self._cells
+        cells = self.cells
         # One by one: a store of one number changes it as a whole, and takes a tenth of a slice's time.
         rows, at = cells.rows, slot * self._measures
         for number in numbers:
@@ -132,10 +133,14 @@ class Column:
 
     def written(self, key: int) -> None:
         """Have `Others.changed` see that the row of a key was written in place."""
-        cells = self._cells
+        cells = self.cells
         count = cells.header[CHANGES]
         cells.ring[count % RING] = self._slots[key]
         cells.header[CHANGES] = count + 1
+
+    def slot(self, key: int) -> int:
+        """Return the slot of a key that has one."""
+        return self._slots[key]
 
     def keys(self) -> list[int]:
         """Return the keys that have a slot."""
@@ -148,25 +153,25 @@ class Column:
         row = self._row(slot)
         for at in range(self._measures):
             row[at] = 0
-        self._cells.keys[slot] = 0
+        self.cells.keys[slot] = 0
         self._free.append(slot)
         self._changed()
 
     def _row(self, slot: int) -> memoryview:
-        return self._cells.rows[slot * self._measures : (slot + 1) * self._measures]
+        return self.cells.rows[slot * self._measures : (slot + 1) * self._measures]
 
     def _new(self, key: int) -> int | None:
         if not self._free:
             self.without_slot += 1
             return None
         slot = self._slots[key] = self._free.pop()
-        self._cells.keys[slot] = key
+        self.cells.keys[slot] = key
         self._changed()
         return slot
 
     def _changed(self) -> None:
-        self._cells.header[LAYOUT] += 1
-        self._cells.header[CHANGES] += 1
+        self.cells.header[LAYOUT] += 1
+        self.cells.header[CHANGES] += 1
 
 
 class _Seen:
@@ -194,7 +199,9 @@ class Others:
 
     def __init__(self, columns: Iterable[Cells], measures: int) -> None:
         row = struct.Struct(f"{measures}q")
-        self._columns = [_Seen(one, row.size) for one in columns]
+        self.cells = list(columns)
+        """Read only."""
+        self._columns = [_Seen(one, row.size) for one in self.cells]
         self._row_at = row.unpack_from
         self._none = (0,) * measures
 

@@ -52,6 +52,8 @@ class SharedBreakers(Breakers):
         self._own: dict[Node, _Own] = {}
         self._of_key: dict[int, Node] = {}
         self._changing = False
+        self.tell: Callable[[], None] = lambda: None
+        """Called when something was written: the others need not look before."""
         self.follows = False
         """Whether what happens now was found by another worker, which has written it already."""
 
@@ -195,6 +197,7 @@ class SharedBreakers(Breakers):
             own.stamp,
         )
         self._column.write(own.key, row)
+        self.tell()
 
     def _read(self, node: Node, own: _Own) -> None:
         """Take over what the others have written of an engine."""

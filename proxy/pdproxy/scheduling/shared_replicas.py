@@ -14,6 +14,10 @@ from pdproxy.scheduling.shared_ledger import SharedLedger
 class SharedReplicaLedger(ReplicaLedger, SharedLedger):
     """A `ReplicaLedger` that counts the leases of all workers as its own."""
 
-    def _put(self, node: Node, of_workers: tuple[int, ...]) -> None:
-        super()._put(node, of_workers)
+    def _moved(self, node: Node, more: int, more_bytes: int) -> None:
+        elsewhere = node.elsewhere
+        super()._moved(node, more, more_bytes)
+        node.elsewhere = elsewhere[0] + more, elsewhere[1] + more_bytes
         self._suppose(node, self._of_replicas(node, 0))
+        for policy in self._interested[node.uses]:
+            policy.load_changed(node)

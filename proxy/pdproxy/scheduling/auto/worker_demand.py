@@ -6,7 +6,7 @@ have written. Counts that have fallen are those of a worker that has ended: its 
 
 from __future__ import annotations
 
-from operator import lt
+from operator import add, lt, sub
 
 from pdproxy.kit.shared_rows import OtherRows, OwnRows
 from pdproxy.kit.shared_table import key_of
@@ -47,7 +47,7 @@ class _Counts:
             self._rows[at] = row
             if any(map(lt, counts, had)):
                 had = (0.0,) * self._size  # another worker, in place of one that has ended
-            more = [sum_ + now - then for sum_, now, then in zip(more, counts, had, strict=True)]
+            more = [*map(add, more, map(sub, counts, had))]
             new.append(row[1:-1])
         return more, new
 

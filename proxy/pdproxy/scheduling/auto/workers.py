@@ -74,6 +74,8 @@ class WorkerAuto(Auto):
         self._meters: dict[frozenset[str], WorkerMeter] = {}
         self._outputs = WorkerOutputs(*share.outputs)
         self.outputs = self._outputs
+        self._changed_at: float | None = None
+        """When the change was made that was marked last, None if none was since the age was computed."""
         self.shared_age = 0.0
         """How long before it was read here another worker had made the last change of an engine's load, in seconds. Read only."""
 
@@ -122,22 +124,28 @@ class WorkerAuto(Auto):
             kept.count, kept.share = sum(load.kept for load in loads), meter.share
 
     def _read(self, now: float) -> None:
-        """Take over the loads of engines that other workers have changed."""
+        """Mark the engines that other workers have changed. What has changed is taken of those that are looked at."""
+        self._mark()
+        if self._changed_at is not None:
+            self.shared_age, self._changed_at = max(0.0, now - self._changed_at), None
+
+    def _mark(self) -> None:
         written = self._share.loads[1].written()
         if written is None:
             for load in self._of_key.values():
-                if (at := load.read()) is not None:
-                    self._took(load, at, now)
+                load.read()
             return
-        for column, key in written:
-            one = self._of_key.get(key)
-            if one is not None and (at := one.read_in(column)) is not None:
-                self._took(one, at, now)
+        of_key = self._of_key
+        for column, key, head in written:
+            one = of_key.get(key)
+            if one is not None:
+                one.mark(column, head)
+                self._changed_at = head[-1]
 
-    def _took(self, load: WorkerLoad, at: float, now: float) -> None:
-        """Another worker had changed the load of an engine, at that time."""
-        age = now - at
-        self.shared_age = max(0.0, age)
+    def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
+        for load in self._of_key.values():
+            load.take()
+        return super()._as_least_load(view, candidates)
 
     def _kept_changed(self, load: EngineLoad) -> None:
         """The leading worker keeps an engine for prefill, or does not any more."""
@@ -171,6 +179,7 @@ class WorkerAuto(Auto):
             self._kept_changed,
             assumed=self._assumed(node),
             corrects=self._corrects,
+            look=self._mark,
         )
         self._of_key[load.key] = load
         return load
@@ -188,10 +197,11 @@ class WorkerAuto(Auto):
 class WorkerReplicaAuto(SharedAuto, WorkerAuto):
     """`Auto` of one of several workers of one of several replicas: what others have is added to the loads of all workers."""
 
-    def _took(self, load: WorkerLoad, at: float, now: float) -> None:
-        super()._took(load, at, now)
-        if (seen := self._seen_loads.get(load.url)) is not None and seen.own is load:
-            seen.advance(now)
+    def _read(self, now: float) -> None:
+        super()._read(now)
+        for load in self._of_key.values():
+            if load.is_marked and (seen := self._seen_loads.get(load.url)) is not None and seen.own is load:
+                seen.advance(now)
 
     def _kept_changed(self, load: EngineLoad) -> None:
         super()._kept_changed(load)

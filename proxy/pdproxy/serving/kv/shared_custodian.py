@@ -45,6 +45,10 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Record).decode
 
 
+# For each request: a method of the base class as a function of this module takes half the time of `super()`.
+_take, _ended = Custodian.take, Custodian.ended
+
+
 class SharedCustodian(Custodian):
     """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`: the number of this one."""
 
@@ -58,7 +62,7 @@ class SharedCustodian(Custodian):
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """See `Custodian`."""
-        custody = super().take(handle, leg)
+        custody = _take(self, handle, leg)
         if not self._awaits_notices:
             return self._noted(custody)
         # In this turn of the event loop the custody gets its wait for notices.
@@ -79,9 +83,10 @@ class SharedCustodian(Custodian):
 
     def ended(self, custody: Custody, how: End) -> None:
         """See `Custodian`."""
-        if (place := self._places.pop(custody, None)) is not None:
+        place = self._places.pop(custody, None)
+        if place is not None:
             self._area.drop(place)
-        super().ended(custody, how)
+        _ended(self, custody, how)
 
     def adopt(self, records: list[bytes]) -> None:
         """Release the handles of a worker that has ended, those of this pool. Nobody else asks for their KV."""
