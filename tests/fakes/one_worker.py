@@ -72,6 +72,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_overload.py::test_a_wait_that_is_predicted_to_be_too_long_is_refused_at_once": PREDICTED,
         "test_pass_through.py::test_default_engines_answer_both_routes": EACH,
         "test_placement.py": INSIDE,
+        "test_replicas.py::test_dns_says_how_many_there_are": INSIDE,
         "test_replicas.py::test_one_proxy_has_a_plain_ledger": INSIDE,
         "test_retry_budget.py::test_a_request_that_waits_too_long_is_refused": DIVIDED,
         "test_retry_budget.py::test_a_request_waits_until_another_retry_has_its_data": DIVIDED,

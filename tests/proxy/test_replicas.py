@@ -102,8 +102,9 @@ async def test_dns_says_how_many_there_are() -> None:
         async def details() -> list[str]:
             return [text for text in (await w.get("/ready")).json["details"] if text.startswith("replicas.name")]
 
-        while not await details():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not await details():
+                await asyncio.sleep(0.01)
         assert (await details())[0].startswith(f"replicas.name {NAME}: the servers refuse")
         assert w.metric("pdproxy_replicas") == 4
         server.fault = ""
