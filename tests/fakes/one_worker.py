@@ -33,6 +33,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_engines_come_and_go.py::test_a_removed_engine_is_asked_nothing": INSIDE,
         "test_engines_come_and_go.py::test_an_engine_that_is_being_added_leaves_the_proxy_ready": INSIDE,
         "test_engines_come_and_go.py::test_an_engine_that_recovers_after_its_removal_keeps_its_legs": INSIDE,
+        "test_engines_come_and_go.py::test_kv_that_was_pushed_to_a_removed_engine_is_released": INSIDE,
         "test_engines_come_and_go.py::test_one_that_is_added_again_is_probed_again": INSIDE,
         "test_engines_come_and_go.py::test_removed_between_prefill_and_decode": INSIDE,
         "test_engines_come_and_go.py::test_the_last_decode_engine_is_removed": INSIDE,
