@@ -16,7 +16,7 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.shared_audit import SharedAuditor
 from pdproxy.fleet.shared_signs import Signs
 from pdproxy.kit.leading import Leading
-from pdproxy.kit.shared_records import Area
+from pdproxy.kit.shared_records import Area, SharedRecords
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_breakers, shared_ledger, shared_windows
 from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
@@ -25,7 +25,7 @@ from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.scheduling.shared_windows import SharedWindows
-from pdproxy.serving.kv import shared_buffers
+from pdproxy.serving.kv import shared_buffers, shared_turns
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
@@ -49,6 +49,7 @@ class PoolMemory:
         self.windows = SharedTable(workers, MAX_ENGINES, shared_windows.MEASURES)
         self.buffers = SharedTable(workers, MAX_ENGINES, shared_buffers.MEASURES)
         self.auto = AutoMemory(workers, MAX_ENGINES)
+        self.turns = SharedRecords(workers, shared_turns.UNITS)
         self.listeners: dict[str, socket] = {}
         """Where its engines send messages, by the keys of their places. The parent binds and closes them."""
 
@@ -174,6 +175,12 @@ class PoolShare:
 
     def turns(self, *arguments: Any, **options: Any) -> SharedTurns:
         """Return the worker's turns. The arguments: those of `Turns`."""
-        own = partial(SharedTurns, number=self._number, pool=self._at, area=self._area, siblings=self._siblings)
+        own = partial(
+            SharedTurns,
+            number=self._number,
+            pool=self._at,
+            area=self._memory.turns.area(self._number),
+            siblings=self._siblings,
+        )
         self._turns = own(*arguments, **options)
         return self._turns

@@ -124,7 +124,7 @@ class Parent(Watcher):
         self._listeners = listeners
         self._address = address
         self._switchboard = Switchboard(supervisor, add_up)
-        self._heirs = Heirs(supervisor, shared.custody)
+        self._heirs = Heirs(supervisor, shared.custody, *(pool.turns for pool in shared.pools))
         self._changes = Changes(supervisor, shared.journal)
 
     def received(self, worker: WorkerProcess, message: Message) -> None:

@@ -22,9 +22,9 @@ decode = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Heirs:
-    """Hands the records of dead workers to others."""
+    """Hands the records of dead workers to others. `records`: where they leave them."""
 
-    def __init__(self, supervisor: Supervisor, records: SharedRecords) -> None:
+    def __init__(self, supervisor: Supervisor, *records: SharedRecords) -> None:
         self._supervisor = supervisor
         self._records = records
         self._left: list[bytes] = []
@@ -37,7 +37,7 @@ class Heirs:
 
     def died(self, number: int) -> None:
         """Take what a worker has left, and hand it on."""
-        left = self._records.taken(number)
+        left = [record for records in self._records for record in records.taken(number)]
         for batch, (worker, records) in list(self._given.items()):
             if worker == number:
                 left += records

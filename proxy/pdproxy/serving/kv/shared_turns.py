@@ -34,6 +34,8 @@ from pdproxy.serving.kv.turn_messages import (
 )
 from pdproxy.serving.kv.turns import Turns
 
+UNITS = 8192
+"""Units of a worker's area, 4 MiB. A turn has some hundred bytes, and 6 per block."""
 PATIENCE = 0.05
 """Seconds for the answer of the worker that keeps a turn, and a tick of the clock."""
 CLAIMS = 2
