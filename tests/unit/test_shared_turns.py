@@ -310,6 +310,51 @@ def test_a_successor_knows_what_the_others_keep() -> None:
     virtual(run)
 
 
+def test_an_answer_to_a_predecessor_is_none() -> None:
+    """It has asked, and was killed: its successor's own question is another one."""
+
+    async def run() -> None:
+        workers = Workers(2)
+        workers.all[0].keep("a", *HISTORY)
+        workers.all[0].keep("b", *range(500, 540))
+        await settled()
+        answers: list[Any] = []
+        receive = workers.parent.all[1].received
+        workers.parent.all[1].received = answers.append  # type: ignore[method-assign, assignment]
+        asked = asyncio.create_task(workers.all[1].take(*NEXT))
+        await settled()
+        asked.cancel()
+        workers.parent.all[1].received = receive  # type: ignore[method-assign]
+        workers.all[1] = successor = Worker(workers, 1)
+        successor.turns.start()
+        await settled()
+        workers.all[0].turns._own.clear()
+        claim = asyncio.create_task(successor.take(*range(500, 540), 1))
+        await asyncio.sleep(0)
+        for message in answers:
+            workers.parent.all[1].received(message)
+        assert await claim is None
+        assert successor.counted == {"gone": 1}
+
+    virtual(run)
+
+
+def test_what_is_told_again_is_known_once() -> None:
+    async def run() -> None:
+        workers = Workers(2)
+        workers.all[0].keep("a", *HISTORY)
+        await settled()
+        workers.all[1].turns.start()
+        await settled()
+        assert workers.known() == [1, 1]
+        assert len(workers.all[1].turns._copies) == 1
+        assert await workers.all[0].name(*NEXT) == "a"
+        await settled()
+        assert workers.known() == [0, 0]
+
+    virtual(run)
+
+
 def test_what_a_successor_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_turns, "TOLD_AGAIN", 3000)
 

@@ -77,7 +77,8 @@ class SharedTurns(Turns):
         """What others keep, by worker and number."""
         self._silent_workers: dict[int, float] = {}
         """Workers that have not answered, and until when they are asked no more."""
-        self._last = 0
+        self._last = int.from_bytes(os.urandom(6))
+        """The number of the last question. An answer to the process that had this worker's number before has another one."""
         self._claims: dict[int, asyncio.Future[bool]] = {}
         self._late: OrderedDict[int, KeptTurn] = OrderedDict()
         self.kept.removed = self._removed
@@ -195,6 +196,8 @@ class SharedTurns(Turns):
         if record is None:
             return
         place = message.worker, message.number
+        if place in self._copies:  # it was told again
+            return
         turn = KeptTurn(record, message.handle, message.key, message.known, message.received, *place)
         self._copies[place] = turn
         if not self.kept.add(turn):
