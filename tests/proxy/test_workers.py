@@ -100,21 +100,26 @@ async def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--config", "pdproxy.yaml"], "pools[0].turns.bidirectional: true"),
+        (["--config", "pdproxy.yaml"], "limits.max_queue"),
         (["--api-keys-file", "/nowhere/keys"], "auth.api_keys_file"),
         (["--admin", "unix:/nowhere/admin.sock"], "listen.admin: can't listen on unix:/nowhere/admin.sock"),
     ],
 )
 async def test_wrong_settings_end_with_two(arguments: list[str], line: str, tmp_path: Path) -> None:
     """Also what only a worker finds out, and once only."""
-    (tmp_path / "pdproxy.yaml").write_text("pools: [{turns: {bidirectional: true}}]\n")
+    (tmp_path / "pdproxy.yaml").write_text("limits: {max_queue: -1}\n")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdproxy", "serve", "--workers", "2", "--port", str(free_port()),
         "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", *arguments,
         env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
         stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
     )  # fmt: skip
-    _, errors = await process.communicate()
+    try:
+        async with asyncio.timeout(60):
+            _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     assert process.returncode == 2
     shown = [text for text in errors.decode().splitlines() if text.startswith("pdproxy serve: ")]
     assert len(shown) == 1
