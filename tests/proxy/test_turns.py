@@ -436,8 +436,8 @@ async def test_at_the_end_all_are_released() -> None:
     async with talking() as pair:
         await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4})
         await keeps(pair, 1)
-        await pair.world.proxy.drain(())
-        assert kept(pair) == 0
+        await pair.world.drain()
+        assert [len(turns.kept) for turns in turns_of(pair)] == [0] * len(pair.world.workers)
         await until(lambda: not pair.d.engine.handles, 20)
         assert drops(pair) == ["shutdown"]
 

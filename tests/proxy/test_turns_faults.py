@@ -24,7 +24,7 @@ from tests.fakes.world import until
 from tests.proxy import test_registered_faults as registered
 from tests.proxy.test_connectors import CHAT, TEXT
 from tests.proxy.test_faults_by_moment import SILENT, cases, expected, left_to_the_lease
-from tests.proxy.test_turns import drops, keeps, kept_ids, talking, user
+from tests.proxy.test_turns import drops, keeps, kept_ids, quiet, talking, turns_of, user
 
 SHARE = 1 if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else 4
 STARTED_AGAIN = ("restart", "kill", "dead_core", "no_fin")
@@ -98,9 +98,7 @@ class Talk:
 
     async def quiet(self) -> None:
         """Wait until nothing is under way at the proxy: no task, no lease, no release. Deadlines may pass."""
-        turns = self.pair.world.proxy.turns
-        assert turns is not None
-        await self.clock.through(until(lambda: not self.pair.world.busy() and not turns.releases.pending), STEP)
+        await self.clock.through(quiet(self.pair), STEP)
 
     async def goes_on(self) -> None:
         """Bring every engine back to life. The next turn is right."""
@@ -126,9 +124,8 @@ class Talk:
         await until(lambda: not any(sim.engine.handles for sim in self.p))
         if not ttl:
             await until(lambda: {name for sim in self.d for name in sim.engine.handles} <= kept_ids(self.pair))
-        turns = self.pair.world.proxy.turns
-        assert turns is not None
-        turns.kept.drop_all("evicted")
+        for turns in turns_of(self.pair):
+            turns.kept.drop_all("evicted")
         await self.quiet()
         for sim in self.d if ttl else ():
             sim.engine.expire_leases()

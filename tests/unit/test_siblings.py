@@ -131,6 +131,23 @@ async def test_the_last_report_of_a_dead_worker_stays() -> None:
     assert (await parent.all[0].ask("name")).past == b"ab"
 
 
+async def test_what_is_left_comes_before_the_question_is_over() -> None:
+    """However long the parent pauses between two messages: a worker without others waits for nobody."""
+    parent, messages = Parent(2), list[Message]()
+    parent.send = lambda worker, message: messages.append(message)  # type: ignore[method-assign]
+    parent.sent(1, Message(REPORT, body=b"a"))
+    parent.switchboard.died(1)
+    parent.workers[1].ready = False
+    asking = asyncio.create_task(parent.all[0].ask("name"))
+    await until(lambda: messages)
+    for message in messages:
+        await until(lambda: parent.all[0]._open, 1)
+        parent.all[0].received(message)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    assert (await asking).past == b"a"
+
+
 async def test_one_that_ends_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it: its last report comes in place of its answer, and is in what is left for the next question only."""
     monkeypatch.setattr(siblings, "PATIENCE", 30.0)

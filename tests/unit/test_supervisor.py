@@ -10,9 +10,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pdproxy.kit.links import Link, Message, pair
+from pdproxy.kit.supervisor import Supervisor
 from tests.fakes.toy_workers import REFUSALS
 
 PATIENCE = 180.0
@@ -252,3 +255,22 @@ async def test_sigterm_for_the_whole_group_is_no_failure(tmp_path: Path) -> None
                 os.kill(pid, signal.SIGTERM)
         assert await process.ended() == 0
         assert process.lines[-1] == "restarts 0"
+
+
+def test_what_a_worker_has_sent_before_its_end_is_read() -> None:
+    """Also if the parent has sent it something since: its last report says what it has counted."""
+    heard: list[bytes] = []
+    watcher = SimpleNamespace(received=lambda _, message: heard.append(message.body))
+    supervisor = Supervisor(1, lambda *_: 0, lambda _: watcher, 1.0)
+    (worker,) = supervisor.workers
+    parents, end = pair()
+    worker.link = Link(parents)
+    theirs = Link(end)
+    for body in (b"one", b"two"):
+        theirs.send(Message("report", body=body))
+    theirs.close()
+    supervisor.send(worker, Message("question"))
+    supervisor._read(worker)
+    assert heard == [b"one", b"two"]
+    supervisor._read(worker)
+    assert worker.link is None

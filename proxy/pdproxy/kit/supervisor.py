@@ -337,12 +337,13 @@ class Supervisor:
         if worker.link is None:
             return
         try:
-            worker.link.flush()
             messages = worker.link.read()
         except LinkError:
             worker.link.close()  # its process ends, or is found by pings
             worker.link = None
             return
+        with contextlib.suppress(LinkError):  # it has ended, which is found behind the last that it has sent
+            worker.link.flush()
         for message in messages:
             worker.heard = time.monotonic()
             if message.kind == READY:

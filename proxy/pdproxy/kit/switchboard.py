@@ -114,9 +114,9 @@ class Switchboard:
         if len(self._questions) > MAX_OPEN:
             self._questions.popitem(last=False)
         asked = Asked(tuple(one.number for one in others), self._supervisor.restarts)
-        self._supervisor.send(worker, Message(ASKED, message.number, body=encode_asked(asked)))
-        if self._past:
+        if self._past:  # first: with `ASKED` a worker without others has all that it waits for
             self._supervisor.send(worker, Message(PAST, message.number, body=self._past))
+        self._supervisor.send(worker, Message(ASKED, message.number, body=encode_asked(asked)))
         for one in others:
             self._supervisor.send(one, Message(QUESTION, self._last, body=message.body))
 
