@@ -60,15 +60,18 @@ class Known:
     async def settled(self) -> None:
         """Wait until all events that engines have sent are in the index."""
         await asyncio.sleep(0.05)  # an engine may answer before it sends its step's events
-        if (kv_events := self.world.proxy.kv_events) is not None:
-            sources = kv_events.sources
-            await until(lambda: not sources._feed.bytes and all(map(self._received_all, self.sims)))
+        await until(lambda: all(map(self._has_all, self.world.workers)))
 
-    def _received_all(self, sim: SimServer) -> bool:
-        assert self.world.proxy.kv_events is not None
-        counts = self.world.proxy.kv_events.sources.counts.messages
-        received = sum(count for (url, _), count in counts.items() if url == sim.url)
-        return received >= sum(rank.counts["sent"] for rank in sim.engine.kv_events.ranks)
+    def _has_all(self, worker: Proxy) -> bool:
+        if worker.kv_events is None:
+            return True
+        sources = worker.kv_events.sources
+
+        def of(sim: SimServer) -> bool:
+            received = sum(count for (url, _), count in sources.counts.messages.items() if url == sim.url)
+            return received >= sum(rank.counts["sent"] for rank in sim.engine.kv_events.ranks)
+
+        return not sources._feed.bytes and all(map(of, self.sims))
 
 
 @asynccontextmanager

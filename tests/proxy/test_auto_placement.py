@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Facts, Settings
@@ -141,6 +142,12 @@ async def test_what_no_engine_can_serve_in_time_is_refused_where_the_settings_wa
         assert (await w.ask(COMPLETIONS, body, [("X-PDProxy-SLO-TTFT-MS", "0.001")])).status == 200
 
 
+def _known(worker: Proxy) -> int:
+    """How many blocks it knows of prompts that were sent to engines."""
+    assert worker.prefixes is not None
+    return len(worker.prefixes.knowledge.routing)
+
+
 async def test_prefixes_attract_prompts() -> None:
     """What was sent to an engine is expected in its cache, and the decision says so."""
     async with auto_world(anything=3) as w:
@@ -150,6 +157,7 @@ async def test_prefixes_attract_prompts() -> None:
             answer = await w.ask(COMPLETIONS, completion(prompt=[*beginning, number], stream=True), WANTED)
             assert answer.status == 200
             await w.quiet()
+            await until(lambda: len({_known(one) for one in w.workers}) == 1)
             shown.append(answer.header("x-pdproxy-decision") or "")
         assert len({text.split()[1] for text in shown}) == 1, shown
         assert "reason=cached" in shown[-1]

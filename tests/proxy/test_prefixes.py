@@ -230,7 +230,8 @@ PUBLISHING = {"kv_events": ANY, "enable_prompt_tokens_details": True}
 
 async def connected(known: Known, count: int) -> None:
     await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="connected") == count)
-    await until(lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= count)
+    replays = count * len(known.world.workers)  # each worker has its own
+    await until(lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= replays)
 
 
 @pytest.mark.parametrize("stream", [False, True])

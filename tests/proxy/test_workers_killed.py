@@ -26,6 +26,8 @@ KILLS = int(os.environ.get("PDPROXY_TEST_KILLS", "2"))
 STREAMS = 50
 LEASE = 3600.0
 """Seconds: a prefill engine that frees KV within a test does so because it was told."""
+PROCESSED = 0.25
+"""Seconds. What a worker has read from a connection for so long, it has processed, too."""
 _WORKER = re.compile(rb'"id":"cmpl-(\d\d)')
 
 
@@ -103,6 +105,11 @@ async def test_a_killed_worker_leaves_nothing(tmp_path: Path) -> None:
             assert await proxy.process.wait() == 0
 
 
+def _sent(proxy: Served) -> set[str]:
+    """The ids of all prefill requests whose answers the engine has sent."""
+    return {one.ident for one in proxy.prefill.sim.requests if one.over}
+
+
 def _killed(proxy: Served, worker: int) -> set[str]:
     """Kill a worker. Return the ids of all prefill requests so far whose answers were read.
 
@@ -128,13 +135,13 @@ def _received(port: int) -> dict[int, int]:
 
 
 async def _freed(proxy: Served, read: set[str]) -> int:
-    """Wait until no KV is held but that of answers which the killed worker had not read. Free that, and return how much it was.
+    """Wait until no KV is held but that of answers which the killed worker had not processed. Free that; return how much it was.
 
     Only a prefill engine's answer names its KV: one that the engine had not sent, or that was on its way, names it to nobody.
     """
 
     def known() -> list[str]:
-        """Handles of answers that were read, and those that a decode engine was asked with."""
+        """Handles of answers that were processed, and those that a decode engine was asked with."""
         held, history = proxy.books.held(), proxy.books.history
         return [name for name in held if history[name] != ["given"] or any(one in name for one in read)]
 
