@@ -10,6 +10,7 @@ KEPT = "it counts connections to engines, which each worker keeps for itself"
 DIVIDED = "it fills a bound that is divided among workers: connections, bytes of bodies and answers, readers, retries"
 INSIDE = "it looks into one process, or changes that one alone: its tasks and parts, its engines, its admin API"
 PREDICTED = "it is about predicted waits, which each worker knows from what it has served itself"
+CLOCK = "it moves its clock on faster than workers answer each other"
 SHARES = "it is about tenants' shares while requests wait, which hold in each worker"
 
 ONE_WORKER: Mapping[str, str] = MappingProxyType(
@@ -82,6 +83,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_replicas.py::test_one_proxy_has_a_plain_ledger": INSIDE,
         "test_retry_budget.py::test_a_request_that_waits_too_long_is_refused": DIVIDED,
         "test_retry_budget.py::test_a_request_waits_until_another_retry_has_its_data": DIVIDED,
+        "test_root_tasks.py::test_a_notice_that_can_not_be_handled": INSIDE,
         "test_root_tasks.py::test_no_other_task_must_always_run": INSIDE,
         "test_settings_file.py::test_other_settings_are_followed": INSIDE,
         "test_settings_file.py::test_the_file_of_the_settings_is_followed": INSIDE,
@@ -110,6 +112,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_turns.py::test_a_handle_that_fails_costs_no_attempt": EACH,
         "test_turns.py::test_of_a_restarted_engine_none_is_used": EACH,
         "test_turns.py::test_ready_reports_that_no_notices_come": EACH,
+        "test_turns_faults.py::test_a_keeper_that_hangs_is_not_asked_to_decode": CLOCK,
     }
 )
 """Reasons by the test's file and name, or by the file for all in it. All parameters of a test are left out."""

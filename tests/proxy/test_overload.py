@@ -272,7 +272,7 @@ async def test_engines_get_what_they_run_without_a_queue() -> None:
         assert places(w) == 1024
         report(w, 1, 3.0)
         assert places(w) == 4
-        assert w.metric("pdproxy_capacity", node=w.decode[0].url) == 2
+        await until(lambda: w.metric("pdproxy_capacity", node=w.decode[0].url) == 2)
         late = await w.client()
         late.post(COMPLETIONS, completion())
         await until(lambda: w.waiting == 1)

@@ -227,10 +227,10 @@ async def test_an_engine_that_goes_on_gets_one_request_and_then_more() -> None:
             assert (await w.pair.ask(COMPLETIONS, completion())).status == 200
         await frozen.thaw_core()
         await w.pass_(3 * LOOK)
-        assert state() == "half_open"
+        await until(lambda: state() == "half_open")
         for _ in range(6):
             assert (await w.pair.ask(COMPLETIONS, completion())).status == 200
-        assert state() == "slow_start"
+        await until(lambda: state() == "slow_start")
         await w.clock.advance(11)
         for _ in range(2):
             assert (await w.pair.ask(COMPLETIONS, completion())).status == 200
