@@ -70,6 +70,8 @@ class WorkerMeter(Meter):
         self._number = 0.0
         self.share = 0.0
         """The part of the time that kept engines work. Read only."""
+        _, rows = self._shared.taken()  # what others have counted before this one began is no demand of now
+        self._follow(rows)
 
     def exchange(self, now: float) -> None:
         """Tell the others what was counted here, and count what they have. Call it right before each `demand`."""
@@ -77,11 +79,7 @@ class WorkerMeter(Meter):
         changed = self._count > 0
         self._all = [all_ + more for all_, more in zip(self._all, own, strict=True)]
         more, rows = self._shared.taken()
-        decided = max([(self._number, self.share), *((row[_COUNTS], row[_COUNTS + 1]) for row in rows)])
-        if decided != (self._number, self.share):
-            self._number, self.share = decided
-            changed = True
-        if changed:
+        if self._follow(rows) or changed:
             self._write()
         if more[0]:
             if not self._begun:
@@ -92,6 +90,12 @@ class WorkerMeter(Meter):
             self._pairs += more[3]
             self._squares += more[4]
             self._outputs += more[5]
+
+    def _follow(self, rows: list[tuple[float, ...]]) -> bool:
+        """Take over the newest decision of the leading worker. Return whether it is another one."""
+        before = self._number, self.share
+        self._number, self.share = max([before, *((row[_COUNTS], row[_COUNTS + 1]) for row in rows)])
+        return (self._number, self.share) != before
 
     def tell_share(self, share: float) -> None:
         """Decide for all workers which part of the time kept engines work."""
