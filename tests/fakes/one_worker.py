@@ -41,6 +41,8 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_engines_come_and_go.py::test_removed_and_gone_at_once": INSIDE,
         "test_engines_come_and_go.py::test_removed_between_prefill_and_decode": INSIDE,
         "test_engines_come_and_go.py::test_the_last_decode_engine_is_removed": INSIDE,
+        "test_first_contact.py::test_a_refusal_is_a_release_once_kv_has_moved": EACH,
+        "test_hostile_bodies.py::test_a_body_is_read_in_time_or_not_at_all": DIVIDED,
         "test_hostile_bodies.py::test_an_honest_large_body_is_served_byte_for_byte": DIVIDED,
         "test_hostile_bodies.py::test_bodies_that_wait_to_be_read_are_bounded": DIVIDED,
         "test_hostile_clients.py::test_bodies_under_way_have_one_bound_in_all": DIVIDED,

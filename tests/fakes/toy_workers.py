@@ -17,7 +17,19 @@ import time
 from pathlib import Path
 
 from pdproxy.kit.links import Link, LinkError, Message
-from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD, RefusedError, Supervisor, Times
+from pdproxy.kit.supervisor import (
+    DRAIN,
+    END,
+    ENDS_WITHIN,
+    PING,
+    PONG,
+    READY,
+    REFUSED,
+    RELOAD,
+    RefusedError,
+    Supervisor,
+    Times,
+)
 from pdproxy.kit.supervisor import WorkerProcess as Process
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -68,7 +80,8 @@ def work(mode: str, number: int, end: socket.socket) -> int:
     if mode == "leaves":
         print(f"child {subprocess.Popen(['sleep', '0.2']).pid}", flush=True)
     link.send(Message(READY))
-    while True:
+    end_at = float("inf")
+    while time.monotonic() < end_at:
         time.sleep(0.005)
         try:
             messages = link.read()
@@ -80,8 +93,12 @@ def work(mode: str, number: int, end: socket.socket) -> int:
                 link.send(Message(PONG))
             elif message.kind == RELOAD:
                 link.send(Message("reloaded"))
+            elif message.kind == DRAIN and mode == "drains_long":
+                link.send(Message(ENDS_WITHIN, 60))
+                end_at = time.monotonic() + 1.0
             elif (message.kind == DRAIN and mode != "stays") or (message.kind == END and mode != "stays"):
                 return 0
+    return 0
 
 
 def full() -> None:

@@ -261,9 +261,10 @@ async def test_engines_get_what_they_run_without_a_queue() -> None:
         for engine in w.decode:
             engine.default = scripts.gate(go, engine.default)
         clients = [await w.client() for _ in range(8)]
-        for client in clients:
-            client.post(COMPLETIONS, completion())
-        await until(lambda: sum(len(engine.requests) for engine in w.decode) == 8)
+        for number, client in enumerate(clients, 1):
+            client.post(COMPLETIONS, completion())  # one by one: several workers at once may choose the same engine
+            await until(lambda number=number: sum(len(engine.requests) for engine in w.decode) == number)  # type: ignore[misc]
+        assert [len(engine.requests) for engine in w.decode] == [4, 4]
         for _ in range(3):
             for index in (0, 1):
                 report(w, index, 3.0, queued=0.0)  # they wait for KV, and would at any load

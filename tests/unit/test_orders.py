@@ -13,6 +13,7 @@ from pdproxy.app.signals import Ending, Hangups
 from pdproxy.app.worker import Orders
 from pdproxy.kit import links
 from pdproxy.kit.links import Link, Message, pair
+from pdproxy.kit.supervisor import DRAIN, ENDS_WITHIN
 from pdproxy.kit.switchboard import REPORT
 from tests.fakes.world import until
 
@@ -96,3 +97,40 @@ async def test_what_is_too_long_is_not_sent(
     assert [message.number for message in link.read()] == [7]
     assert not codes
     assert "not sent: a message 'report' of 20" in caplog.text
+
+
+async def test_one_message_that_fails_loses_none_behind_it(
+    ends: tuple[Orders, Link, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in the log, without what it says; the worker drains, and says how long that may take now."""
+    orders, link, codes = ends
+
+    def fail(message: Message) -> None:
+        raise ValueError("a secret")
+
+    orders.then, orders.ends_within = fail, lambda: 3600.5
+    link.send(Message("told", body=b"x"))
+    link.send(Message(DRAIN))
+    found: list[Message] = []
+
+    def read() -> bool:
+        found.extend(link.read())
+        return bool(found)
+
+    await until(read)
+    assert orders._ending.requested.is_set()
+    assert found == [Message(ENDS_WITHIN, 3601)]
+    assert "a message 'told' of the supervisor failed: ValueError" in caplog.text
+    assert "a secret" not in caplog.text
+    assert not codes
+
+
+async def test_a_worker_says_why_it_ends(
+    ends: tuple[Orders, Link, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else could: its supervisor is gone, or reads nothing."""
+    orders, link, codes = ends
+    link.close()
+    orders.send(Message(REPORT))
+    assert codes
+    assert "the supervisor can't be reached: Broken pipe" in caplog.text

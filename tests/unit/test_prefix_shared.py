@@ -271,7 +271,15 @@ async def test_messages_are_sent_in_batches_and_taken_in_steps(monkeypatch: pyte
     assert taken[0] <= CAPACITY
     assert takes._queued == 0
     assert takes.age == 2.5
-    sends.stop()
+    behind = True
+    sends.is_behind = lambda: behind
     first.routed(beginning([1, 2]), "a1", 11.0)
     await asyncio.sleep(0.01)
-    assert len(told) == 2
+    assert len(told) == 2  # it waits with what is to be told, not with messages
+    behind = False
+    await asyncio.sleep(0.01)
+    assert len(told) == 3
+    sends.stop()
+    first.routed(beginning([3, 4]), "a1", 11.0)
+    await asyncio.sleep(0.01)
+    assert len(told) == 3

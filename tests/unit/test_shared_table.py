@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,28 @@ def test_a_reader_far_behind_looks_at_all() -> None:
         column.write(5, [number])
     assert others.changed() is None
     assert others.sums(5) == (RING - 1,)
+
+
+def test_the_first_number_of_a_row_is_stored_last() -> None:
+    """So a reader that finds the same stamp at both ends of a row has read a whole row: it reads the first one first."""
+
+    class Stores(list[int]):
+        """Numbers that note in which order they are stored."""
+
+        def __init__(self) -> None:
+            super().__init__([0] * 6)
+            self.order: list[int] = []
+
+        def __setitem__(self, at: Any, number: Any) -> None:
+            super().__setitem__(at, number)
+            self.order.append(at)
+
+    column = SharedTable(1, 2, 3).column(0)
+    stores = column.cells.rows = Stores()  # type: ignore[assignment]
+    for key in (7, 8):
+        assert column.write(key, [10 * key, 1, 10 * key])
+    assert stores == [70, 1, 70, 80, 1, 80]
+    assert stores.order == [2, 1, 0, 5, 4, 3]
 
 
 def test_without_a_free_slot_the_others_know_nothing() -> None:

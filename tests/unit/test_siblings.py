@@ -188,7 +188,7 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
     """What a worker shows that has counted so much."""
     metrics = SimpleNamespace(snapshot=lambda: Snapshot({"pdproxy_requests_total": {("a",): count[number]}}, {}))
-    return ShownOfAll(None, lambda: Readiness(State.OK), metrics, parent.all[number], number, lambda: 0)  # type: ignore[arg-type, call-arg]
+    return ShownOfAll(None, lambda: _ready(State.OK), metrics, parent.all[number], number, lambda: 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -226,6 +226,16 @@ async def test_no_page_shows_less_than_one_before(monkeypatch: pytest.MonkeyPatc
 
 def _ready(state: State, *details: str) -> Readiness:
     return Readiness(state, "no engine" if state is State.NOT_READY else None, list(details))
+
+
+async def test_workers_that_do_not_serve_are_named() -> None:
+    """Those that have ended, or begin: clients' connections come to the others, which are fewer."""
+    parent = Parent(3)
+    shown = [_counted(parent, number, [0.0] * 3) for number in range(3)]
+    assert await shown[0].readiness() == _ready(State.OK)
+    parent.workers[2].ready = False
+    found = await shown[0].readiness()
+    assert found == Readiness(State.DEGRADED, None, ["worker 2 does not serve: it has ended, or begins"])
 
 
 def test_all_are_ready_together() -> None:

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdproxy.kit import links
 from pdproxy.kit.links import Link, Message, pair
-from pdproxy.kit.supervisor import Supervisor
+from pdproxy.kit.supervisor import Supervisor, WorkerProcess
 from tests.fakes.toy_workers import REFUSALS
 
 PATIENCE = 180.0
@@ -178,6 +179,14 @@ async def test_workers_that_do_not_drain_are_killed(tmp_path: Path) -> None:
         _gone(pids)
 
 
+async def test_a_worker_may_say_that_it_drains_for_longer(tmp_path: Path) -> None:
+    """Twice as long as was known at the start: its settings have changed since."""
+    async with toy("drains_long", tmp_path) as process:
+        await process.both()
+        process.process.send_signal(signal.SIGTERM)
+        assert await process.ended() == 0
+
+
 async def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
     async with toy("stays", tmp_path) as process:
         pids = await process.both()
@@ -257,20 +266,50 @@ async def test_sigterm_for_the_whole_group_is_no_failure(tmp_path: Path) -> None
         assert process.lines[-1] == "restarts 0"
 
 
-def test_what_a_worker_has_sent_before_its_end_is_read() -> None:
-    """Also if the parent has sent it something since: its last report says what it has counted."""
+@pytest.mark.parametrize("noticed", [False, True])
+def test_what_a_worker_has_sent_before_its_end_is_read(
+    noticed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the parent sends it something meanwhile. Its id may be that of another process by then: nothing is killed."""
     heard: list[bytes] = []
-    watcher = SimpleNamespace(received=lambda _, message: heard.append(message.body))
+    killed: list[int] = []
+
+    def received(worker: WorkerProcess, message: Message) -> None:
+        heard.append(message.body)
+        supervisor.send(worker, message)
+
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    watcher = SimpleNamespace(received=received, died=lambda _: None, waits=lambda *_: None)
     supervisor = Supervisor(1, lambda *_: 0, lambda _: watcher, 1.0)
     (worker,) = supervisor.workers
     parents, end = pair()
-    worker.link = Link(parents)
+    worker.link, worker.pid, supervisor._any_ready = Link(parents), 7, True
     theirs = Link(end)
     for body in (b"one", b"two"):
         theirs.send(Message("report", body=body))
     theirs.close()
     supervisor.send(worker, Message("question"))
-    supervisor._read(worker)
+    if noticed:
+        supervisor._died(worker, 0)
+    else:
+        supervisor._read(worker)
+        supervisor._read(worker)
     assert heard == [b"one", b"two"]
-    supervisor._read(worker)
+    assert not killed
     assert worker.link is None
+    assert "is killed" not in caplog.text
+
+
+def test_a_worker_that_does_not_read_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    monkeypatch.setattr(links, "MAX_UNSENT", 1 << 20)
+    supervisor = Supervisor(1, lambda *_: 0, lambda _: SimpleNamespace(), 1.0)
+    (worker,) = supervisor.workers
+    parents, end = pair()
+    worker.link, worker.pid = Link(parents), 7
+    while not killed:
+        supervisor.send(worker, Message("page", body=bytes(100_000)))
+    assert killed == [7]
+    worker.link.close()
+    end.close()

@@ -11,8 +11,12 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.admission import Admission
+from pdproxy.settings.limits import Deadlines
 
 logger = logging.getLogger("pdproxy")
+
+MARGIN = 10.0
+"""Seconds behind all deadlines of a drain until a worker that is still there is killed."""
 
 
 async def drain(
@@ -38,6 +42,12 @@ async def drain(
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
     await asyncio.gather(*(_release(custodian, turns) for custodian, turns in kept))
+
+
+def longest_drain(deadlines: Deadlines) -> float:
+    """Return within how many seconds a worker that drains must have ended: each wait of a drain has a deadline."""
+    release = deadlines.abandoned_prefill + deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+    return deadlines.drain + release + deadlines.release + MARGIN
 
 
 async def _release(custodian: Custodian, turns: Turns | None) -> None:

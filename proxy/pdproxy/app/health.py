@@ -163,6 +163,7 @@ def _findings(
         process.now,
         probe,
     )
+    found.is_behind = lambda: siblings.is_behind()
     siblings.hears[topic] = found.received
     share.findings.append(found)
     engines.when_forgotten(auditor.forget)

@@ -173,6 +173,7 @@ def _share(
     """Have workers tell each other what they send to engines, and the one that leads what it knows to one that starts."""
     siblings, topic, question = share.siblings, f"prefixes {pool}", f"prefixes-of-{quote(pool, safe='')}"
     sharing = prefixes.sharing = SharingPrefixes(knowledge, lambda body: siblings.tell(topic, body), now)
+    sharing.is_behind = lambda: siblings.is_behind()
     siblings.hears[topic] = sharing.received
     siblings.answers_about[question] = lambda about: sharing.answer(about) if share.lead.leads else b""
 

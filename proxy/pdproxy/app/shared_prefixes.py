@@ -48,6 +48,8 @@ class SharingPrefixes:
         self._queue: deque[tuple[float, Sent]] = deque()
         self._queued = 0
         self._taking = False
+        self.is_behind: Callable[[], bool] = lambda: False
+        """Whether so much waits to be sent that what is to be told waits in `knowledge`, which has a bound for it."""
         self.dropped = 0
         """Prompts of others that were dropped. Read only."""
         self.age = 0.0
@@ -69,6 +71,9 @@ class SharingPrefixes:
 
     def _send(self) -> None:
         self._timer = None
+        if self.is_behind():
+            self._due()
+            return
         if (batch := self._knowledge.batch()) is not None:
             self._tell(batch)
             if self._waits:

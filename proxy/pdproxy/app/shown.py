@@ -74,6 +74,7 @@ class ShownOfAll(Shown):
         found = {self._number: self._own_readiness()}
         found |= {number: _decode_ready(answer) for number, answer in answers.of.items()}
         silent = [f"worker {number} does not answer" for number in answers.silent]
+        silent += [f"worker {number} does not serve: it has ended, or begins" for number in answers.absent]
         if not answers.complete:
             silent.append("the supervisor does not answer")
         return together(found, silent)

@@ -46,6 +46,8 @@ class Answers:
     past: bytes = b""
     """What is left of workers that have ended."""
     restarts: int = 0
+    absent: tuple[int, ...] = ()
+    """Workers that were not asked: they have ended, or begin."""
 
 
 class _Told(msgspec.Struct, array_like=True, frozen=True):
@@ -148,7 +150,7 @@ class Siblings:
             return  # it came too late
         if message.kind == ASKED:
             asked = decode_asked(message.body)
-            one.asked, one.found.restarts = set(asked.workers), asked.restarts
+            one.asked, one.found.restarts, one.found.absent = set(asked.workers), asked.restarts, asked.absent
         elif message.kind == PAST:
             one.found.past = message.body
         elif message.kind == ANSWER:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -20,15 +21,18 @@ from pdproxy.app import uncaught
 from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.dns import follow_names
+from pdproxy.app.drain import longest_drain
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
 from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.fleet.dns_source import DnsSource
+from pdproxy.kit.forked import flush_output
+from pdproxy.kit.frames import frames
 from pdproxy.kit.ids import name_worker
 from pdproxy.kit.links import Link, LinkError, Message, TooLongError
-from pdproxy.kit.supervisor import DRAIN, END, PING, PONG, READY, REFUSED, RELOAD
+from pdproxy.kit.supervisor import DRAIN, END, ENDS_WITHIN, PING, PONG, READY, REFUSED, RELOAD
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
@@ -54,6 +58,8 @@ class Orders:
         self._hangups = hangups
         self._loop = asyncio.get_running_loop()
         self.then: Callable[[Message], None] = lambda _: None
+        self.ends_within: Callable[[], float] = lambda: 0.0
+        """Returns for how many seconds a drain may last."""
         self._sent = asyncio.Event()
         """Nothing waits to be sent."""
         self._sent.set()
@@ -108,17 +114,26 @@ class Orders:
                     self.send(Message(PONG))
                 case kind if kind == DRAIN:
                     self._ending.requested.set()
+                    self.send(Message(ENDS_WITHIN, math.ceil(self.ends_within())))
                 case kind if kind == END:
                     self._ending.at_once.set()
                     self._ending.requested.set()
                 case kind if kind == RELOAD:
                     self._hangups.signalled()
                 case _:
-                    self.then(message)
+                    self._pass_on(message)
+
+    def _pass_on(self, message: Message) -> None:
+        try:
+            self.then(message)
+        except Exception as error:  # the messages behind it count all the same
+            logger.error("a message %r of the supervisor failed: %s", message.kind, frames(error))  # noqa: TRY400
 
     @staticmethod
     def _gone(error: LinkError) -> None:
         """End at once: nobody would start, stop or supervise this process any more."""
+        logger.critical("ends, for the supervisor can't be reached: %s", error)
+        flush_output()
         os._exit(1)
 
 
@@ -182,6 +197,7 @@ async def _serve(
         hangups.then = asked_early.set
 
     async def started(proxy: Proxy) -> None:
+        orders.ends_within = lambda: longest_drain(proxy.settings.deadlines)
         names = follow_names(proxy)
         follow_replicas(proxy)
         if source is not None and source.paths:

@@ -16,6 +16,7 @@ from pdproxy.app import worker
 from pdproxy.app.admin import AdminSocket, admin_socket
 from pdproxy.app.begin import cant_listen, run_logged
 from pdproxy.app.changes import Changes
+from pdproxy.app.drain import longest_drain
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
 from pdproxy.app.share import Shared
@@ -32,8 +33,6 @@ from pdproxy.settings.worker_limits import of_each
 
 logger = logging.getLogger("pdproxy.workers")
 
-MARGIN = 10.0
-"""Seconds behind all deadlines of a drain until a worker that is still there is killed."""
 LONGEST_WAIT = 1.0
 """Seconds for which clients' connections may wait until a worker that has failed is started again."""
 
@@ -87,7 +86,7 @@ def _listen_and_supervise(
     def parent(supervisor: Supervisor) -> Parent:
         return Parent(shared, supervisor, listeners, address)
 
-    supervisor = Supervisor(count, work, parent, _drain_seconds(settings))
+    supervisor = Supervisor(count, work, parent, longest_drain(settings.deadlines))
     try:
         return supervisor.run()
     except RefusedError as error:
@@ -195,13 +194,6 @@ def _bound(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-def _drain_seconds(settings: Settings) -> float:
-    """Return how long a drain may take at most: each of its waits has a deadline in the worker itself."""
-    deadlines = settings.deadlines
-    release = deadlines.abandoned_prefill + deadlines.prefill + deadlines.kv_ready + deadlines.first_token
-    return deadlines.drain + release + deadlines.release + MARGIN
 
 
 def _warn_of_memory(settings: Settings) -> None:

@@ -27,6 +27,8 @@ from pdproxy.scheduling.outliers import Outliers
 from pdproxy.scheduling.shared_ledger import SharedLedger
 from pdproxy.upstream.metrics_page import Scrape
 
+AGAIN = 0.1
+"""Seconds until states are sent that waited because too much else did."""
 ASK_EVERY = 1.0
 """Seconds until a worker asks again for engines of which it knows nothing, and between two wishes to have an engine probed."""
 
@@ -106,6 +108,8 @@ class Findings:
         self._wished: dict[str, float] = {}
         self._due: dict[str, None] = {}
         """Engines whose states are sent when the event loop has nothing else to do."""
+        self.is_behind: Callable[[], bool] = lambda: False
+        """Whether so much waits to be sent that states wait here: of each engine the last one is enough."""
         ledger.tell = self._found
         lead.begins.append(self._begins)
         engines.watch(self)
@@ -168,6 +172,9 @@ class Findings:
         self._due[url] = None
 
     def _send_due(self) -> None:
+        if self.is_behind():
+            asyncio.get_running_loop().call_later(AGAIN, self._send_due)
+            return
         urls, self._due = list(self._due), {}
         known = [engine for url in urls if (engine := self._engines.get(url)) is not None and engine.node.probed]
         if known:

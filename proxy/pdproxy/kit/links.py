@@ -23,6 +23,10 @@ class LinkError(Exception):
     """The other process has ended, does not read, or sends what is no message."""
 
 
+class EndedError(LinkError):
+    """The other process has ended, or has closed its end."""
+
+
 class TooLongError(Exception):
     """A message has more bytes than any may have. Nothing was sent, and the link goes on."""
 
@@ -66,7 +70,8 @@ class Link:
 
         Raises:
             TooLongError: the message is.
-            LinkError: the other process has ended, or does not read.
+            EndedError: the other process has ended.
+            LinkError: it does not read.
         """
         data = _encode(message)
         if len(data) > MAX_MESSAGE:
@@ -80,7 +85,7 @@ class Link:
         """Send more of what waits.
 
         Raises:
-            LinkError: the other process has ended.
+            EndedError: the other process has ended.
         """
         try:
             while self._unsent:
@@ -88,22 +93,23 @@ class Link:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise LinkError(error.strerror or "the socket is closed") from None
+            raise EndedError(error.strerror or "the socket is closed") from None
 
     def read(self) -> list[Message]:
         """Return the messages that have come.
 
         Raises:
-            LinkError: the other process has ended, or sends what is no message.
+            EndedError: the other process has ended.
+            LinkError: it sends what is no message.
         """
         try:
             data = self._socket.recv(_READ)
         except BlockingIOError:
             return []
         except OSError as error:
-            raise LinkError(error.strerror or "the socket is closed") from None
+            raise EndedError(error.strerror or "the socket is closed") from None
         if not data:
-            raise LinkError("the other process has ended")
+            raise EndedError("the other process has ended")
         self._unread += data
         found, at = [], 0
         while len(self._unread) - at >= _SIZE.size:

@@ -113,7 +113,10 @@ class Column:
         return None if slot is None else self._row(slot)
 
     def write(self, key: int, numbers: Sequence[int]) -> bool:
-        """Set the numbers of a key. Return whether there was a slot for it."""
+        """Set the numbers of a key, the first one last. Return whether there was a slot for it.
+
+        So a row whose first and last number are the same stamp is whole: readers read the first one first.
+        """
         slot = self._slots.get(key)
         if slot is None:
             slot = self._new(key)
@@ -121,10 +124,10 @@ class Column:
                 return False
         cells = self.cells
         # One by one: a store of one number changes it as a whole, and takes a tenth of a slice's time.
-        rows, at = cells.rows, slot * self._measures
-        for number in numbers:
+        rows, at = cells.rows, slot * self._measures + len(numbers)
+        for number in reversed(numbers):
+            at -= 1
             rows[at] = number
-            at += 1
         header = cells.header
         count = header[CHANGES]
         cells.ring[count % RING] = slot

@@ -24,15 +24,16 @@ from typing import Protocol
 
 from pdproxy.kit.forked import die_with_parent, flush_output
 from pdproxy.kit.frames import frames
-from pdproxy.kit.links import Link, LinkError, Message, TooLongError, pair
+from pdproxy.kit.links import EndedError, Link, LinkError, Message, TooLongError, pair
 
 logger = logging.getLogger("pdproxy.workers")
 
 INTERRUPTED = 130
 DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
 """What the parent sends: drain, end at once, read the settings again, answer with `PONG`."""
-READY, REFUSED, PONG = "ready", "refused", "pong"
-"""What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping."""
+READY, REFUSED, PONG, ENDS_WITHIN = "ready", "refused", "pong", "ends_within"
+"""What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping; it drains, and
+may take so long (`number`: seconds)."""
 _LONGEST_WAIT = 1.0
 
 
@@ -97,7 +98,7 @@ class RefusedError(Exception):
 class Supervisor:
     """So many workers. `work(number, socket)` runs in a worker's process, and returns its exit code.
 
-    `ends_within`: how long a drain may take, in seconds, before a worker is killed.
+    `ends_within`: how long a drain may take, in seconds, before a worker is killed. A worker may say that its own lasts longer.
     """
 
     def __init__(
@@ -156,6 +157,8 @@ class Supervisor:
             worker.link.send(message)
         except TooLongError as error:
             logger.error("worker %d is not sent %s", worker.number, error)  # noqa: TRY400
+        except EndedError:
+            pass  # that it has ended is noticed next; a process that has closed its end is found by pings
         except LinkError as error:
             self._kill(worker, str(error))
 
@@ -217,11 +220,12 @@ class Supervisor:
                     self._died(worker, 1)
 
     def _died(self, worker: WorkerProcess, code: int) -> None:
+        pid, worker.pid, worker.ready = worker.pid, None, False  # another process may have its id from now on
         for _ in range(32):  # all that it has sent before its end, however much a socket holds
             self._read(worker)
         if worker.link is not None:
             worker.link.close()
-        pid, worker.pid, worker.link, worker.ready = worker.pid, None, None, False
+        worker.link, worker.ready = None, False
         self._watcher.died(worker.number)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         if self._end_by is not None:
@@ -351,6 +355,9 @@ class Supervisor:
                 self._watcher.ready(worker)
             elif message.kind == REFUSED:
                 worker.refused = message.body
+            elif message.kind == ENDS_WITHIN:
+                if self._end_by is not None and not self._at_once:  # settings may have changed since the start
+                    self._end_by = max(self._end_by, time.monotonic() + message.number)
             elif message.kind != PONG:
                 self._watcher.received(worker, message)
 

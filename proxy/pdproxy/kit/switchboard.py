@@ -34,10 +34,11 @@ MAX_OPEN = 256
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):
-    """Whom a question went to, and how often workers were started again."""
+    """Whom a question went to, how often workers were started again, and which do not serve: they have ended, or begin."""
 
     workers: tuple[int, ...]
     restarts: int
+    absent: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -113,7 +114,8 @@ class Switchboard:
         self._questions[self._last] = _Question(worker, worker.pid, message.number, {one.number for one in others})
         if len(self._questions) > MAX_OPEN:
             self._questions.popitem(last=False)
-        asked = Asked(tuple(one.number for one in others), self._supervisor.restarts)
+        absent = tuple(one.number for one in self._supervisor.workers if not one.ready and one is not worker)
+        asked = Asked(tuple(one.number for one in others), self._supervisor.restarts, absent)
         if self._past:  # first: with `ASKED` a worker without others has all that it waits for
             self._supervisor.send(worker, Message(PAST, message.number, body=self._past))
         self._supervisor.send(worker, Message(ASKED, message.number, body=encode_asked(asked)))

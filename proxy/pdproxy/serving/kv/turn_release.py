@@ -25,8 +25,9 @@ from pdproxy.wire.request import Route
 
 AT_ONCE = 8
 """Releases that run at the same time."""
-WAITING = 1024
-"""Releases that wait. One more is left to the decode engine's own time."""
+LEAST_WAITING = 1024
+"""Releases that may wait at least, or as many as turns may be kept: an orderly stop releases all. One more is left to the decode
+engine's own time."""
 _REFUSED = 400
 """The status of a refusal by the handler that releases KV; 401 and 404 come from before it."""
 
@@ -42,8 +43,10 @@ class TurnReleases:
         deadlines: Deadlines,
         observers: Observers,
         now: Callable[[], float],
+        max_kept: int = 0,
     ) -> None:
         self._rules = rules
+        self._most = max(LEAST_WAITING, max_kept)
         self._ledger = ledger
         self._engines = engines
         self._deadlines = deadlines
@@ -70,7 +73,7 @@ class TurnReleases:
 
     def release(self, record: TurnRecord, handle: DecodeHandle) -> None:
         """Release a turn's blocks in the background."""
-        if len(self._waiting) >= WAITING:
+        if len(self._waiting) >= self._most:
             self._observers.notify(TurnReleased("left"))
             return
         self._waiting.append((record, handle))

@@ -77,7 +77,7 @@ class Turns:
         self._silent = 0
         self._engines = engines
         self.speeds = PrefillSpeeds()
-        self.releases = TurnReleases(rules, ledger, engines.known, deadlines, observers, clock.now)
+        self.releases = TurnReleases(rules, ledger, engines.known, deadlines, observers, clock.now, limits.count)
         self.kept = KeptTurns(rules, limits, engines, self._dropped, clock.now)
         self.open = OpenTurns(
             rules,
