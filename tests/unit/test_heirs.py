@@ -71,6 +71,16 @@ def test_an_heir_that_dies_leaves_them_once() -> None:
     assert not parent.sent
 
 
+def test_what_an_heir_had_not_taken_is_handed_on() -> None:
+    """It died before it had read what it was sent: nothing of that is among its own."""
+    parent = Parent(3)
+    parent.records.area(0).put(b"a")
+    parent.died(0)
+    (heir, _, _) = parent.sent.pop()
+    parent.died(heir)
+    assert [(number != heir, records) for number, _, records in parent.sent] == [(True, [b"a"])]
+
+
 def test_many_records_are_sent_in_parts() -> None:
     parent = Parent(2)
     area = parent.records.area(0)

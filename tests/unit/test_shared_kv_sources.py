@@ -609,6 +609,22 @@ async def test_a_flood_is_told_in_part_and_holds_up_nobody(stage: Stage) -> None
     assert stage.counted("messages")[other.url, "live"] == 42
 
 
+async def test_what_may_be_told_grows_again(stage: Stage) -> None:
+    """An engine that was told in part is told in whole again once it has published less for a second."""
+    engine, _ = stage.engines
+    engine.connect(stage.workers[0])
+    reader = stage.workers[0]
+    engine.publish()
+    await stage.settled()
+    for number in range(200):
+        reader.sources._received(PORT, b"a", 10_000 + number, bytes(64 << 10))
+    assert (skipped := reader.skipped()) > 0
+    await stage.passes(3)
+    for number in range(16):
+        reader.sources._received(PORT, b"a", 20_000 + number, bytes(64 << 10))
+    assert reader.skipped() == skipped
+
+
 async def test_what_is_told_is_taken_in_portions(stage: Stage) -> None:
     engine, _ = stage.engines
     engine.connect(stage.workers[0])

@@ -90,6 +90,8 @@ def test_a_half_written_row_is_left_for_the_next_look() -> None:
             cells[at] = 2.0
         assert others.newer(7, seen) == []
         assert others.newer_in(0, 7, seen) is None
+        assert others.newer(7, [0]) == []  # nor by one that begins
+        assert others.newer_in(0, 7, [0]) is None
         row.write(2.0, [2.0, 2.0, 2.0])
         assert others.newer(7, seen) == [(0, (2.0,) * 5)]
 

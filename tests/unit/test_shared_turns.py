@@ -220,6 +220,31 @@ def test_one_that_does_not_answer_is_not_asked_again() -> None:
     virtual(run)
 
 
+def test_late_answers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given behind it is left to its engine's own time."""
+    monkeypatch.setattr(shared_turns, "MAX_LATE", 2)
+
+    async def run() -> None:
+        workers = Workers()
+        first, second, _ = workers.all
+        for at, name in enumerate("abc"):
+            first.keep(name, *HISTORY[: 40 - at])
+        await settled()
+        held: list[Any] = []
+        receive = workers.parent.all[0].received
+        workers.parent.all[0].received = held.append  # type: ignore[method-assign, assignment]
+        for _ in range(3):
+            assert await second.take(*NEXT) is None
+            await asyncio.sleep(SILENT)
+        assert len(second.turns._late) == 2
+        for message in held:
+            receive(message)
+        await settled()
+        assert sorted(second.released) == ["b", "c"]
+
+    virtual(run)
+
+
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_client_that_leaves_while_another_worker_is_asked(answered: bool) -> None:
     """What is given is released, whether the answer comes before or after."""
