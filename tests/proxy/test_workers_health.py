@@ -147,6 +147,23 @@ async def test_a_state_from_before_a_change_is_ignored(monkeypatch: pytest.Monke
         assert why_down(w, w.decode[0]) == {"connection refused"}
 
 
+async def test_what_is_found_waits_while_too_much_is_to_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor stands still. Of each engine one state waits; all know it once the supervisor reads again."""
+    async with workers(monkeypatch) as w:
+        own = w.others[0].pools[0].watching.findings
+        assert own is not None
+        behind = True
+        own.is_behind = lambda: behind
+        for number in range(5):
+            w.others[0].ledger.mark_up(w.decode[0].url, nodes(w, w.decode[0])[0].evidence)  # type: ignore[arg-type]
+            w.others[0].ledger.mark_down(w.decode[0].url, f"gone {number}", 0.0)
+        await asyncio.sleep(2 * findings.AGAIN)
+        assert why_down(w, w.decode[0]) == {None, "gone 4"}
+        assert list(own._due) == [w.decode[0].url]
+        behind = False
+        await until(lambda: why_down(w, w.decode[0]) == {"gone 4"})
+
+
 async def test_two_workers_find_different_things_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All end with what the leader has found."""
     async with workers(monkeypatch) as w:
