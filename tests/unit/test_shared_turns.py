@@ -256,7 +256,7 @@ def test_a_client_that_leaves_while_another_worker_is_asked(answered: bool) -> N
         task = asyncio.create_task(workers.all[1].take(*NEXT))
         await asyncio.sleep(0)
         if answered:
-            claim = next(iter(workers.all[1].turns._claims.values()))
+            claim, _ = next(iter(workers.all[1].turns._claims.values()))
             while not claim.done():
                 await asyncio.sleep(0)
         task.cancel()
@@ -267,6 +267,32 @@ def test_a_client_that_leaves_while_another_worker_is_asked(answered: bool) -> N
         assert workers.known() == [0, 0, 0]
         assert not workers.all[1].turns._claims
         assert not workers.all[1].turns._late
+
+    virtual(run)
+
+
+def test_an_answer_between_a_cancellation_and_the_end_of_its_task() -> None:
+    """A client leaves, and in the same pass of the event loop the turn is given: it is released, and forgotten."""
+
+    async def run() -> None:
+        workers = Workers()
+        first, second, _ = workers.all
+        first.keep("a", *HISTORY)
+        await settled()
+        held: list[Any] = []
+        receive = workers.parent.all[1].received
+        workers.parent.all[1].received = held.append  # type: ignore[method-assign, assignment]
+        task = asyncio.create_task(second.take(*NEXT))
+        while not held:
+            await asyncio.sleep(0)
+        task.cancel()
+        for message in held:
+            receive(message)
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert second.released == ["a"]
+        assert not second.turns._claims
+        assert not second.turns._late
 
     virtual(run)
 

@@ -79,7 +79,8 @@ class SharedTurns(Turns):
         """Workers that have not answered, and until when they are asked no more."""
         self._last = int.from_bytes(os.urandom(6))
         """The number of the last question. An answer to the process that had this worker's number before has another one."""
-        self._claims: dict[int, asyncio.Future[bool]] = {}
+        self._claims: dict[int, tuple[asyncio.Future[bool], KeptTurn]] = {}
+        """Questions whose tasks wait: whether the turn is given, and the turn."""
         self._late: OrderedDict[int, KeptTurn] = OrderedDict()
         self.kept.removed = self._removed
         siblings.hears[self._topic] = self.received
@@ -110,22 +111,26 @@ class SharedTurns(Turns):
         """Ask a worker for a turn that it keeps. Return given, gone or late."""
         self._last += 1
         claim = self._last
-        answer = self._claims[claim] = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
+        self._claims[claim] = answer, turn
         self._siblings.pass_on(owner, self._topic, encode(Claim(self._number, claim, turn.number)))
         try:
             async with self._clock.within(PATIENCE):
                 return "given" if await answer else "gone"
         except TimeoutError:
-            self._give_up(claim, turn, answer)
+            self._give_up(claim)
             self._silent_workers[owner] = self._now() + SILENT
             return "late"
         except asyncio.CancelledError:
-            self._give_up(claim, turn, answer)
+            self._give_up(claim)
             raise
         finally:
-            del self._claims[claim]
+            self._claims.pop(claim, None)
 
-    def _give_up(self, claim: int, turn: KeptTurn, answer: asyncio.Future[bool]) -> None:
+    def _give_up(self, claim: int) -> None:
+        if claim not in self._claims:  # the answer came behind the cancellation, and before this
+            return
+        answer, turn = self._claims[claim]
         if not answer.done() or answer.cancelled():
             self._late[claim] = msgspec.structs.replace(turn, key=b"")
             if len(self._late) > MAX_LATE:
@@ -218,10 +223,16 @@ class SharedTurns(Turns):
         self._siblings.pass_on(message.worker, self._topic, encode(Answer(message.claim, given)))
 
     def _answered(self, message: Answer) -> None:
-        answer = self._claims.get(message.claim)
-        if answer is not None and not answer.done():
-            answer.set_result(message.given)
-        elif (turn := self._late.pop(message.claim, None)) is not None and message.given:
+        waiting = self._claims.get(message.claim)
+        if waiting is None:
+            turn = self._late.pop(message.claim, None)
+        elif waiting[0].cancelled():  # its task will hear that in the next pass of the event loop
+            del self._claims[message.claim]
+            turn = waiting[1]
+        else:
+            waiting[0].set_result(message.given)
+            return
+        if turn is not None and message.given:
             self._dropped(turn.record, turn.handle, "unused")
 
     def _began(self, worker: int) -> None:
