@@ -14,6 +14,7 @@ from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.sim.facts import KvEventsConfig
+from pdproxy.wire.request import Route
 from tests.fakes.pool import Pair, pool
 from tests.fakes.ports import free_port
 from tests.fakes.tokenizer import SimTokenizer
@@ -284,9 +285,9 @@ async def test_prompts_that_are_tokenized_here_are_known_by_their_ids() -> None:
     async with pool("nixl", everybody=PUBLISHING, pool_settings=settings, tokenizer=SimTokenizer()) as pair:
         known = known_of(pair)
         await connected(known, 2)
-        tokens = pair.world.proxy.tokens
-        assert tokens is not None
-        await until(lambda: pair.world.metric("pdproxy_tokenize_agrees") == 2)
+        canaries = [one.tokens.canaries for one in pair.world.workers if one.tokens is not None]
+        assert len(canaries) == len(pair.world.workers)
+        await until(lambda: all(one.trusted("tiny", Route.CHAT) for one in canaries))
         messages = [{"role": "user", "content": "All ships that came in. " * 20}]
         for _ in range(3):
             assert (await pair.ask("/v1/chat/completions", {"model": "tiny", "messages": messages})).status == 200
