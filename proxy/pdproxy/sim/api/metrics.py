@@ -53,7 +53,7 @@ class _Page:
     def written(self) -> bytes:
         facts = self._engine.facts
         self._head("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.")
-        self._lines.append(f"process_start_time_seconds {floatToGoString(self._engine.started_at)}\n")
+        self._lines.append(f"process_start_time_seconds {_number(self._engine.started_at)}\n")
         if facts.has_nixl and facts.role != "aggregated":
             self._nixl()
         self._gauge("num_requests_running", "Number of requests in model execution batches.", "running")
@@ -169,7 +169,7 @@ class _Page:
             begin, end = _labels(labels | {"le": "\0"}).split("\0")
             for bound, count in zip(_bounds(histogram.bounds), histogram.counts, strict=True):
                 so_far += count
-                self._lines.append(f"{name}_bucket{begin}{bound}{end} {floatToGoString(so_far)}\n")
+                self._lines.append(f"{name}_bucket{begin}{bound}{end} {_number(so_far)}\n")
             self._sample(f"{name}_count", labels, so_far)
             self._sample(f"{name}_sum", labels, histogram.total)
 
@@ -177,13 +177,18 @@ class _Page:
         self._lines.append(f"# HELP {name} {words}\n# TYPE {name} {kind}\n")
 
     def _sample(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        self._lines.append(f"{name}{_labels(labels)} {floatToGoString(value)}\n")
+        self._lines.append(f"{name}{_labels(labels)} {_number(value)}\n")
 
 
 def _labels(labels: Mapping[str, str]) -> str:
     """Return labels as a line has them, in the order of their names."""
     pairs = (f'{name}="{_escaped(labels[name])}"' for name in sorted(labels))
     return f"{{{','.join(pairs)}}}"
+
+
+def _number(value: float) -> str:
+    written: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return written
 
 
 def _escaped(value: str) -> str:
