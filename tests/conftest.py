@@ -1,5 +1,6 @@
 """What holds for all tests: no machine's clock judges them, and none changes how the next one's records are logged."""
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -10,6 +11,13 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 _LOGGERS = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from searching the modules and the thousands of tests, which stay until the end."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # full collections come as often as what was left by the last one demands: a little, from here on
 
 
 @pytest.fixture(autouse=True)

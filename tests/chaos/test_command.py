@@ -31,12 +31,10 @@ def test_a_seed_passes_and_replays_exactly_in_another_process() -> None:
     assert first.calls["right"] > 20
     assert sum(first.faults.values()) == 15
     assert (first.digest, first.deliveries, first.virtual) == (second.digest, second.deliveries, second.virtual)
-    other = runner.run_one(msgspec.structs.replace(options, seed=4))
-    assert other.digest != first.digest
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("connector", [one for one in CONNECTORS if one != Options().connector])
 def test_every_connector_runs(connector: ConnectorName) -> None:
     result = runner.run_one(Options(seed=3, seconds=1, rate=10, connector=connector))
     assert result.findings == []
@@ -44,11 +42,13 @@ def test_every_connector_runs(connector: ConnectorName) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [2, 3])
-def test_engines_for_any_role(seed: int) -> None:
-    result = runner.run_one(Options(seed=seed, seconds=1, rate=10, prefill=1, decode=2, pool="any"))
-    assert result.findings == []
-    assert result.calls["right"] >= 5
+def test_engines_for_any_role_and_seeds_that_differ() -> None:
+    options = Options(seed=2, seconds=1, rate=10, prefill=1, decode=2, pool="any")
+    first, second = runner.run_one(options), runner.run_one(msgspec.structs.replace(options, seed=3))
+    for result in (first, second):
+        assert result.findings == []
+        assert result.calls["right"] >= 5
+    assert first.digest != second.digest
 
 
 @pytest.mark.timeout(300)

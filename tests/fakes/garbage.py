@@ -13,7 +13,6 @@ def left_to_the_collector() -> Iterator[list[object]]:
     """Yield a list. At the end it holds pdproxy's objects that the work left in reference cycles."""
     found: list[object] = []
     gc.collect()
-    gc.freeze()  # what exists already is not searched
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -23,7 +22,6 @@ def left_to_the_collector() -> Iterator[list[object]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
         gc.enable()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from pdproxy.bench.slo import parse_slo
@@ -11,7 +13,8 @@ from pdproxy.lab.plan.question import Demand, Drawn, Question
 from pdproxy.lab.simulate.shape import Shape
 
 CHUNKS = (512, 2048, 8192)
-REQUESTS = 800
+REQUESTS = int(os.environ.get("PDPROXY_TEST_PLAN_REQUESTS", "400"))
+"""Of a simulation. With 800, queues of requests with long answers get longer: `.ci/full` tries those."""
 
 
 def question(

@@ -19,7 +19,7 @@ from pdproxy.lab.plan.search import Found, Result
 from tests.plan.questions import question
 from tests.simulate.loads import write_trace
 
-LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "600", "--seeds", "1", "--chunks", "512,8192")
+LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "400", "--seeds", "1", "--chunks", "512,8192")
 LOOSE = ("--slo", "ttft=500ms,tpot=15ms")
 TIGHT = ("--slo", "ttft=500ms,tpot=8ms")
 
@@ -84,7 +84,8 @@ def test_trying_everything_finds_what_the_search_finds(capsys: pytest.CaptureFix
 
 def test_the_same_command_gives_the_same_plan_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
-    line = ["plan", "--trace", str(trace), "--spread", "--gpus", "2", "--slo", "chat:ttft=1s,tpot=20ms"]
+    line = ["plan", "--trace", str(trace), "--spread", "--gpus", "2", "--chunks", "512,8192"]
+    line += ["--slo", "chat:ttft=1s,tpot=20ms"]
     assert main(line) == 0
     first = capsys.readouterr().out
     assert main(line) == 0
@@ -135,7 +136,7 @@ def test_a_split_by_a_profile_of_one_engine_alone_is_doubted(
     alone = structs.replace(profile, hardware=structs.replace(profile.hardware, **dict.fromkeys(terms, 0.0)))
     file = tmp_path / "alone.json"
     file.write_bytes(msgspec.json.encode(alone))
-    line = ["plan", "--gpus", "4", *LOAD, *TIGHT]
+    line = ["plan", "--gpus", "2", *LOAD, *TIGHT]
     said = "The profile has no time for handoffs"
     assert main([*line, "--profile", str(file)]) == 0
     shown = capsys.readouterr().out

@@ -16,13 +16,6 @@ from pdproxy.lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
 from tests.plan.questions import REQUESTS, question
 
 A, B = "ttft=500ms,tpot=15ms", "ttft=500ms,tpot=8ms"
-LOADS = [
-    pytest.param(question(A), id="4000/128 A"),
-    pytest.param(question(B), id="4000/128 B"),
-    pytest.param(steady(question("gap=50ms", share=0.95)), id="4000/128 G"),
-    pytest.param(question(A, 1000, 500), id="1000/500 A"),
-    pytest.param(question(B, 1000, 500), id="1000/500 B"),
-]
 
 
 def turns(count: int = 600) -> Traced:
@@ -35,22 +28,25 @@ def turns(count: int = 600) -> Traced:
     return Traced(entries=entries)
 
 
-@pytest.mark.parametrize("asked", [*LOADS, pytest.param(question(B, demand=turns()), id="turns B")])
-def test_the_plan_is_as_good_as_the_best_of_all(asked: Question) -> None:
+@pytest.mark.parametrize(
+    ("asked", "splits"),
+    [
+        pytest.param(question(A), False, id="4000/128 A"),
+        pytest.param(question(B), True, id="4000/128 B"),
+        pytest.param(steady(question("gap=50ms", share=0.95)), False, id="4000/128 G"),
+        pytest.param(question(A, 1000, 500), False, id="1000/500 A"),
+        pytest.param(question(B, 1000, 500), True, id="1000/500 B"),
+        pytest.param(question(B, demand=turns()), True, id="turns B"),
+    ],
+)
+def test_the_plan_is_as_good_as_the_best_of_all_and_splits_or_not(asked: Question, splits: bool) -> None:
     found = search(asked, 4, requests=REQUESTS, seeds=1)
     best = exhaustive(asked, 4, requests=REQUESTS, seeds=1)
     assert found.best is not None
     assert best.best is not None
     assert found.best.rate >= 0.95 * best.best.rate
     assert found.searched < best.searched == 3 + 3 * 9
-
-
-def test_it_says_split_and_it_says_do_not_split() -> None:
-    loose, tight = (search(question(slo), 4, requests=REQUESTS, seeds=1).best for slo in (A, B))
-    assert loose is not None
-    assert tight is not None
-    assert loose.arrangement.prefill == 0
-    assert tight.arrangement.prefill > 0
+    assert (found.best.arrangement.prefill > 0) is splits
 
 
 def test_an_engine_with_a_long_way_for_kv_is_not_split() -> None:
@@ -62,7 +58,7 @@ def test_an_engine_with_a_long_way_for_kv_is_not_split() -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    assert search(question(B), 3, requests=REQUESTS, seeds=2) == search(question(B), 3, requests=REQUESTS, seeds=2)
+    assert search(question(B), 3, requests=200, seeds=2) == search(question(B), 3, requests=200, seeds=2)
 
 
 def test_more_gpus_never_serve_less() -> None:

@@ -148,14 +148,17 @@ async def test_weights_hold() -> None:
         assert len(shown) == 1
 
 
-@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, "prompt"), ("/v1/responses", "input")])
-async def test_a_body_names_its_conversation(path: str, prompt: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "prompt", "limit"),
+    [(COMPLETIONS, "prompt", "max_tokens"), ("/v1/responses", "input", "max_output_tokens")],
+)
+async def test_a_body_names_its_conversation(path: str, prompt: str, limit: str) -> None:
     """By `user`, on each route. One that names nobody is no conversation: it would send all clients' requests to one pool."""
     light = {"aliases": {"m": "new"}}
     async with pools(PoolOf("m"), PoolOf("new", settings=light), chance=random.Random(3).random) as w:
 
         async def models_of(user: object) -> set[str]:
-            fields = {"model": "m", prompt: "word " * 10, "user": user}
+            fields = {"model": "m", prompt: "word " * 10, limit: 4, "user": user}
             return {(await w.world.ask(path, fields)).json["model"] for _ in range(8)}
 
         assert [len(await models_of(user)) for user in ("x", "y", "z" * 100_000)] == [1, 1, 1]
