@@ -209,7 +209,7 @@ class Peer:
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, at: Engines, port: int) -> list[str]:
-        """Return its command line. {prefills} and {decodes} are all URLs, {p0}, {d1} and so on single ports, {folder} this one."""
+        """Return its command line. {prefills} and {decodes} are all URLs, {p0}, {d1} and so on single ports; {folder} is here."""
         known: dict[str, object] = {"python": sys.executable, "folder": HERE, "port": port, "aux": free_ports(1)[0]}
         known |= {f"p{n}": p for n, p in enumerate(at.prefills)} | {f"d{n}": p for n, p in enumerate(at.decodes)}
         known |= {"prefills": " ".join(map(url, at.prefills)), "decodes": " ".join(map(url, at.decodes))}
