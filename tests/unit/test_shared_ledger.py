@@ -209,7 +209,9 @@ def test_an_engine_leaves_and_comes_back_in_one_worker_first() -> None:
     first.close(lease, Verdict.GOOD, 1.0)
     second.refresh()
     assert next(node for node in second.nodes if node.url == "d0").requests == 0
-    assert first._own.keys() == {"p0"}
+    assert "d0" in first._slots
+    first.refresh(all_of_it=True)
+    assert first._slots.keys() == {"p0"}
 
 
 class Workers(RuleBasedStateMachine):
