@@ -128,9 +128,9 @@ class SharedAdmission(Admission):
         return None if first is None else self._began.get(first)
 
     def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
-        if self._quiet:
-            _give_back(self, entry, cost)
+        if self._quiet and not self._closed:  # nearly always: what `Admission` does, without a call of it
             queue, row = self._queue, self._row
+            queue.leave(entry, cost)
             size = queue.size
             row[TAKEN] = queue.taken
             row[SIZE] = size if size < MOST_SIZE else MOST_SIZE
