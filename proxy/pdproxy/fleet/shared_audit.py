@@ -45,7 +45,7 @@ class SharedAuditor(Auditor):
         if row is not None:
             moved = self._blocks(prompt_tokens)
             left = row[LOADING] - moved
-            row[LOADING] = left if left > 0 else 0
+            row[LOADING] = max(0, left)
             if loaded:
                 row[ARRIVED] += moved
 

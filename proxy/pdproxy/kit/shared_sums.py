@@ -1,8 +1,8 @@
 """Numbers of several processes, followed by their differences: each writes its own, and hears how those of the others change.
 
-The columns are those of a `SharedTable` with one measure. A writer stores the number of a key, and nothing else. A reader compares
-a column as a whole with what it read last, and then takes what differs, so that its costs grow with the changes. The counts of
-changes and of layouts lie before the numbers, and are compared with them.
+The columns are those of a `SharedTable` with one measure. A writer stores the number of a key, and nothing else. A reader
+compares a column as a whole with what it read last, and then takes what differs, so that its costs grow with the changes. The
+counts of changes and of layouts lie before the numbers, and are compared with them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OtherSums:
                 continue
             new, had = one.view.tolist(), one.had
             if new != had:
-                for move, number, before in compress(zip(one.moves, new, had), map(ne, new, had)):
+                for move, number, before in compress(zip(one.moves, new, had, strict=True), map(ne, new, had)):
                     if move(number - before):  # its keys have changed: all of it was taken
                         break
                 else:

@@ -30,7 +30,7 @@ def key_of(text: str) -> int:
 
 
 class Cells:
-    """One column as numbers. `rows`: those of all slots, one slot after the other, and a spare one behind them, which nobody reads.
+    """One column as numbers. `rows`: those of all slots, one slot after the other, and behind them a spare one that nobody reads.
 
     `counted`: the header and the rows.
     """

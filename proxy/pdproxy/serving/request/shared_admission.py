@@ -133,7 +133,7 @@ class SharedAdmission(Admission):
             queue.leave(entry, cost)
             size = queue.size
             row[TAKEN] = queue.taken
-            row[SIZE] = size if size < MOST_SIZE else MOST_SIZE
+            row[SIZE] = min(MOST_SIZE, size)
         elif self._queue.waiting:
             self._read()
             _give_back(self, entry, cost)
@@ -165,7 +165,7 @@ class SharedAdmission(Admission):
         if self._quiet:  # nobody waits here, so the queue has counted it already
             row = self._row
             row[TAKEN] = taken + 1
-            row[SIZE] = size if size < MOST_SIZE else MOST_SIZE
+            row[SIZE] = min(MOST_SIZE, size)
             return
         entry = place.entry
         assert entry is not None
