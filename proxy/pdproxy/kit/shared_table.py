@@ -22,11 +22,24 @@ RING = 512
 MOST_BEHIND = RING - RING // 4
 CHANGES, LAYOUT, HEADER = 0, 1, 2
 _CELL = 8
+_FLOAT, _WHOLE = struct.Struct("d"), struct.Struct("q")
 
 
 def key_of(text: str) -> int:
     """Return the key of a text: a number that is the same in all processes, and not 0."""
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True) or 1
+
+
+def bits_of(number: float) -> int:
+    """Return a float as the number of a cell. That of 0.0 is 0."""
+    found: int = _WHOLE.unpack(_FLOAT.pack(number))[0]
+    return found
+
+
+def float_of(bits: int) -> float:
+    """Return the float that a cell holds as `bits_of` has made it."""
+    found: float = _FLOAT.unpack(_WHOLE.pack(bits))[0]
+    return found
 
 
 class Cells:
