@@ -18,7 +18,7 @@ from pdproxy.kit.shared_table import CHANGES, HEADER, LAYOUT, Cells, Column, Oth
 MEASURES = 1
 MANY = 32
 """Where a column has more numbers, with its counts, they are not compared one by one: the bytes that differ are found as bits of
-one large integer. That is faster for 200 of them, and slower for 8."""
+one large integer. That is faster for 60 of them, and slower for 4."""
 _CELL_BITS = 6
 """A cell has 2**6 bits."""
 
