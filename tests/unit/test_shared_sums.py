@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.kit import shared_sums
 from pdproxy.kit.shared_sums import MANY, MEASURES, OtherSums
-from pdproxy.kit.shared_table import SharedTable
+from pdproxy.kit.shared_table import RING, SharedTable
 
 
 class Followed:
@@ -44,6 +44,7 @@ def test_the_sums_are_those_of_all_columns(keys: int, seed: int) -> None:
     table = SharedTable(4, keys + 1, MEASURES)
     columns = [table.column(number) for number in range(1, 4)]
     held: list[dict[int, int]] = [{} for _ in columns]
+    many: set[int] = set()
     followed = Followed(table, 0, names)
     for _ in range(4000):
         number, key = chance.randrange(3), chance.choice([*names, 99_999])
@@ -52,11 +53,18 @@ def test_the_sums_are_those_of_all_columns(keys: int, seed: int) -> None:
             table.clear(number + 1)
             columns[number] = table.column(number + 1)
             held[number].clear()
+            many.discard(number)
         elif step < 0.1 and key in held[number]:
             column.drop(key)
             del held[number][key]
         else:
-            held[number][key] = column.cells.rows[column.place(key)] = chance.randrange(1, 1 << 60)
+            slot = column.place(key)
+            for _ in range(2 * RING if step > 0.998 else 1):
+                held[number][key] = column.cells.rows[slot] = chance.randrange(1, 1 << 60)
+                if shared_sums.are_many(slot):
+                    many.add(number)
+                if number in many:
+                    shared_sums.note(column, slot)
         if chance.random() < 0.3:
             sums = followed.look()
             assert sums == {name: sum(one.get(key, 0) for one in held) for key, name in names.items() if sums[name]}
@@ -89,6 +97,8 @@ def test_what_is_noted_beside_the_table(keys: int) -> None:
     before = followed.noted
     assert before
     column.cells.rows[slots[-1]] = 5
+    if shared_sums.are_many(slots[-1]):
+        shared_sums.note(column, slots[-1])
     followed.look()
     followed.look()
     assert followed.noted == before
@@ -99,7 +109,20 @@ def test_what_is_noted_beside_the_table(keys: int) -> None:
         assert followed.noted > before
 
 
-@pytest.mark.parametrize("keys", [1, 2 * MANY])
+def test_what_was_not_noted_of_many_is_found_by_a_look_at_all_of_it() -> None:
+    """A store that another core saw behind its note."""
+    table = SharedTable(2, 2 * MANY, MEASURES)
+    column = table.column(1)
+    slot = [column.place(key + 1) for key in range(2 * MANY)][-1]
+    followed = Followed(table, 0, {2 * MANY: "a"})
+    followed.look()
+    column.cells.rows[slot] = 5
+    assert not followed.look()
+    followed.others.look(all_of_it=True)
+    assert followed.sums == {"a": 5}
+
+
+@pytest.mark.parametrize("keys", [1])
 def test_a_number_that_changes_while_a_layout_is_read_is_found_by_the_next_look(keys: int) -> None:
     """A key that takes another one's slot meanwhile is found by the look behind it, and nothing stays with the key before."""
     table = SharedTable(2, keys, MEASURES)

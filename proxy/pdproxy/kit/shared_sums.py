@@ -1,34 +1,41 @@
 """Numbers of several processes, followed by their differences: each writes its own, and hears how those of the others change.
 
-The columns are those of a `SharedTable` with one measure. A writer stores the number of a key, and nothing else. A reader
-compares a column as a whole with what it read last, and then takes what differs, so that its costs grow with the changes. The
-counts of changes and of layouts lie before the numbers, and are compared with them.
+The columns are those of a `SharedTable` with one measure. A writer of few numbers stores the number of a key, and nothing else. A
+reader compares a column as a whole with what it read last, and then takes what differs. The counts of changes and of layouts lie
+before the numbers, and are compared with them. Of many numbers the writer also notes which have changed, and readers look only at
+those.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import compress
 from operator import ne
 
-from pdproxy.kit.shared_table import CHANGES, HEADER, LAYOUT, Cells, Column, Others
+from pdproxy.kit.shared_table import CHANGES, HEADER, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others
 
 MEASURES = 1
-MANY = 32
-"""Where a column has more numbers, with its counts, they are not compared one by one: the bytes that differ are found as bits of
-one large integer. That is faster for 60 of them, and slower for 4."""
-_CELL_BITS = 6
-"""A cell has 2**6 bits."""
+MANY = 24
+"""Slots. Where a column has used more, its changes are noted: from about there on that is cheaper, with two workers and eight."""
+_NOTE = -1
+"""In the place of a slot: something beside the table has changed."""
 
 Move = Callable[[int], object]
 """Called with how much more a number is than before."""
 
 
-def note(column: Column) -> None:
-    """Have the others find out that something beside the table has changed."""
-    column.cells.header[CHANGES] += 1
+def note(column: Column, slot: int = _NOTE) -> None:
+    """Have the others find out that the number of a slot has changed. Without one: something beside the table."""
+    header = column.cells.header
+    count = header[CHANGES]
+    column.cells.ring[count % RING] = slot
+    header[CHANGES] = count + 1
+
+
+def are_many(slot: int) -> bool:
+    """Return whether a column that uses this slot has so many numbers that its writer must `note` their changes from now on."""
+    return slot >= MANY
 
 
 def _ignore(more: int) -> None:
@@ -38,17 +45,16 @@ def _ignore(more: int) -> None:
 class _Seen:
     """A column of another process as it was read last.
 
-    `view`: its counts, and the numbers up to the last slot with a key; `had`: what they were, `raw` as bytes if they are `many`;
+    `view`: its counts, and the numbers up to the last slot with a key; `had`: what they were; `many`: whether changes are noted;
     `moves`: what follows each; `keys`: those of the slots, 0 for none.
     """
 
-    __slots__ = ("cells", "had", "keys", "many", "moves", "raw", "view")
+    __slots__ = ("cells", "had", "keys", "many", "moves", "view")
 
     def __init__(self, cells: Cells, moves: list[Move]) -> None:
         self.cells = cells
         self.view = cells.counted[:HEADER]
         self.had = [-1] * HEADER
-        self.raw = b""
         self.many = False
         self.moves = moves
         self.keys: list[int] = []
@@ -84,11 +90,11 @@ class OtherSums:
         if move is not None and total:
             move(total)
 
-    def look(self) -> None:
-        """Take what has changed since the last look."""
+    def look(self, *, all_of_it: bool = False) -> None:
+        """Take what has changed since the last look. `all_of_it`: also what was not noted."""
         for one in self._columns:
             if one.many:
-                self._look_at_many(one)
+                self._look_at_many(one, all_of_it)
                 continue
             new, had = one.view.tolist(), one.had
             if new != had:
@@ -98,22 +104,38 @@ class OtherSums:
                 else:
                     one.had = new
 
-    def _look_at_many(self, one: _Seen) -> None:
-        raw = one.view.tobytes()
-        if raw == one.raw:
+    def _look_at_many(self, one: _Seen, all_of_it: bool) -> None:
+        cells, had, moves = one.cells, one.had, one.moves
+        header, ring, rows = cells.header, cells.ring, cells.rows
+        changes = header[CHANGES]
+        behind = changes - had[CHANGES]
+        if not behind and not all_of_it:
             return
-        differs = int.from_bytes(raw, "little") ^ int.from_bytes(one.raw, "little")
-        one.raw = raw
-        new, had, moves = memoryview(raw).cast("q"), one.had, one.moves
-        while differs:
-            at = (differs & -differs).bit_length() - 1 >> _CELL_BITS
-            behind = at + 1 << _CELL_BITS
-            differs = differs >> behind << behind
-            number = new[at]
-            more = number - had[at]
-            had[at] = number
-            if moves[at](more):
-                return
+        had[CHANGES] = changes
+        if header[LAYOUT] != had[LAYOUT]:
+            self._find(one, 0)
+            return
+        slots: Iterable[int]
+        if all_of_it or not 0 < behind <= MOST_BEHIND:
+            slots = range(_NOTE, len(one.keys))
+        elif behind == 1:
+            slots = (ring[(changes - 1) % RING],)
+        else:
+            slots = {ring[at % RING] for at in range(changes - behind, changes)}
+        noted, used = False, len(one.keys)
+        for slot in slots:
+            if (
+                not 0 <= slot < used
+            ):  # a slot that was not known: a writer of much has overtaken this look, the next one finds it
+                noted = True
+                continue
+            at = slot + HEADER
+            number, before = rows[slot], had[at]
+            if number != before:
+                had[at] = number
+                moves[at](number - before)
+        if noted:
+            self._noted()
 
     def _changed(self, more: int) -> None:
         self._noted()
@@ -129,8 +151,7 @@ class OtherSums:
         one.keys, one.view = keys, cells.counted[: HEADER + len(keys)]
         one.had = had = one.view.tolist()
         had[LAYOUT] = layout  # that of the keys: where it is another one by now, the next look finds it
-        one.many = len(had) > MANY
-        one.raw = array("q", had).tobytes() if one.many else b""
+        one.many = bool(keys) and are_many(len(keys) - 1)
         one.moves[HEADER:] = [self._moves.get(key, _ignore) for key in keys]
         for key, number in zip(keys, had[HEADER:], strict=True):
             if key:

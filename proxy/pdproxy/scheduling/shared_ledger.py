@@ -58,6 +58,8 @@ class SharedLedger(Ledger):
         """This worker's own loads, by the slots of engines."""
         self._slots: dict[str, int] = {}
         """By the URL of each engine that is in the ledger, or has leases of this worker."""
+        self._many = False
+        """Whether the others must be told which loads have changed."""
         self._unsettled: set[str] = set()
         """Those of them that were removed, or for which there was no space."""
         self._others = OtherSums(others, self.breakers.look)
@@ -69,7 +71,7 @@ class SharedLedger(Ledger):
 
     def refresh(self, *, all_of_it: bool = False) -> None:
         """Take over what other workers have leased and given back. `all_of_it`: also what nobody has said to be changed."""
-        self._look()
+        self._others.look(all_of_it=all_of_it)
         if all_of_it:
             self.breakers.look(all_of_it=True)
             for url in [*self._unsettled]:
@@ -170,10 +172,14 @@ class SharedLedger(Ledger):
         """See `Ledger`."""
         if not lease.closed:
             self._rows[lease.node.slot] -= _ONE + lease.prompt_bytes
+            if self._many:
+                shared_sums.note(self._column, lease.node.slot)
         return _close(self, lease, verdict, now, tokens)
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         self._rows[node.slot] += _ONE + prompt_bytes
+        if self._many:
+            shared_sums.note(self._column, node.slot)
         return _open(self, node, role, prompt_bytes, ask)
 
     def _read(self, ask: Ask) -> None:
@@ -190,6 +196,8 @@ class SharedLedger(Ledger):
         if slot == spare and (slot := self._column.place(key_of(url))) != spare:
             requests, size = node.known_load
             self._rows[slot] = (requests << SIZE_BITS) + size - node.shared
+            self._many = self._many or shared_sums.are_many(slot)
+            shared_sums.note(self._column, slot)
         if slot == spare:
             self._unsettled.add(url)
         self._slots[url] = node.slot = slot
