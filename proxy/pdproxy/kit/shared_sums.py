@@ -124,10 +124,8 @@ class OtherSums:
             slots = {ring[at % RING] for at in range(changes - behind, changes)}
         noted, used = False, len(one.keys)
         for slot in slots:
-            if (
-                not 0 <= slot < used
-            ):  # a slot that was not known: a writer of much has overtaken this look, the next one finds it
-                noted = True
+            if not 0 <= slot < used:
+                noted = True  # or a slot that is not known: a writer has overtaken this look in the ring, the next one finds it
                 continue
             at = slot + HEADER
             number, before = rows[slot], had[at]
