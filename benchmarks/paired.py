@@ -2,7 +2,7 @@
 
 Usage: paired.py --before FOLDER [--after FOLDER] [--rounds 40] [--loads whole,streams,chats]
        paired.py --peers peers-workers.json [--rounds 40] [--loads whole,streams,chats]
-       paired.py --before FOLDER [--after FOLDER] --instructions [--loads whole,streams,chats]
+       paired.py (--before FOLDER [--after FOLDER] | --peers FILE) --instructions [--loads whole,streams,chats]
 
 Both proxies run at the same time, in front of the same mock engines. In each round both get the same load, one after the other,
 and which is first alternates. The result is the median over the rounds of the ratio of their CPU times per request, with an
@@ -10,8 +10,9 @@ interval that holds the true median in 95 % of runs. What slows the machine for 
 
 `--peers`: the first two proxies of such a file in the place of two checkouts, the first as `before`.
 
-`--instructions` counts the proxy's instructions per request with valgrind's callgrind, which must be installed, less those of the
-same time without requests. They vary less than times, but are none: a cache miss counts like a hit, the kernel's work not at all.
+`--instructions` counts the instructions of all the proxy's processes per request with valgrind's callgrind, which must be
+installed, less those of the same time without requests. They vary less than times, but are none: a cache miss counts like a hit,
+the kernel's work not at all.
 """
 
 from __future__ import annotations
@@ -113,18 +114,21 @@ def instructions(peer: stage.Peer, load: Load) -> float:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         at = stack.enter_context(stage.engines(2, "--chunks", load.chunks, "--itl", load.itl, processes=2))
         (port,) = stage.free_ports(1)
-        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/counts", *peer.command(at, port)]
-        process = stack.enter_context(stage.running(command, env=peer.env | RARE_PROBES))
+        # Without --trace-children it counts in forked processes, too, but can't be asked for their counts.
+        valgrind = ("valgrind", "--tool=callgrind", "--trace-children=yes", f"--callgrind-out-file={folder}/%p")
+        command = [*valgrind, *peer.command(at, port)]
+        process = stack.enter_context(stage.running(command, env={"PYTHONHASHSEED": "0"} | peer.env | RARE_PROBES))
         stage.wait_for(stage.url(port) + peer.ready, process, COUNTED_START)
         flags = ("--conc", 4, *load.flags[2:])
         stage.load(stage.url(port), "--n", COUNTED_WARMUP, *flags)
-        _callgrind("--zero", process.pid)
+        pids = stage.tree(process.pid)
+        _callgrind("--zero", pids)
         began = time.monotonic()
         found = stage.load(stage.url(port), "--n", COUNTED, *flags)
-        _callgrind("--dump", process.pid)
+        _callgrind("--dump", pids)
         time.sleep(time.monotonic() - began)  # probes and timers, which run without requests, too
-        _callgrind("--dump", process.pid)
-        busy, idle = (counted((folder / f"counts.{number}").read_text()) for number in (1, 2))
+        _callgrind("--dump", pids)
+        busy, idle = (sum(counted((folder / f"{pid}.{number}").read_text()) for pid in pids) for number in (1, 2))
         return (busy - idle) / max(1, int(found["ok"]))
 
 
@@ -140,8 +144,9 @@ def counted(dump: str) -> int:
     return int(found[1])
 
 
-def _callgrind(action: str, pid: int) -> None:
-    subprocess.run(["callgrind_control", action, str(pid)], check=True, capture_output=True)
+def _callgrind(action: str, pids: Sequence[int]) -> None:
+    for pid in pids:
+        subprocess.run(["callgrind_control", action, str(pid)], check=True, capture_output=True)
 
 
 def count(sides: dict[str, stage.Peer], loads: Sequence[str]) -> None:

@@ -257,8 +257,8 @@ def test_an_own_line_is_the_same_as_any_line(lines: list[tuple[object, ...]]) ->
     """Whatever its values are, and whatever those of the lines before it were."""
     names = ("one", "two", "three", "four")
     for formatter in (JsonFormatter(), TextFormatter()):
-        formatter.always = {"worker": 2}
-        for values in lines:
+        for at, values in enumerate(lines):
+            formatter.show_always({"worker": at // 2, "100%s": "%d"})
             fields = {name: value for name, value in zip(names, values, strict=True) if value is not None}
             expected = formatter.line(0, "INFO", "pdproxy.access", "request", fields)
             assert formatter.own_line(0, "INFO", "pdproxy.access", "request", names, values) == expected

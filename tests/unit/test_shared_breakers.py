@@ -170,6 +170,15 @@ def test_a_slow_start_gives_all_workers_together_its_places() -> None:
     assert workers.states() == ["up"] * 2
 
 
+def test_a_cooldown_ends_at_the_same_moment_in_all_workers() -> None:
+    """Also at one that would be another float after a way through nanoseconds."""
+    workers, ends = Workers(), 172181.16914658798
+    workers.ledgers[0].exclude("a0", "slow", ends, workers.now)
+    assert workers.states() == ["excluded"] * 2
+    workers.now = ends
+    assert workers.states() == ["half_open"] * 2
+
+
 def test_what_another_worker_has_found_changes_its_breaker_once() -> None:
     """Each worker hears that an engine is up again: the second must not take back what has happened since."""
     workers = Workers()

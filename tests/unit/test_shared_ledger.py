@@ -209,7 +209,66 @@ def test_an_engine_leaves_and_comes_back_in_one_worker_first() -> None:
     first.close(lease, Verdict.GOOD, 1.0)
     second.refresh()
     assert next(node for node in second.nodes if node.url == "d0").requests == 0
-    assert first._own.keys() == {"p0"}
+    assert "d0" in first._slots
+    first.refresh(all_of_it=True)
+    assert first._slots.keys() == {"p0"}
+
+
+def test_an_engine_without_space_in_the_table_is_shared_once_there_is_some() -> None:
+    """Until then the others know nothing of its load. The worker itself counts it, whenever its leases end."""
+    specs, more = _specs(2), NodeSpec("d9", Role.DECODE)
+    table = SharedTable(2, 2, MEASURES)
+    first, second = (_shared(table, number, specs) for number in range(2))
+    for ledger in (first, second):
+        ledger.add(more)
+        ledger.mark_up("d9", EVIDENCE)
+    leases = [first.assign_alone(Ask("m", 100, 0.0), without=("d0",)) for _ in range(3)]
+    assert [lease and lease.node.url for lease in leases] == ["d9"] * 3
+    second.refresh(all_of_it=True)
+    assert _of(second, "d9") == (0, 0)
+    first.close(_there(leases[0]), Verdict.GOOD, 0.0)
+    first.remove("p0")
+    first.refresh(all_of_it=True)
+    second.refresh(all_of_it=True)
+    assert _of(first, "d9") == _of(second, "d9") == (2, 200)
+    for lease in leases[1:]:
+        first.close(_there(lease), Verdict.GOOD, 0.0)
+    second.refresh()
+    assert _of(first, "d9") == _of(second, "d9") == (0, 0)
+
+
+def test_an_engine_that_is_back_has_the_leases_that_it_had() -> None:
+    """For the others: in their eyes it was never gone. Its slot is forgotten with the last lease, if it stays away."""
+    table = SharedTable(2, 8, MEASURES)
+    first, second = (_shared(table, number, _specs(2)) for number in range(2))
+    old = _there(first.assign_alone(Ask("m", 100, 0.0)))
+    first.remove("d0")
+    first.add(NodeSpec("d0", Role.DECODE))
+    first.mark_up("d0", EVIDENCE)
+    new = _there(first.assign_alone(Ask("m", 10, 0.0)))
+    second.refresh()
+    assert _of(second, "d0") == (2, 110)
+    first.close(old, Verdict.GOOD, 0.0)
+    first.refresh(all_of_it=True)
+    second.refresh()
+    assert _of(first, "d0") == _of(second, "d0") == (1, 10)
+    first.remove("d0")
+    first.refresh(all_of_it=True)
+    first.close(new, Verdict.GOOD, 0.0)
+    assert "d0" in first._slots
+    first.refresh(all_of_it=True)
+    assert first._slots.keys() == {"p0"}
+    assert not first._unsettled
+
+
+def _there(lease: Lease | None) -> Lease:
+    assert lease is not None
+    return lease
+
+
+def _of(ledger: SharedLedger, url: str) -> tuple[int, int]:
+    """The load of an engine as a worker knows it."""
+    return next((node.requests, node.prompt_bytes) for node in ledger.nodes if node.url == url)
 
 
 class Workers(RuleBasedStateMachine):

@@ -3,113 +3,157 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter
 
 import pytest
 
 from pdproxy.kit import shared_sums
-from pdproxy.kit.shared_sums import MEASURES, Add, OtherSums, adder
+from pdproxy.kit.shared_sums import MANY, MEASURES, OtherSums
 from pdproxy.kit.shared_table import RING, SharedTable
 
-Sums = dict[str, list[int]]
 
+class Followed:
+    """What one process follows of these keys: their sums as it was told of them, and how often something else had changed."""
 
-def followed(table: SharedTable, number: int, keys: dict[int, str]) -> tuple[OtherSums[str], Sums]:
-    """What a process follows of these keys, and the sums as it was told of them."""
-    sums: Sums = defaultdict(lambda: [0, 0])
+    def __init__(self, table: SharedTable, number: int, keys: dict[int, str]) -> None:
+        self.sums: Counter[str] = Counter()
+        self.noted = 0
+        self.others = OtherSums(table.others(number), self._noted)
+        for key, name in keys.items():
+            self.follow(key, name)
 
-    def moved(name: str, first: int, second: int) -> None:
-        sums[name][0] += first
-        sums[name][1] += second
+    def _noted(self) -> None:
+        self.noted += 1
 
-    others = OtherSums(table.others(number), moved)
-    for key, name in keys.items():
-        others.follow(key, name)
-    return others, sums
+    def follow(self, key: int, name: str) -> None:
+        def moved(more: int) -> None:
+            self.sums[name] += more
+
+        self.others.follow(key, moved)
+
+    def look(self) -> Counter[str]:
+        self.others.look()
+        return +self.sums
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_sums_are_those_of_all_columns(seed: int) -> None:
-    """Keys come and go in each process by itself, processes are killed, and a reader may be far behind."""
-    chance, keys = random.Random(seed), {7: "a", -3: "b", 11: "c"}
-    table = SharedTable(4, 8, MEASURES)
+@pytest.mark.parametrize("keys", [3, 2 * MANY])
+def test_the_sums_are_those_of_all_columns(keys: int, seed: int) -> None:
+    """Keys come and go in each process by itself, and processes are killed."""
+    chance, names = random.Random(seed), {7 * at - 30: f"k{at}" for at in range(keys)}
+    table = SharedTable(4, keys + 1, MEASURES)
     columns = [table.column(number) for number in range(1, 4)]
-    adds: list[dict[int, Add]] = [{} for _ in columns]
-    held: list[dict[int, list[int]]] = [{} for _ in columns]
-    others, sums = followed(table, 0, keys)
+    held: list[dict[int, int]] = [{} for _ in columns]
+    many: set[int] = set()
+    followed = Followed(table, 0, names)
     for _ in range(4000):
-        number, key = chance.randrange(3), chance.choice([*keys, 99])
-        step = chance.random()
+        number, key = chance.randrange(3), chance.choice([*names, 99_999])
+        column, step = columns[number], chance.random()
         if step < 0.01:
             table.clear(number + 1)
             columns[number] = table.column(number + 1)
-            adds[number].clear()
             held[number].clear()
-        elif step < 0.04 and key in adds[number]:
-            columns[number].drop(key)
-            del adds[number][key], held[number][key]
+            many.discard(number)
+        elif step < 0.1 and key in held[number]:
+            column.drop(key)
+            del held[number][key]
         else:
-            if key not in adds[number]:
-                adds[number][key], held[number][key] = adder(columns[number], key), [0, 0]
-            of = held[number][key]
+            slot = column.place(key)
             for _ in range(2 * RING if step > 0.998 else 1):
-                more = chance.randrange(-5, 6), chance.randrange(-999, 1000)
-                of[0], of[1] = of[0] + more[0], of[1] + more[1]
-                assert adds[number][key](*more) == of[0]
+                held[number][key] = column.cells.rows[slot] = chance.randrange(1, 1 << 60)
+                if shared_sums.are_many(slot):
+                    many.add(number)
+                if number in many:
+                    shared_sums.note(column, slot)
         if chance.random() < 0.3:
-            others.look(all_of_it=chance.random() < 0.1)
-            for wanted, name in keys.items():
-                have = [one.get(wanted, [0, 0]) for one in held]
-                assert sums[name] == [sum(one[at] for one in have) for at in range(MEASURES)]
+            sums = followed.look()
+            assert sums == {name: sum(one.get(key, 0) for one in held) for key, name in names.items() if sums[name]}
+            assert sum(sums.values()) == sum(one[key] for one in held for key in one if key in names)
 
 
 def test_what_follows_a_key_later_gets_its_sums_at_once() -> None:
     """And what follows it no more hears of nothing."""
     table = SharedTable(2, 4, MEASURES)
-    add = adder(table.column(1), 5)
-    add(2, 30)
-    others, sums = followed(table, 0, {})
-    others.look()
-    others.follow(5, "late")
-    assert sums == {"late": [2, 30]}
-    others.follow(5, None)
-    add(1, 1)
-    others.look(all_of_it=True)
-    assert sums == {"late": [2, 30]}
-
-
-def test_what_is_noted_beside_the_table() -> None:
-    """Once, and with each look at everything: whoever was killed between a change and its note has said nothing."""
-    table = SharedTable(2, 4, MEASURES)
     column = table.column(1)
-    others, _ = followed(table, 0, {})
-    others.look()
-    others.noted = False
-    adder(column, 5)(1, 1)
-    others.look()
-    others.noted = False
-    others.look()
-    assert not others.noted
+    column.cells.rows[column.place(5)] = 30
+    followed = Followed(table, 0, {})
+    followed.look()
+    followed.follow(5, "late")
+    assert followed.sums == {"late": 30}
+    followed.others.follow(5, None)
+    column.cells.rows[column.place(5)] = 31
+    followed.others.look()
+    assert followed.sums == {"late": 30}
+
+
+@pytest.mark.parametrize("keys", [1, 2 * MANY])
+def test_what_is_noted_beside_the_table(keys: int) -> None:
+    """Once. Whoever was killed between a change and its note has said nothing: that counts as a note."""
+    table = SharedTable(2, keys, MEASURES)
+    column = table.column(1)
+    slots = [column.place(key + 1) for key in range(keys)]
+    followed = Followed(table, 0, {})
+    followed.look()
+    before = followed.noted
+    assert before
+    column.cells.rows[slots[-1]] = 5
+    if shared_sums.are_many(slots[-1]):
+        shared_sums.note(column, slots[-1])
+    followed.look()
+    followed.look()
+    assert followed.noted == before
     for happens in (lambda: shared_sums.note(column), lambda: table.clear(1)):
+        before = followed.noted
         happens()
-        others.look()
-        assert others.noted
-        others.noted = False
-    others.look(all_of_it=True)
-    assert others.noted
+        followed.look()
+        assert followed.noted > before
+
+
+def test_what_was_not_noted_of_many_is_found_by_a_look_at_all_of_it() -> None:
+    """A store that another core saw behind its note."""
+    table = SharedTable(2, 2 * MANY, MEASURES)
+    column = table.column(1)
+    slot = [column.place(key + 1) for key in range(2 * MANY)][-1]
+    followed = Followed(table, 0, {2 * MANY: "a"})
+    followed.look()
+    column.cells.rows[slot] = 5
+    assert not followed.look()
+    followed.others.look(all_of_it=True)
+    assert followed.sums == {"a": 5}
+
+
+@pytest.mark.parametrize("keys", [1])
+def test_a_number_that_changes_while_a_layout_is_read_is_found_by_the_next_look(keys: int) -> None:
+    """A key that takes another one's slot meanwhile is found by the look behind it, and nothing stays with the key before."""
+    table = SharedTable(2, keys, MEASURES)
+    column = table.column(1)
+    for key in range(1, keys + 1):
+        column.cells.rows[column.place(key)] = 10
+    followed = Followed(table, 0, {1: "a", 1000: "b"})
+    assert followed.look() == {"a": 10}
+    seen = followed.others._columns[0]
+    layout = seen.had[1]
+    slot = column.place(1)
+    column.drop(1)
+    assert column.place(1000) == slot
+    column.cells.rows[slot] = 4
+    # As a reader sees it that has read the count of layouts before all of that.
+    now, column.cells.header[1] = column.cells.header[1], layout
+    followed.look()
+    column.cells.header[1] = now
+    assert followed.look() == {"b": 4}
 
 
 def test_without_a_slot_the_others_see_nothing() -> None:
-    """Until one is free. The process itself counts on."""
+    """What is written to the spare slot is read by nobody."""
     table = SharedTable(2, 1, MEASURES)
     column = table.column(1)
-    adder(column, 1)
-    add = adder(column, 2)
-    others, sums = followed(table, 0, {2: "b"})
-    assert (add(1, 10), add(1, 10)) == (1, 2)
-    others.look()
-    assert not sums
+    column.place(1)
+    spare = column.place(2)
+    assert spare == column.spare
+    column.cells.rows[spare] += 7
+    followed = Followed(table, 0, {1: "a", 2: "b"})
+    assert not followed.look()
     column.drop(1)
-    assert add(1, 10) == 3
-    others.look()
-    assert sums == {"b": [3, 30]}
+    column.cells.rows[column.place(2)] = 8
+    assert followed.look() == {"b": 8}

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.kit.shared_table import RING, SharedTable, key_of
+from pdproxy.kit.shared_table import RING, SharedTable, bits_of, float_of, key_of
 
 
 def test_a_process_reads_the_sums_of_the_others() -> None:
@@ -209,3 +210,24 @@ def test_a_writer_that_is_stopped_holds_up_nobody() -> None:
     assert table.others(0).sums(3) == (1,)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("number", [0.0, 0.1, 172181.16914658798, -3.5, float("inf")])
+def test_a_float_is_the_same_behind_a_cell(number: float) -> None:
+    table = SharedTable(2, 1, 1)
+    table.column(0).write(1, [bits_of(number)])
+    assert float_of(table.others(1).sums(1)[0]) == number
+    assert bits_of(0.0) == 0
+
+
+def test_the_spare_slot_is_read_by_nobody() -> None:
+    """A key without a free slot has that one, until another key is dropped."""
+    table = SharedTable(2, 1, 1)
+    column, others = table.column(0), table.others(1)
+    assert column.place(1) == column.place(1) == 0
+    assert column.place(2) == column.spare == 1
+    column.cells.rows[column.spare] = 5
+    assert others.sums(2) == (0,)
+    column.drop(1)
+    assert column.place(2) == 0
+    assert column.without_slot == 1

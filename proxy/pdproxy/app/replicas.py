@@ -48,7 +48,7 @@ def follow_replicas(
 def _gauges(proxy: Proxy, ledger: ReplicaLedger) -> list[Gauge]:
     def others() -> list[tuple[tuple[str, ...], float]]:
         engines = [engine for pool in proxy.pools for engine in pool.engines.values()]
-        return [((one.url, one.node.role.value), one.node.elsewhere[0] - one.node.of_workers[0]) for one in engines]
+        return [((one.url, one.node.role.value), one.node.of_replicas[0]) for one in engines]
 
     return [
         Gauge(catalog_fleet.REPLICAS, lambda: [((), ledger.replicas)]),

@@ -28,22 +28,20 @@ class SharedAuditor(Auditor):
         super().__init__(*arguments)
         self._column = column
         self._others = others
-        self._rows: dict[str, memoryview | None] = {}
-        """By URL: this worker's numbers, None where the table has no space."""
+        self._rows: dict[Engine | str, memoryview] = {}
+        """This worker's numbers, by the engines and URLs for which it was asked. The table has no space for others."""
         self._bases: dict[str, int] = {}
         """By the URL of a decode engine: what had arrived when its account began."""
 
     def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
         """See `Auditor`."""
-        url = decode if isinstance(decode, str) else decode.node.url
-        row = self._rows.get(url) or self._row(url)
+        row = self._rows.get(decode) or self._row(decode)
         if row is not None:
             row[LOADING] += self._blocks(prompt_tokens)
 
     def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
         """See `Auditor`."""
-        url = decode if isinstance(decode, str) else decode.node.url
-        row = self._rows.get(url) or self._row(url)
+        row = self._rows.get(decode) or self._row(decode)
         if row is not None:
             moved = self._blocks(prompt_tokens)
             left = row[LOADING] - moved
@@ -51,10 +49,12 @@ class SharedAuditor(Auditor):
             if loaded:
                 row[ARRIVED] += moved
 
-    def _row(self, url: str) -> memoryview | None:
-        if url not in self._rows and url in self._engines.known:
-            self._rows[url] = self._column.row(key_of(url))
-        return self._rows.get(url)
+    def _row(self, decode: Engine | str) -> memoryview | None:
+        url = decode if isinstance(decode, str) else decode.url
+        row = self._rows.get(decode)
+        if row is None and url in self._engines.known and (row := self._column.row(key_of(url))) is not None:
+            self._rows[decode] = row
+        return row
 
     def scraped(self, engine: Engine, scrape: Scrape) -> None:
         """See `Auditor`."""
@@ -83,5 +83,6 @@ class SharedAuditor(Auditor):
     def forget(self, url: str) -> None:
         """Forget an engine: nothing needs it any more."""
         self._column.drop(key_of(url))
-        self._rows.pop(url, None)
+        for one in [one for one in self._rows if (one if isinstance(one, str) else one.url) == url]:
+            del self._rows[one]
         self._bases.pop(url, None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
 
-class OrderedSet(dict[_T, None]):
-    """Members in the order in which they were added; a dict's iteration, length and `in`."""
+class OrderedSet(dict[_T, Any]):
+    """Members in the order in which they were added; a dict's iteration, length and `in`. The values are None.
+
+    A subclass may keep something of each member there.
+    """
 
     __slots__ = ()
 

@@ -62,16 +62,17 @@ class Area:
         size, used = len(record), self._used
         if size <= UNIT:
             at = used.find(0)
-            if at >= 0:
-                used[at] = 1
+            if at < 0:
+                self.without_space += 1
+                return None
+            used[at] = 1
         else:
             count = -(-size // UNIT)
             at = used.find(bytes(count))
-            if at >= 0:
-                used[at : at + count] = b"\1" * count
-        if at < 0:
-            self.without_space += 1
-            return None
+            if at < 0:
+                self.without_space += 1
+                return None
+            used[at : at + count] = b"\1" * count
         begin = at * UNIT
         self._data[begin : begin + size] = record
         self._sizes[at] = size

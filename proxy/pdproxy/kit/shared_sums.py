@@ -1,166 +1,161 @@
-"""Sums of two numbers over several processes: each adds to its own, and follows those of all others by what has changed.
+"""Numbers of several processes, followed by their differences: each writes its own, and hears how those of the others change.
 
-The columns are those of a `SharedTable` with two measures. A change costs its writer five stores. A reader takes what is new of
-each row since its last look, so that its costs grow with the changes, not with the processes.
+The columns are those of a `SharedTable` with one measure. A writer of few numbers stores the number of a key, and nothing else. A
+reader compares a column as a whole with what it read last, and then takes what differs. The counts of changes and of layouts lie
+before the numbers, and are compared with them. Of many numbers the writer also notes which have changed, and readers look only at
+those.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from functools import partial
+from itertools import compress
+from operator import ne
 
-from pdproxy.kit.shared_table import CHANGES, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others
+from pdproxy.kit.shared_table import CHANGES, HEADER, LAYOUT, MOST_BEHIND, RING, Cells, Column, Others
 
-MEASURES = 2
-NOTE = -1
+MEASURES = 1
+MANY = 24
+"""Slots. Where a column has used more, its changes are noted: from about there on that is cheaper, with two workers and eight."""
+_NOTE = -1
 """In the place of a slot: something beside the table has changed."""
-_NONE = 0, 0
-_SIZE = 8 * MEASURES
-_row_at = struct.Struct(f"{MEASURES}q").unpack_from
 
-T = TypeVar("T")
-Add = Callable[[int, int], int]
-"""Adds to both numbers of a key. Returns what the first one is then."""
+Move = Callable[[int], object]
+"""Called with how much more a number is than before."""
 
 
-def adder(column: Column, key: int) -> Add:
-    """Return what adds to this process's numbers of a key, which are 0 now. Call it no more once the key was dropped."""
-    row = column.row(key)
-    if row is None:
-        return _without_slot(column, key)
-    first = second = 0
-    slot = column.slot(key)
-    ring, header = column.cells.ring, column.cells.header
-
-    def add(more: int, more_of_second: int) -> int:
-        nonlocal first, second
-        first += more
-        second += more_of_second
-        row[0] = first
-        row[1] = second
-        count = header[CHANGES]
-        ring[count % RING] = slot
-        header[CHANGES] = count + 1
-        return first
-
-    add(0, 0)
-    return add
-
-
-def _without_slot(column: Column, key: int) -> Add:
-    """Return what the others do not see before a slot is free."""
-    first = second = 0
-
-    def add(more: int, more_of_second: int) -> int:
-        nonlocal first, second
-        first, second = first + more, second + more_of_second
-        column.write(key, (first, second))
-        return first
-
-    return add
-
-
-def note(column: Column) -> None:
-    """Have the others find out that something beside the table has changed."""
-    ring, header = column.cells.ring, column.cells.header
+def note(column: Column, slot: int = _NOTE) -> None:
+    """Have the others find out that the number of a slot has changed. Without one: something beside the table."""
+    header = column.cells.header
     count = header[CHANGES]
-    ring[count % RING] = NOTE
+    column.cells.ring[count % RING] = slot
     header[CHANGES] = count + 1
 
 
-class _Seen(Generic[T]):
-    """A column of another process as it was read last. By slots: `keys` (0: none), what each `had`, and what follows it.
+def are_many(slot: int) -> bool:
+    """Return whether a column that uses this slot has so many numbers that its writer must `note` their changes from now on."""
+    return slot >= MANY
 
-    `used`: slots with keys.
+
+def _ignore(more: int) -> None:
+    """Nothing follows this number."""
+
+
+class _Seen:
+    """A column of another process as it was read last.
+
+    `view`: its counts, and the numbers up to the last slot with a key; `had`: what they were; `many`: whether changes are noted;
+    `moves`: what follows each; `keys`: those of the slots, 0 for none.
     """
 
-    __slots__ = ("cells", "changes", "followers", "had", "header", "keys", "layout", "ring", "rows", "used")
+    __slots__ = ("cells", "had", "keys", "many", "moves", "view")
 
-    def __init__(self, cells: Cells) -> None:
-        self.cells, self.header, self.ring, self.rows = cells, cells.header, cells.ring, cells.rows
-        self.changes = self.layout = -1
+    def __init__(self, cells: Cells, moves: list[Move]) -> None:
+        self.cells = cells
+        self.view = cells.counted[:HEADER]
+        self.had = [-1] * HEADER
+        self.many = False
+        self.moves = moves
         self.keys: list[int] = []
-        self.had: list[tuple[int, ...]] = []
-        self.followers: list[T | None] = []
-        self.used: list[int] = []
 
 
-class OtherSums(Generic[T]):
-    """The sums of all other processes. `moved`: called with what follows a key, and by how much its two sums have changed."""
+class OtherSums:
+    """The sums of all other processes' numbers. `noted`: called when something beside the table may have changed."""
 
-    def __init__(self, others: Others, moved: Callable[[T, int, int], None]) -> None:
-        self._columns: list[_Seen[T]] = [_Seen(cells) for cells in others.cells]
-        self._moved = moved
-        self._followers: dict[int, T] = {}
-        self.noted = False
-        """Whether something beside the table may have changed. Who reads it sets it to False."""
+    def __init__(self, others: Others, noted: Callable[[], None]) -> None:
+        self._noted = noted
+        self._moves: dict[int, Move] = {}
+        self._columns: list[_Seen] = []
+        for cells in others.cells:
+            one = _Seen(cells, [self._changed])
+            one.moves.append(partial(self._find, one))
+            self._columns.append(one)
 
     def __repr__(self) -> str:
         return f"<OtherSums of {len(self._columns)} columns>"
 
-    def follow(self, key: int, follower: T | None) -> None:
-        """Have `moved` called for this key from now on, and at once with its sums. None: no more."""
-        if follower is None:
-            self._followers.pop(key, None)
+    def follow(self, key: int, move: Move | None) -> None:
+        """Have `move` called for this key from now on, and at once with its sum. None: no more."""
+        if move is None:
+            self._moves.pop(key, None)
         else:
-            self._followers[key] = follower
-        first = second = 0
+            self._moves[key] = move
+        total = 0
         for one in self._columns:
             if key in one.keys:
-                slot = one.keys.index(key)
-                one.followers[slot] = follower
-                first, second = first + one.had[slot][0], second + one.had[slot][1]
-        if follower is not None and (first or second):
-            self._moved(follower, first, second)
+                at = HEADER + one.keys.index(key)
+                one.moves[at] = move or _ignore
+                total += one.had[at]
+        if move is not None and total:
+            move(total)
 
     def look(self, *, all_of_it: bool = False) -> None:
-        """Take what has changed since the last look. `all_of_it`: also where nothing seems new."""
+        """Take what has changed since the last look. `all_of_it`: also what was not noted."""
         for one in self._columns:
-            changes = one.header[CHANGES]
-            if changes != one.changes or all_of_it:
-                self._take(one, changes, all_of_it)
+            if one.many:
+                self._look_at_many(one, all_of_it)
+                continue
+            new, had = one.view.tolist(), one.had
+            if new != had:
+                for move, number, before in compress(zip(one.moves, new, had, strict=True), map(ne, new, had)):
+                    if move(number - before):  # its keys have changed: all of it was taken
+                        break
+                else:
+                    one.had = new
 
-    def _take(self, one: _Seen[T], changes: int, all_of_it: bool) -> None:
-        """Take what is new in a column."""
-        behind = changes - one.changes
-        one.changes = changes
-        if one.header[LAYOUT] != one.layout:
-            self._find(one)
+    def _look_at_many(self, one: _Seen, all_of_it: bool) -> None:
+        cells, had, moves = one.cells, one.had, one.moves
+        header, ring, rows = cells.header, cells.ring, cells.rows
+        changes = header[CHANGES]
+        behind = changes - had[CHANGES]
+        if not behind and not all_of_it:
+            return
+        had[CHANGES] = changes
+        if header[LAYOUT] != had[LAYOUT]:
+            self._find(one, 0)
             return
         slots: Iterable[int]
-        ring = one.ring
-        if behind == 1:
+        if all_of_it or not 0 < behind <= MOST_BEHIND:
+            slots = range(_NOTE, len(one.keys))
+        elif behind == 1:
             slots = (ring[(changes - 1) % RING],)
-        elif 0 < behind <= MOST_BEHIND and not all_of_it:
-            slots = {ring[at % RING] for at in range(changes - behind, changes)}
         else:
-            slots = (NOTE, *one.used)
-        rows, had, followers = one.rows, one.had, one.followers
+            slots = {ring[at % RING] for at in range(changes - behind, changes)}
+        noted, used = False, len(one.keys)
         for slot in slots:
-            if slot < 0:
-                self.noted = True
+            if not 0 <= slot < used:
+                noted = True  # or a slot that is not known: a writer has overtaken this look in the ring, the next one finds it
                 continue
-            new, old = _row_at(rows, slot * _SIZE), had[slot]
-            if new != old:
-                had[slot] = new
-                follower = followers[slot]
-                if follower is not None:
-                    self._moved(follower, new[0] - old[0], new[1] - old[1])
+            at = slot + HEADER
+            number, before = rows[slot], had[at]
+            if number != before:
+                had[at] = number
+                moves[at](number - before)
+        if noted:
+            self._noted()
 
-    def _find(self, one: _Seen[T]) -> None:
-        """Look where a column has its keys, and take all of it."""
-        self.noted = True
-        one.layout = one.header[LAYOUT]
-        moved = {one.keys[slot]: (-one.had[slot][0], -one.had[slot][1]) for slot in one.used}
-        one.keys = keys = one.cells.keys.tolist()
-        one.had = [_NONE] * len(keys)
-        one.followers = [self._followers.get(key) for key in keys]
-        one.used = [slot for slot, key in enumerate(keys) if key]
-        for slot in one.used:
-            one.had[slot] = had = _row_at(one.rows, slot * _SIZE)
-            first, second = moved.get(keys[slot], _NONE)
-            moved[keys[slot]] = first + had[0], second + had[1]
-        for key, (first, second) in moved.items():
-            if (first or second) and (follower := self._followers.get(key)) is not None:
-                self._moved(follower, first, second)
+    def _changed(self, more: int) -> None:
+        self._noted()
+
+    def _find(self, one: _Seen, more: int) -> bool:
+        """Look where a column has its keys, and take all of it. Return True: there is nothing else to take."""
+        cells = one.cells
+        layout = cells.header[LAYOUT]
+        keys = cells.keys.tolist()
+        while keys and not keys[-1]:
+            keys.pop()
+        moved = {key: -had for key, had in zip(one.keys, one.had[HEADER:], strict=True) if key}
+        one.keys, one.view = keys, cells.counted[: HEADER + len(keys)]
+        one.had = had = one.view.tolist()
+        had[LAYOUT] = layout  # that of the keys: where it is another one by now, the next look finds it
+        one.many = bool(keys) and are_many(len(keys) - 1)
+        one.moves[HEADER:] = [self._moves.get(key, _ignore) for key in keys]
+        for key, number in zip(keys, had[HEADER:], strict=True):
+            if key:
+                moved[key] = moved.get(key, 0) + number
+        for key, total in moved.items():
+            if total and (move := self._moves.get(key)) is not None:
+                move(total)
+        self._noted()
+        return True

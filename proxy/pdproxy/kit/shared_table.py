@@ -20,8 +20,9 @@ from operator import add
 RING = 512
 """Changes that a reader may be behind, and a quarter of that less, before it looks at all slots."""
 MOST_BEHIND = RING - RING // 4
-CHANGES, LAYOUT, _HEADER = 0, 1, 2
+CHANGES, LAYOUT, HEADER = 0, 1, 2
 _CELL = 8
+_FLOAT, _WHOLE = struct.Struct("d"), struct.Struct("q")
 
 
 def key_of(text: str) -> int:
@@ -29,17 +30,31 @@ def key_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True) or 1
 
 
-class Cells:
-    """One column as numbers. `rows`: those of all slots, one slot after the other."""
+def bits_of(number: float) -> int:
+    """Return a float as the number of a cell. That of 0.0 is 0."""
+    found: int = _WHOLE.unpack(_FLOAT.pack(number))[0]
+    return found
 
-    __slots__ = ("header", "keys", "ring", "rows")
+
+def float_of(bits: int) -> float:
+    """Return the float that a cell holds as `bits_of` has made it."""
+    found: float = _FLOAT.unpack(_WHOLE.pack(bits))[0]
+    return found
+
+
+class Cells:
+    """One column as numbers. `rows`: those of all slots, one slot after the other, and behind them a spare one that nobody reads.
+
+    `counted`: the header and the rows.
+    """
+
+    __slots__ = ("counted", "header", "keys", "ring", "rows")
 
     def __init__(self, cells: memoryview, slots: int) -> None:
-        self.header = cells[:_HEADER]
-        self.ring = cells[_HEADER : _HEADER + RING]
-        begin = _HEADER + RING
-        self.keys = cells[begin : begin + slots]
-        self.rows = cells[begin + slots :]
+        self.ring = cells[:RING]
+        self.keys = cells[RING : RING + slots]
+        self.counted = cells[RING + slots :]
+        self.header, self.rows = self.counted[:HEADER], self.counted[HEADER:]
 
 
 class SharedTable:
@@ -49,7 +64,7 @@ class SharedTable:
     """
 
     def __init__(self, columns: int, slots: int, measures: int, kept: Collection[int] = ()) -> None:
-        size = _HEADER + RING + slots * (1 + measures)
+        size = RING + slots + HEADER + (slots + 1) * measures
         self.slots = slots
         self.measures = measures
         self._kept = frozenset(kept)
@@ -134,16 +149,24 @@ class Column:
         header[CHANGES] = count + 1
         return True
 
+    def place(self, key: int) -> int:
+        """Return the slot of a key, a new one where it has none; the spare one where none is free."""
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._new(key)
+        return self.spare if slot is None else slot
+
+    @property
+    def spare(self) -> int:
+        """The slot that nobody reads."""
+        return len(self.cells.keys)
+
     def written(self, key: int) -> None:
         """Have `Others.changed` see that the row of a key was written in place."""
         cells = self.cells
         count = cells.header[CHANGES]
         cells.ring[count % RING] = self._slots[key]
         cells.header[CHANGES] = count + 1
-
-    def slot(self, key: int) -> int:
-        """Return the slot of a key that has one."""
-        return self._slots[key]
 
     def keys(self) -> list[int]:
         """Return the keys that have a slot."""

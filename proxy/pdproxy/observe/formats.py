@@ -53,7 +53,11 @@ class Formatter(logging.Formatter):
         self._second = 0
         self._shown = self._zone = ""
         self.always: Fields = {}
-        """Fields at the end of each line."""
+        """Fields at the end of each line. Read only."""
+
+    def show_always(self, fields: Fields) -> None:
+        """Have these fields at the end of each line from now on."""
+        self.always = fields
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -123,7 +127,12 @@ class TextFormatter(Formatter):
         super().__init__("%Y-%m-%d %H:%M:%S")
         self._cached = lru_cache(256)(_quoted)
         self._shapes: dict[tuple[type, ...], _Shape] = {}
-        """By the types of an own line's values."""
+        """By the types of an own line's values. The fields of each line are in them."""
+
+    def show_always(self, fields: Fields) -> None:
+        """See `Formatter`."""
+        super().show_always(fields)
+        self._shapes.clear()
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         if not message.isprintable():
@@ -155,10 +164,7 @@ class TextFormatter(Formatter):
             text: str = shown[at]  # type: ignore[assignment]
             if not text.isalnum():
                 shown[at] = self._cached(text) if len(text) <= _MAX_CACHED else _quoted(text)
-        line = template % (self._time(created), level, logger, message, *present(shown))
-        for name, value in self.always.items():
-            line += f" {name}={value}"
-        return line
+        return template % (self._time(created), level, logger, message, *present(shown))
 
     def _shape_of(self, types: tuple[type, ...], names: Sequence[str]) -> _Shape:
         present = [at for at, one in enumerate(types) if one is not NoneType]
@@ -166,7 +172,8 @@ class TextFormatter(Formatter):
             raise TypeError("a value that is neither a text nor a number")
         if len(self._shapes) >= _MAX_SHAPES:
             self._shapes.clear()
-        template = " ".join(["%s %s %s %s", *[f"{names[at]}=%s" for at in present]])
+        always = [f"{name}={value}".replace("%", "%%") for name, value in self.always.items()]
+        template = " ".join(["%s %s %s %s", *[f"{names[at]}=%s" for at in present], *always])
         texts = tuple(at for at in present if types[at] is str)
         shape = self._shapes[types] = (template, itemgetter(*present), texts)
         return shape

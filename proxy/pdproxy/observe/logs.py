@@ -64,7 +64,7 @@ class Log:
 
     def name_worker(self, number: int) -> None:
         """Name a worker in all lines from now on."""
-        self._formatter.always = {"worker": number}
+        self._formatter.show_always({"worker": number})
 
     @property
     def dropped(self) -> int:

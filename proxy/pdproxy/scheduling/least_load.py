@@ -50,7 +50,7 @@ class LeastLoad(Policy):
         loads = [0] * count
         for at, node in enumerate(nodes):
             self._places.setdefault(node, []).append((loads, at))
-            self._write(node)
+            self.load_changed(node)
 
         def best(ask: Ask) -> Node:
             self._turn += 1
@@ -72,19 +72,15 @@ class LeastLoad(Policy):
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
         if self._places:  # a placement chooses without it
-            self._write(lease.node)
+            self.load_changed(lease.node)
 
     def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
         """See `Policy`."""
         if self._places:
-            self._write(lease.node)
+            self.load_changed(lease.node)
 
     def load_changed(self, node: Node) -> None:
         """See `Policy`."""
-        if self._places:
-            self._write(node)
-
-    def _write(self, node: Node) -> None:
         if self._by_bytes:
             load = (node.prompt_bytes << _LOAD_BITS) + node.requests
         else:

@@ -37,6 +37,9 @@ _PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
 ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 """What `Node.uses` can be."""
 
+SIZE_BITS = 43
+"""Of a load as one number: the bits of prompt bytes. The number of requests is above them."""
+
 STATES = ("up", "down", "draining", "stalled", "excluded", "half_open", "slow_start")
 """What `Node.state` can be."""
 
@@ -141,10 +144,12 @@ class Node:
     """Open leases."""
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
-    elsewhere: tuple[int, int] = (0, 0)
-    """Those of both numbers that are other processes' leases: other workers', and estimates of replicas'; 0 in a `Ledger`."""
-    of_workers: tuple[int, int] = (0, 0)
-    """Those of `elsewhere` that other workers of this proxy have: no estimates."""
+    of_replicas: tuple[int, int] = (0, 0)
+    """Those of both numbers that are estimates of other replicas' leases; 0 in a `Ledger`."""
+    shared: int = 0
+    """Those that are leases of other workers of this proxy, as one number: see `SIZE_BITS`."""
+    slot: int = 0
+    """Where this worker's leases are in the memory of all workers, see `scheduling.shared_ledger`."""
     window: float | None = None
     """How many requests it should have at once, None for any number. Written by `app.capacity`."""
     failures: int = 0
@@ -218,10 +223,22 @@ class Node:
         return self.trial_places == 1 and now >= self.open_until
 
     @property
+    def of_workers(self) -> tuple[int, int]:
+        """Open leases of other workers of this proxy, and their prompt bytes."""
+        requests = self.shared >> SIZE_BITS
+        return requests, self.shared - (requests << SIZE_BITS)
+
+    @property
+    def elsewhere(self) -> tuple[int, int]:
+        """Open leases of other processes, and their prompt bytes: other workers', and estimates of replicas'."""
+        (requests, size), (of_replicas, their_size) = self.of_workers, self.of_replicas
+        return requests + of_replicas, size + their_size
+
+    @property
     def known_load(self) -> tuple[int, int]:
         """Open leases of all workers of this proxy, and their prompt bytes."""
-        (requests, size), (other_requests, other_size) = self.elsewhere, self.of_workers
-        return self.requests - requests + other_requests, self.prompt_bytes - size + other_size
+        requests, size = self.of_replicas
+        return self.requests - requests, self.prompt_bytes - size
 
     def state(self, now: float) -> str:
         """Return which of `STATES` the engine is in."""

@@ -123,16 +123,15 @@ class ReplicaLedger(Ledger):
 
     def _estimate(self, node: Node) -> None:
         """Estimate anew what others have of an engine, and have the policies know it."""
-        before = node.elsewhere
+        before = node.of_replicas
         self._suppose(node, self._of_replicas(node, 0))
-        if node.elsewhere != before:
+        if node.of_replicas != before:
             for policy in self._interested[node.uses]:
                 policy.load_changed(node)
 
     def _suppose(self, node: Node, requests: int) -> None:
         """Have an engine's counters hold so many requests of other replicas."""
-        of_workers = node.of_workers
-        elsewhere = requests + of_workers[0], requests * round(self._sizes[node.role]) + of_workers[1]
-        node.requests += elsewhere[0] - node.elsewhere[0]
-        node.prompt_bytes += elsewhere[1] - node.elsewhere[1]
-        node.elsewhere = elsewhere
+        size, before = requests * round(self._sizes[node.role]), node.of_replicas
+        node.requests += requests - before[0]
+        node.prompt_bytes += size - before[1]
+        node.of_replicas = requests, size

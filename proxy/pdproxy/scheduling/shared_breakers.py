@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from pdproxy.kit.shared_table import Column, Others, key_of
+from pdproxy.kit.shared_table import Column, Others, bits_of, float_of, key_of
 from pdproxy.scheduling.breakers import Breakers
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.nodes import Node
 
 MEASURES = 9
 """Numbers of the table for each engine: the stamp of the state; failed legs; how many all workers had at the last good one; the
-number of its trials; when its cooldown ends, in nanoseconds; its places; when its slow start ends; open trials; the stamp
-again."""
+number of its trials; when its cooldown ends; its places; when its slow start ends; open trials; the stamp again. Times are the
+bits of floats: all workers see the same moment."""
 _STAMP, _FAILED, _FORGIVEN, _NUMBER, _OPEN, _PLACES, _SLOW, _TRIALS, _STAMP_AGAIN = range(MEASURES)
 KEPT = frozenset(range(MEASURES)) - {_TRIALS}
 """What stays when a worker has ended: its successor must not take back what it had found."""
@@ -190,9 +190,9 @@ class SharedBreakers(Breakers):
             own.failed,
             own.forgiven,
             node.trial_number,
-            int(node.open_until * 1e9),
+            bits_of(node.open_until),
             node.trial_places,
-            int(node.slow_until * 1e9),
+            bits_of(node.slow_until),
             own.trials,
             own.stamp,
         )
@@ -224,7 +224,7 @@ class SharedBreakers(Breakers):
             own.trials = 0
             node.excluded_because = None
         node.trial_number, node.trial_places = row[_NUMBER], row[_PLACES]
-        node.open_until, node.slow_until = row[_OPEN] / 1e9, row[_SLOW] / 1e9
+        node.open_until, node.slow_until = float_of(row[_OPEN]), float_of(row[_SLOW])
         if node.trial_places:
             self.opened.add(node)
         else:

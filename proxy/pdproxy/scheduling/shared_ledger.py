@@ -1,8 +1,8 @@
 """A ledger that chooses by the load of all workers: each has its own leases, and adds those of the others to each engine's load.
 
 Owns this worker's column of the table of loads. What a worker notes of an engine's health it tells, so that all can note it
-(`fleet.findings`). The table shows a lease at once, and reads those of the others when it chooses, but not
-again within `READ_EVERY`: two workers that choose within this time may choose the same engine. A request lasts a thousand times
+(`fleet.findings`). The table shows a lease at once, and a worker reads those of the others when it chooses, but not again within
+`READ_EVERY`: two workers that choose within this time may choose the same engine. A request lasts a thousand times
 as long, so an engine gets few requests too many.
 """
 
@@ -15,16 +15,17 @@ from functools import partial
 from typing import Any
 
 from pdproxy.kit import shared_sums
-from pdproxy.kit.shared_sums import Add, OtherSums, adder
+from pdproxy.kit.shared_sums import Move, OtherSums
 from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.nodes import SIZE_BITS, Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.shared_breakers import SharedBreakers
 
 MEASURES = shared_sums.MEASURES
-"""Numbers of the table for each engine: requests, prompt bytes."""
+"""Numbers of the table for each engine: requests and prompt bytes as one, so that one store shows both (`SIZE_BITS`)."""
+_ONE, _HALF = 1 << SIZE_BITS, 1 << SIZE_BITS - 1
 READ_EVERY = 0.001
 """Seconds. A worker with much to do begins several requests within them."""
 
@@ -53,31 +54,36 @@ class SharedLedger(Ledger):
         self.tell: Callable[[str], None] = lambda _: None
         self.breakers.tell = partial(shared_sums.note, column)
         self._column = column
-        self._others = OtherSums(others, self._moved)
-        self._read_at = -math.inf
-        """When it last read for a choice, in the time of requests."""
-        self._own: dict[str, Add] = {}
-        """What adds to this worker's load, by the URL of each engine that is in the ledger, or has leases of this worker."""
+        self._rows = column.cells.rows
+        """This worker's own loads, by the slots of engines."""
+        self._slots: dict[str, int] = {}
+        """By the URL of each engine that is in the ledger, or has leases of this worker."""
+        self._many = False
+        """Whether the others must be told which loads have changed."""
+        self._unsettled: set[str] = set()
+        """Those of them that were removed, or for which there was no space."""
+        self._others = OtherSums(others, self.breakers.look)
+        self._look = self._others.look
+        self._read_next = -math.inf
+        """When a choice reads again, in the time of requests."""
         for spec in specs:
             self.add(spec)
 
     def refresh(self, *, all_of_it: bool = False) -> None:
-        """Take over what other workers have leased and given back. `all_of_it`: whether or not it seems to have changed."""
-        others = self._others
-        others.look(all_of_it=all_of_it)
-        if others.noted:
-            others.noted = False
-            self.breakers.look(all_of_it=all_of_it)
+        """Take over what other workers have leased and given back. `all_of_it`: also what nobody has said to be changed."""
+        self._others.look(all_of_it=all_of_it)
+        if all_of_it:
+            self.breakers.look(all_of_it=True)
+            for url in [*self._unsettled]:
+                self._settle(url)
 
     def add(self, spec: NodeSpec) -> Node:
         """See `Ledger`."""
         node = super().add(spec)
         self.breakers.add(node)
-        key = key_of(spec.url)
-        if spec.url not in self._own:
-            self._own[spec.url] = adder(self._column, key)
-        self.refresh()
-        self._others.follow(key, node)
+        self._find_slot(node)
+        self._look()
+        self._others.follow(key_of(spec.url), self._mover(node))
         return node
 
     def remove(self, url: str) -> None:
@@ -86,9 +92,9 @@ class SharedLedger(Ledger):
         self.breakers.drop(node)  # the others remove it by themselves
         super().remove(url)
         self._others.follow(key_of(url), None)
-        self._moved(node, -node.of_workers[0], -node.of_workers[1])
-        if not self._own[url](0, 0):
-            self._forget(url)
+        self._mover(node)(-node.shared)
+        self._unsettled.add(url)
+        self._settle(url)
 
     # -- what is noted of an engine's health
 
@@ -145,50 +151,78 @@ class SharedLedger(Ledger):
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
         """See `Ledger`."""
-        if ask.now - self._read_at >= READ_EVERY:
-            self._read_at = ask.now
-            self.refresh()
+        if ask.now >= self._read_next:
+            self._read_next = ask.now + READ_EVERY
+            self._look()
         return _assign(self, roles, ask, without=without)
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """See `Ledger`."""
-        self._look(ask)
+        self._read(ask)
         return super().assign_alone(ask, without=without)
 
     def place(
         self, ask: Ask, *, split: bool, without: Collection[str] = (), avoid: Collection[str] = ()
     ) -> Assignment | None:
         """See `Ledger`."""
-        self._look(ask)
+        self._read(ask)
         return super().place(ask, split=split, without=without, avoid=avoid)
 
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """See `Ledger`."""
         if not lease.closed:
-            url = lease.node.url
-            if not self._own[url](-1, -lease.prompt_bytes) and url not in self._nodes:
-                self._forget(url)
+            self._rows[lease.node.slot] -= _ONE + lease.prompt_bytes
+            if self._many:
+                shared_sums.note(self._column, lease.node.slot)
         return _close(self, lease, verdict, now, tokens)
 
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
-        self._own[node.url](1, prompt_bytes)
+        self._rows[node.slot] += _ONE + prompt_bytes
+        if self._many:
+            shared_sums.note(self._column, node.slot)
         return _open(self, node, role, prompt_bytes, ask)
 
-    def _look(self, ask: Ask) -> None:
-        if ask.now - self._read_at >= READ_EVERY:
-            self._read_at = ask.now
-            self.refresh()
+    def _read(self, ask: Ask) -> None:
+        if ask.now >= self._read_next:
+            self._read_next = ask.now + READ_EVERY
+            self._look()
 
-    def _forget(self, url: str) -> None:
-        """Forget an engine that is neither in the ledger nor has leases."""
-        self._column.drop(key_of(url))
-        del self._own[url]
+    # -- this worker's own loads, and those of others
 
-    def _moved(self, node: Node, more: int, more_bytes: int) -> None:
-        """Have an engine's load hold so much more of other workers'."""
-        node.requests += more
-        node.prompt_bytes += more_bytes
-        requests, prompt_bytes = node.of_workers
-        node.of_workers = node.elsewhere = requests + more, prompt_bytes + more_bytes
-        for policy in self._interested[node.uses]:
-            policy.load_changed(node)
+    def _find_slot(self, node: Node) -> None:
+        """Show an engine's load, once there is space for it."""
+        url, spare = node.url, self._column.spare
+        slot = self._slots.get(url, spare)  # that of an engine that was removed, and is back, while it has leases
+        if slot == spare and (slot := self._column.place(key_of(url))) != spare:
+            requests, size = node.known_load
+            self._rows[slot] = (requests << SIZE_BITS) + size - node.shared
+            self._many = self._many or shared_sums.are_many(slot)
+            shared_sums.note(self._column, slot)
+        if slot == spare:
+            self._unsettled.add(url)
+        self._slots[url] = node.slot = slot
+
+    def _settle(self, url: str) -> None:
+        """Forget an engine that was removed, once it has no leases. Look for space for one that has none."""
+        node, slot = self._nodes.get(url), self._slots[url]
+        if node is not None:
+            self._unsettled.discard(url)
+            self._find_slot(node)
+        elif slot == self._column.spare or not self._rows[slot]:
+            self._unsettled.discard(url)
+            self._column.drop(key_of(url))
+            del self._slots[url]
+
+    def _mover(self, node: Node) -> Move:
+        """Return what has an engine's load hold more of other workers', as one number."""
+        interested, uses = self._interested, node.uses
+
+        def move(more: int) -> None:
+            requests = more + _HALF >> SIZE_BITS
+            node.requests += requests
+            node.prompt_bytes += more - (requests << SIZE_BITS)
+            node.shared += more
+            for policy in interested[uses]:
+                policy.load_changed(node)
+
+        return move

@@ -6,6 +6,7 @@ A worker that is killed takes its requests along: other replicas seem to lose as
 
 from __future__ import annotations
 
+from pdproxy.kit.shared_sums import Move
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.shared_ledger import SharedLedger
@@ -14,10 +15,13 @@ from pdproxy.scheduling.shared_ledger import SharedLedger
 class SharedReplicaLedger(ReplicaLedger, SharedLedger):
     """A `ReplicaLedger` that counts the leases of all workers as its own."""
 
-    def _moved(self, node: Node, more: int, more_bytes: int) -> None:
-        elsewhere = node.elsewhere
-        super()._moved(node, more, more_bytes)
-        node.elsewhere = elsewhere[0] + more, elsewhere[1] + more_bytes
-        self._suppose(node, self._of_replicas(node, 0))
-        for policy in self._interested[node.uses]:
-            policy.load_changed(node)
+    def _mover(self, node: Node) -> Move:
+        move = super()._mover(node)
+
+        def moved(more: int) -> None:
+            move(more)
+            self._suppose(node, self._of_replicas(node, 0))
+            for policy in self._interested[node.uses]:
+                policy.load_changed(node)
+
+        return moved

@@ -7,9 +7,7 @@ taken over, too: a window is lost only if all workers end.
 
 from __future__ import annotations
 
-import struct
-
-from pdproxy.kit.shared_table import Column, Others, key_of
+from pdproxy.kit.shared_table import Column, Others, bits_of, float_of, key_of
 from pdproxy.scheduling.capacity import Load, Windows
 
 MEASURES = 3
@@ -17,7 +15,6 @@ MEASURES = 3
 _STAMP, _WINDOW, _STAMP_AGAIN = range(MEASURES)
 _NUMBERS = 10
 """Bits of a stamp that are the worker's number: stamps of two workers are never equal."""
-_FLOAT, _WHOLE = struct.Struct("d"), struct.Struct("q")
 
 
 class SharedWindows(Windows):
@@ -81,7 +78,7 @@ class SharedWindows(Windows):
 
     def _write(self, url: str, stamp: int) -> None:
         self._stamps[url] = stamp
-        self._column.write(key_of(url), (stamp, _bits(self._windows.get(url)), stamp))
+        self._column.write(key_of(url), (stamp, bits_of(self._windows.get(url, 0.0)), stamp))
 
     def _read(self, url: str) -> bool:
         """Take over the window that others have of an engine. Return whether it is another one."""
@@ -93,13 +90,8 @@ class SharedWindows(Windows):
         if newest is None or newest[_STAMP] <= stamp:
             return False
         if newest[_WINDOW]:
-            self._windows[url] = _FLOAT.unpack(_WHOLE.pack(newest[_WINDOW]))[0]
+            self._windows[url] = float_of(newest[_WINDOW])
         else:
             super().forget(url)
         self._write(url, newest[_STAMP])
         return True
-
-
-def _bits(window: float | None) -> int:
-    found: int = 0 if window is None else _WHOLE.unpack(_FLOAT.pack(window))[0]
-    return found

@@ -1,6 +1,6 @@
 """An engine's load with what other replicas have there: their requests, as many as the ledger says, taken to be like ours. Pure.
 
-`Node.elsewhere` without `of_workers` is their number. What they are is not reported: prompts that wait, sequences that decode and
+`Node.of_replicas` is their number. What they are is not reported: prompts that wait, sequences that decode and
 their contexts are the mean ones of our own requests at engines of the same use.
 """
 
@@ -91,7 +91,7 @@ class SeenLoad(EngineLoad):
     def advance(self, now: float) -> None:
         """Take over what our leases make of it, and add the others'."""
         own, mean, node = self.own, self.mean, self.node
-        count = node.elsewhere[0] - node.of_workers[0]
+        count = node.of_replicas[0]
         own.advance(now)
         decoding, expected = round(count * mean.decoding), round(count * mean.expected)
         self.decoding, self.expected = own.decoding + decoding, own.expected + expected

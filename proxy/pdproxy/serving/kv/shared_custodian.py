@@ -11,9 +11,10 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.shared_records import Area
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.custody import Custody, End
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.transfer.contract import Contract, Handle, LegRequest, no_notices
 from pdproxy.wire.engine import PrefillAnswer
@@ -45,8 +46,67 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Record).decode
 
 
-# For each request: a method of the base class as a function of this module takes half the time of `super()`.
-_take, _ended = Custodian.take, Custodian.ended
+class _Recorded(OrderedSet[Custody]):
+    """Live custodies, each with the place of its record. `area`: for the records of all pools; `pool`: the number of this one."""
+
+    def __init__(self, area: Area, pool: int) -> None:
+        super().__init__()
+        self._area = area
+        self._pool = pool
+
+    def add(self, member: Custody) -> None:
+        """Add a custody and write its record, if there is space for it."""
+        handle = member.handle
+        # As a tuple: it has the bytes of a `_Record`, which would cost more than they do.
+        self[member] = self._area.put(
+            _encode(
+                (
+                    handle.params,
+                    handle.prompt_tokens,
+                    handle.remote_request_id,
+                    handle.release,
+                    member.prefill,
+                    member.decode,
+                    member.model,
+                    member.authorization,
+                    self._pool,
+                )
+            )
+        )
+
+    def discard(self, member: Custody) -> None:
+        """Forget a custody and its record."""
+        place = self.pop(member, None)
+        if place is not None:
+            self._area.drop(place)
+
+
+class _RecordedLate(_Recorded):
+    """Live custodies of KV that must not be read before all its notices have come.
+
+    A record is written behind them: another worker does not know how many of them this one had.
+    """
+
+    def add(self, member: Custody) -> None:
+        """Add a custody. Its record is written once all its notices have come; now if nobody has made the KV yet."""
+        if member.promised:
+            super().add(member)
+            return
+        self[member] = None
+        # In this turn of the event loop the custody gets its wait for notices.
+        asyncio.get_running_loop().call_soon(self._await_notices, member)
+
+    def note(self, member: Custody) -> None:
+        """Write the record of a live custody that has none yet."""
+        if member in self and self[member] is None:
+            super().add(member)
+
+    def _await_notices(self, member: Custody) -> None:
+        expected = member.expected
+        if expected is None or expected.done.done():
+            self.note(member)
+        else:
+            expected.done.add_done_callback(lambda _: self.note(member))
 
 
 class SharedCustodian(Custodian):
@@ -54,39 +114,9 @@ class SharedCustodian(Custodian):
 
     def __init__(self, contract: Contract, *arguments: Any, area: Area, pool: int = 0, **options: Any) -> None:
         super().__init__(contract, *arguments, **options)
-        self._awaits_notices = contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
-        """Whether KV must not be read before all its notices have come."""
-        self._area = area
+        awaits_notices = contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
+        self._live = (_RecordedLate if awaits_notices else _Recorded)(area, pool)
         self._pool = pool
-        self._places: dict[Custody, int] = {}
-
-    def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
-        """See `Custodian`."""
-        custody = _take(self, handle, leg)
-        if not self._awaits_notices:
-            return self._noted(custody)
-        # In this turn of the event loop the custody gets its wait for notices.
-        asyncio.get_running_loop().call_soon(self._note_written, custody)
-        return custody
-
-    def _note_written(self, custody: Custody) -> None:
-        """Note a handle once all notices have come: another worker does not know how many of them this one had."""
-        expected = custody.expected
-        if expected is None or expected.done.done():
-            self._noted(custody)
-        else:
-            expected.done.add_done_callback(lambda _: self._noted(custody))
-
-    def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
-        """See `Custodian`."""
-        return self._noted(super().promise(handle, leg))
-
-    def ended(self, custody: Custody, how: End) -> None:
-        """See `Custodian`."""
-        place = self._places.pop(custody, None)
-        if place is not None:
-            self._area.drop(place)
-        _ended(self, custody, how)
 
     def adopt(self, records: list[bytes]) -> None:
         """Release the handles of a worker that has ended, those of this pool. Nobody else asks for their KV."""
@@ -94,34 +124,13 @@ class SharedCustodian(Custodian):
         for one in found:
             handle = Handle(one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release)
             leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode)
-            custody = self._noted(super().take(handle, leg))
+            custody = self.take(handle, leg)
+            if isinstance(self._live, _RecordedLate):
+                self._live.note(custody)  # all its notices have come
             custody.was_asked = True  # a decode engine may have been sent it
             custody.release()
         if found:
             logger.warning("%d handles of a worker that has ended are released", len(found))
-
-    def _noted(self, custody: Custody) -> Custody:
-        if custody.state is not None:
-            handle = custody.handle
-            # As a tuple: it has the bytes of a `_Record`, which would cost more than they do.
-            place = self._area.put(
-                _encode(
-                    (
-                        handle.params,
-                        handle.prompt_tokens,
-                        handle.remote_request_id,
-                        handle.release,
-                        custody.prefill,
-                        custody.decode,
-                        custody.model,
-                        custody.authorization,
-                        self._pool,
-                    )
-                )
-            )
-            if place is not None:
-                self._places[custody] = place
-        return custody
 
 
 def _not_read(answer: PrefillAnswer) -> str:

@@ -65,7 +65,9 @@ class Admission:
         self._outputs = Outputs()
         self._waits = Waits()
         self._limit = ConcurrencyLimit()
-        self._spaced = SpacedPlaces(self._give_back)
+        self._spaced = SpacedPlaces(self._give_back_late)
+        self._elsewhere = 0
+        """Places that other workers have taken."""
         self._served = self._served_at = 0.0
         """The sum of the seconds for which requests have had places, up to a time."""
         self._queued_since = 0.0
@@ -193,8 +195,12 @@ class Admission:
         else:
             self._give_back(entry, cost)
 
-    def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
+    def _give_back_late(self, entry: Entry[Place], cost: float | None) -> None:
+        """A place that was kept back is free."""
         self._add_up(self._clock.now(), self._queue.taken)
+        self._give_back(entry, cost)
+
+    def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
         self._queue.leave(entry, cost)
         if self._closed:
             self._check_drained()
@@ -248,7 +254,7 @@ class Admission:
         self._limit.begun(tenant.name, tenant.weight, timed=place.time is not None)
 
     def _add_up(self, now: float, taken: int) -> None:
-        self._served += taken * (now - self._served_at)
+        self._served += (taken + self._elsewhere) * (now - self._served_at)
         self._served_at = now
 
     def _resize(self) -> None:

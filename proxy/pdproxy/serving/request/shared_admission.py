@@ -18,8 +18,7 @@ from pdproxy.serving.request.demand import NO_DEMAND, Demand
 from pdproxy.serving.request.place import Place
 
 # For each request: a method of the base class as a function of this module takes half the time of `super()`.
-_enter, _begin, _add_up = Admission.enter, Admission._begin, Admission._add_up  # noqa: SLF001
-_give_back = Admission._give_back  # noqa: SLF001
+_enter, _begin, _give_back = Admission.enter, Admission._begin, Admission._give_back  # noqa: SLF001
 
 
 class SharedAdmission(Admission):
@@ -40,7 +39,7 @@ class SharedAdmission(Admission):
         self._plain = False
         """Whether the others' places and sizes are all that was to be read."""
         self._quiet = False
-        """Whether this worker's own are all that is to be shown, while nobody waits here."""
+        """Whether nobody waits here, and this worker's own are all that is to be shown."""
 
     @property
     def everywhere(self) -> int:
@@ -68,19 +67,19 @@ class SharedAdmission(Admission):
         self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None
     ) -> Coroutine[Any, Any, Place]:
         """See `Admission`. It is called for each request: a coroutine around another one would cost more than what it reads."""
-        taken = size = 0
-        plain = self._plain
-        for other in self._rows:
-            taken += other[TAKEN]
-            size += other[SIZE]
-            if other[MORE]:
-                plain = False
-        if plain:
-            shared, queue = self._shared, self._queue
-            queue.taken_elsewhere = shared.taken = taken
-            queue.size_elsewhere = shared.size = size
-        else:
-            self._read()
+        if self._plain:
+            taken = size = 0
+            for other in self._rows:
+                if other[MORE]:
+                    break
+                taken += other[TAKEN]
+                size += other[SIZE]
+            else:
+                queue = self._queue
+                queue.taken_elsewhere = self._elsewhere = taken
+                queue.size_elsewhere = size
+                return _enter(self, client, demand, deadline)
+        self._read()
         return _enter(self, client, demand, deadline)
 
     def _read(self) -> None:
@@ -88,6 +87,7 @@ class SharedAdmission(Admission):
         shared, queue = self._shared, self._queue
         shared.read()
         places, taken = self._own_places, shared.taken
+        self._elsewhere = taken
         if shared.places is not None:
             places = min(places, shared.places)
         if self._engines_places is not None:
@@ -109,11 +109,11 @@ class SharedAdmission(Admission):
         if not queue.waiting:
             shared.write(taken, size, 0, None, self._own_places, self._learned)
             self._quiet = shared.is_quiet
-            if shared.first is not None and taken + shared.taken < queue.places:
+            if shared.first is not None and taken + self._elsewhere < queue.places:
                 shared.wake()
             return
         self._quiet = False
-        full = taken + shared.taken
+        full = taken + self._elsewhere
         # A worker that would take no place, because it has found fewer of them right, asks for none.
         since = self._since if full <= queue.places + 1 else None
         shared.write(taken, size, queue.waiting, since, self._own_places, self._learned)
@@ -128,18 +128,20 @@ class SharedAdmission(Admission):
         return None if first is None else self._began.get(first)
 
     def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
-        if self._queue.waiting:
+        if self._quiet and not self._closed:  # nearly always: what `Admission` does, without a call of it
+            queue, row = self._queue, self._row
+            queue.leave(entry, cost)
+            size = queue.size
+            row[TAKEN] = queue.taken
+            row[SIZE] = min(MOST_SIZE, size)
+        elif self._queue.waiting:
             self._read()
             _give_back(self, entry, cost)
             self._read()  # whoever waits here may come first now, or last
             self._show()
             return
-        _give_back(self, entry, cost)
-        if self._quiet:
-            queue, row = self._queue, self._row
-            size = queue.size
-            row[TAKEN], row[SIZE] = queue.taken, min(MOST_SIZE, size)
         else:
+            _give_back(self, entry, cost)
             self._show()
         for other in self._rows:  # read behind the write: a request that begins to wait now sees the free place
             if other[SINCE]:
@@ -148,6 +150,7 @@ class SharedAdmission(Admission):
 
     async def _wait(self, client: Client, place: Place, patience: float) -> None:
         self._began[place] = self._clock.now()
+        self._quiet = False
         self._read()
         self._show()
         try:
@@ -158,19 +161,15 @@ class SharedAdmission(Admission):
 
     def _begin(self, place: Place, taken: int) -> None:
         _begin(self, place, taken)
-        entry, queue = place.entry, self._queue
-        assert entry is not None
-        size = queue.size
-        if not entry.has_place:
-            size += entry.size
-        if self._quiet and not queue.waiting:
+        size = self._queue.size
+        if self._quiet:  # nobody waits here, so the queue has counted it already
             row = self._row
-            row[TAKEN], row[SIZE] = taken + 1, min(MOST_SIZE, size)
-        else:
-            self._show(taken + 1, size)
-
-    def _add_up(self, now: float, taken: int) -> None:
-        _add_up(self, now, taken + self._shared.taken)
+            row[TAKEN] = taken + 1
+            row[SIZE] = min(MOST_SIZE, size)
+            return
+        entry = place.entry
+        assert entry is not None
+        self._show(taken + 1, size if entry.has_place else size + entry.size)
 
     def _resize(self) -> None:
         places = int(min(self._max_inflight, self._limit.places))
