@@ -86,7 +86,15 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
                 f"pdproxy engines drain: {where}http://127.0.0.1:9 is no engine of this pool",
             ),
             (("undrain", url), 1, f"pdproxy engines undrain: {where}{url} is not being drained"),
-            (("drain", url, "--seconds", "-1"), 1, f"pdproxy engines drain: {where}seconds: expected"),
+            *(
+                (
+                    (action, url, "--seconds", text),
+                    2,
+                    f"pdproxy engines {action}: --seconds: expected 0 to 604800 seconds",
+                )
+                for action in ("drain", "remove")
+                for text in ("-1", "nan", "inf", "604801", "x")
+            ),
             (
                 ("add", "x:1", "--role", "decode", "--fields", "[1]"),
                 2,
@@ -103,7 +111,7 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
             found = await run(*words)
             assert (found[0], found[1]) == (code, ""), found
             assert found[2].startswith(text), found
-            assert found[2].count("\n") == (2 if "required" in text else 1)
+            assert found[2].count("\n") == (2 if "required" in text or "--seconds" in text else 1)
         new = await started(w, "decode")
         new.stop()
         code, _, err = await run("add", new.url, "--role", "decode", "--wait", "--wait-for", "0.1")
@@ -117,7 +125,10 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (b"", "no connection: Connection refused"),
         (b"garbage\r\n\r\n", "does not answer HTTP"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno", "answered 200 without JSON: is it the admin API?"),
-        (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", "answered 500"),
+        (
+            b"HTTP/1.1 404 X\r\ncontent-length: 22\r\n\r\n" + b'{"detail":"Not Found"}',
+            "answered 404 without a message: is it the admin API?",
+        ),
         (b'HTTP/1.1 400 X\r\n\r\n{"error": {"message": "a\\u001b[31mb"}}', "a?[31mb"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", "no answer within 0.3 s"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 70_000, "too large"),

@@ -23,6 +23,8 @@ ROLES = ("prefill", "decode", "aggregated", "any")
 LOOK = 0.2
 """Seconds between two looks of `--wait`."""
 MAX_WAIT = 86_400.0
+MAX_DRAIN = 604_800.0
+"""Seconds that a drain may take at most, as the admin API has it."""
 _ENGINE = "its URL, http://HOST:PORT or HOST:PORT, or its id (`pdproxy engines list`)"
 
 
@@ -118,7 +120,7 @@ def add(commands: Commands) -> None:
         one.add_argument(
             "--seconds",
             metavar="S",
-            type=float,
+            type=seconds(minimum=0.0, maximum=MAX_DRAIN),
             help="until its requests are ended (default: deadlines.engine_drain of the proxy)",
         )
     removing.add_argument("--at-once", action="store_true", help="do not drain it: its requests go on (default: drain)")
@@ -152,7 +154,11 @@ def _action(
 def _wait(parser: Parser, until: str) -> None:
     parser.add_argument("--wait", action="store_true", help=f"wait {until} (default: return at once)")
     parser.add_argument(
-        "--wait-for", metavar="S", type=_long, default=600.0, help="with --wait: seconds at most (default: 600)"
+        "--wait-for",
+        metavar="S",
+        type=seconds(minimum=0.1, maximum=MAX_WAIT),
+        default=600.0,
+        help="with --wait: seconds at most (default: 600)",
     )
 
 
@@ -248,16 +254,6 @@ def remove_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
     if arguments.wait and changed["result"] == "removing":
         changed["engine"] = _until(client, changed, arguments)
     return changed
-
-
-def _long(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= MAX_WAIT:
-        raise argparse.ArgumentTypeError(f"expected seconds, up to {MAX_WAIT:g}, got {text!r}")
-    return value
 
 
 def _path(engine: str) -> str:
