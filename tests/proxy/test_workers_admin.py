@@ -144,6 +144,10 @@ async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None
         assert (await run.ask("DELETE", f"/engines/{engine_id(drained.url)}")).status == 202
         await run.kill(run.proxy.workers()[0])
         await run.all_say("/engines", lambda shown: drained.url not in states(shown))
+        async with asyncio.timeout(PATIENCE):  # also what killed workers have counted of it goes
+            while drained.url in (page := (await run.proxy.ask("GET", "/metrics")).body.decode()):
+                await asyncio.sleep(0.1)
+        assert kept.url in page
 
 
 async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:
