@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -117,6 +118,42 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
         code, _, err = await run("add", new.url, "--role", "decode", "--wait", "--wait-for", "0.1")
         assert code == 1
         assert "after 0.1 s it is" in err
+
+
+class Flaky:
+    """An admin API whose answers, or failures, are given."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = list(answers)
+
+    def ask(self, *_: object) -> object:
+        """Give the next one; the last one for ever."""
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, AdminFailed):
+            raise answer
+        return answer
+
+
+def test_waiting_outlives_a_worker_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends with it, or another worker can't say whether it has the engine. Other failures are final."""
+    monkeypatch.setattr(engines, "SILENCE", 0.1)
+    lost, unknown = AdminFailed("no connection: Connection reset by peer"), AdminFailed("worker 1 is silent", 503)
+    gone, refused = AdminFailed("no such engine", 404), AdminFailed("Incorrect API key provided.", 401)
+    serving = {"state": "serving", "health": {"state": "up", "reason": None}, "drain": None}
+    leaves = {"state": "draining", "health": {"state": "draining", "reason": None}, "drain": {"removes": True}}
+    arguments = argparse.Namespace(wait_for=60.0)
+
+    def waited(*answers: object, states: tuple[str, ...] = ()) -> object:
+        return engines._until(Flaky(*answers), {"engine": {"id": "x"}}, arguments, *states)  # type: ignore[arg-type]
+
+    assert waited(lost, unknown, serving, states=("serving",)) is serving
+    assert waited(leaves, lost, unknown, gone) is None
+    with pytest.raises(AdminFailed, match="reset by peer"):  # for ever
+        waited(lost)
+    with pytest.raises(AdminFailed, match="Incorrect"):
+        waited(refused, serving, states=("serving",))
+    with pytest.raises(AdminFailed, match="no such engine"):
+        waited(gone, serving, states=("serving",))
 
 
 @pytest.mark.parametrize(

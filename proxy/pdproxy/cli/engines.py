@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ROLES = ("prefill", "decode", "aggregated", "any")
 LOOK = 0.2
 """Seconds between two looks of `--wait`."""
+SILENCE = 30.0
+"""Seconds without an answer after which `--wait` gives up. A worker that stands still is killed sooner."""
 MAX_WAIT = 86_400.0
 MAX_DRAIN = 604_800.0
 """Seconds that a drain may take at most, as the admin API has it."""
@@ -277,16 +279,22 @@ def _until(client: AdminClient, changed: Mapping[str, Any], arguments: argparse.
     """Wait until an engine is in one of some states and up, without any state until it is gone. Return it, None if it is gone.
 
     Raises:
-        AdminFailed: it will not be, or it takes longer than `--wait-for`.
+        AdminFailed: it will not be, or it takes longer than `--wait-for`, or the proxy has not answered for `SILENCE`.
     """
-    late = time.monotonic() + arguments.wait_for
+    answered = time.monotonic()
+    late = answered + arguments.wait_for
     while True:
         try:
             entry = client.ask("GET", f"/engines/{changed['engine']['id']}")
         except AdminFailed as error:
             if error.status == 404 and not states:
                 return None
-            raise
+            # A worker was killed with the connection, or one stands still and it is not known what it has.
+            if error.status not in (None, 503) or time.monotonic() > min(late, answered + SILENCE):
+                raise
+            time.sleep(LOOK)
+            continue
+        answered = time.monotonic()
         drain = entry["drain"]
         if entry["state"] in states and (drain is not None or entry["health"]["state"] != "down"):
             return entry
