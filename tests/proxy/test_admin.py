@@ -139,6 +139,8 @@ async def test_what_another_source_owns() -> None:
         for worker in w.workers:
             worker.engines.keep_known(lambda: held)  # or it would be gone before the next question
             worker.membership.drain(url, "dns://engines:8000", removes=True)
+        drained = await api.post(f"/engines/{name}/drain")
+        assert (drained.status, drained.json["result"]) == (202, "removing"), "it can't be undrained"
         leaving = await api.post(f"/engines/{name}/undrain")
         assert leaving.json["error"]["owner"] == "dns://engines:8000"
         held.clear()

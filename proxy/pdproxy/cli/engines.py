@@ -233,7 +233,8 @@ def drain_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
     changed = client.ask("POST", f"{_path(arguments.engine)}/drain", body)
     _report(changed, arguments)
     if arguments.wait:
-        changed["engine"] = _until(client, changed, arguments, "drained")
+        states = () if changed["result"] == "removing" else ("drained",)
+        changed["engine"] = _until(client, changed, arguments, *states)
     return changed
 
 
