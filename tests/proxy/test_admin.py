@@ -139,6 +139,8 @@ async def test_what_another_source_owns() -> None:
         for worker in w.workers:
             worker.engines.keep_known(lambda: held)  # or it would be gone before the next question
             worker.membership.drain(url, "dns://engines:8000", removes=True)
+        drained = await api.post(f"/engines/{name}/drain")
+        assert (drained.status, drained.json["result"]) == (202, "removing"), "it can't be undrained"
         leaving = await api.post(f"/engines/{name}/undrain")
         assert leaving.json["error"]["owner"] == "dns://engines:8000"
         held.clear()
@@ -229,8 +231,9 @@ WRONG: list[tuple[str, str, object, int, str]] = [
     ("POST", "/engines", b'{"url": "http://a:1", "role": "decode", "x": 1' + b"0" * 400 + b"}", 400, "unknown key"),
     ("POST", "/engines", b" " * 70_000, 413, "larger than"),
     ("POST", "/engines?x=1", {}, 400, "unknown parameter"),
-    ("POST", "/engines/ID/drain", {"seconds": -1}, 400, "seconds: expected"),
+    ("POST", "/engines/ID/drain", {"seconds": -1}, 400, "seconds: expected a number from 0 to 604800"),
     ("POST", "/engines/ID/drain", {"seconds": "1"}, 400, "seconds: expected"),
+    ("POST", "/engines/ID/drain", {"keep": 1}, 400, "keep: expected true"),
     ("POST", "/engines/ID/drain", {"keeps": True}, 400, "did you mean keep"),
     ("DELETE", "/engines/ID?at_once=maybe", b"", 400, "expected true or false"),
     ("DELETE", "/engines/ID?seconds=inf", b"", 400, "expected a number"),
@@ -257,6 +260,7 @@ async def test_wrong_requests_are_refused_in_one_line() -> None:
             assert answer.status == status, (path, body, answer.body)
             error = answer.json["error"]
             assert text in error["message"], (path, error)
+            assert (error["type"] == "NotFoundError") is (status == 404), error
             assert "\n" not in error["message"]
             assert "Traceback" not in error["message"]
         assert dict(w.proxy.membership.members) == before

@@ -91,7 +91,7 @@ async def test_a_pool_must_be_named(new: SimServer) -> None:
             (
                 fields(new, pool=["pool 1"]),
                 "",
-                "pool: expected the name of its pool, or nothing where there is one, got a list",
+                "pool: expected the name of its pool, or null where there is one, got a list",
             ),
             (fields(new, pool="x" * 60_000), "", f'pool: "{"x" * 77}..." is no pool: {BOTH}'),
             (None, "?pool=none", f'pool: "none" is no pool: {BOTH}'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -86,7 +87,15 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
                 f"pdproxy engines drain: {where}http://127.0.0.1:9 is no engine of this pool",
             ),
             (("undrain", url), 1, f"pdproxy engines undrain: {where}{url} is not being drained"),
-            (("drain", url, "--seconds", "-1"), 1, f"pdproxy engines drain: {where}seconds: expected"),
+            *(
+                (
+                    (action, url, "--seconds", text),
+                    2,
+                    f"pdproxy engines {action}: --seconds: expected 0 to 604800 seconds",
+                )
+                for action in ("drain", "remove")
+                for text in ("-1", "nan", "inf", "604801", "x")
+            ),
             (
                 ("add", "x:1", "--role", "decode", "--fields", "[1]"),
                 2,
@@ -103,12 +112,48 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
             found = await run(*words)
             assert (found[0], found[1]) == (code, ""), found
             assert found[2].startswith(text), found
-            assert found[2].count("\n") == (2 if "required" in text else 1)
+            assert found[2].count("\n") == (2 if "required" in text or "--seconds" in text else 1)
         new = await started(w, "decode")
         new.stop()
         code, _, err = await run("add", new.url, "--role", "decode", "--wait", "--wait-for", "0.1")
         assert code == 1
         assert "after 0.1 s it is" in err
+
+
+class Flaky:
+    """An admin API whose answers, or failures, are given."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = list(answers)
+
+    def ask(self, *_: object) -> object:
+        """Give the next one; the last one for ever."""
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, AdminFailed):
+            raise answer
+        return answer
+
+
+def test_waiting_outlives_a_worker_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends with it, or another worker can't say whether it has the engine. Other failures are final."""
+    monkeypatch.setattr(engines, "SILENCE", 0.1)
+    lost, unknown = AdminFailed("no connection: Connection reset by peer"), AdminFailed("worker 1 is silent", 503)
+    gone, refused = AdminFailed("no such engine", 404), AdminFailed("Incorrect API key provided.", 401)
+    serving = {"state": "serving", "health": {"state": "up", "reason": None}, "drain": None}
+    leaves = {"state": "draining", "health": {"state": "draining", "reason": None}, "drain": {"removes": True}}
+    arguments = argparse.Namespace(wait_for=60.0)
+
+    def waited(*answers: object, states: tuple[str, ...] = ()) -> object:
+        return engines._until(Flaky(*answers), {"engine": {"id": "x"}}, arguments, *states)  # type: ignore[arg-type]
+
+    assert waited(lost, unknown, serving, states=("serving",)) is serving
+    assert waited(leaves, lost, unknown, gone) is None
+    with pytest.raises(AdminFailed, match="reset by peer"):  # for ever
+        waited(lost)
+    with pytest.raises(AdminFailed, match="Incorrect"):
+        waited(refused, serving, states=("serving",))
+    with pytest.raises(AdminFailed, match="no such engine"):
+        waited(gone, serving, states=("serving",))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +162,10 @@ async def test_what_is_refused_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (b"", "no connection: Connection refused"),
         (b"garbage\r\n\r\n", "does not answer HTTP"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno", "answered 200 without JSON: is it the admin API?"),
-        (b"HTTP/1.1 500 X\r\ncontent-length: 2\r\n\r\n{}", "answered 500"),
+        (
+            b"HTTP/1.1 404 X\r\ncontent-length: 22\r\n\r\n" + b'{"detail":"Not Found"}',
+            "answered 404 without a message: is it the admin API?",
+        ),
         (b'HTTP/1.1 400 X\r\n\r\n{"error": {"message": "a\\u001b[31mb"}}', "a?[31mb"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", "no answer within 0.3 s"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 70_000, "too large"),

@@ -1,20 +1,24 @@
-"""SIGHUP beside open streams: it ends nothing, and is said in the log, however many come."""
+"""SIGHUP beside open streams, and at the start: it ends nothing, and is said in the log, however many come."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from pdproxy.app.signals import HANGUP_LINES_EVERY, Hangups
 from tests.fakes import answers, scripts
-from tests.fakes.client import Client
+from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply
-from tests.fakes.process import served
+from tests.fakes.ports import free_port
+from tests.fakes.process import PATIENCE, served
 from tests.fakes.scripts import WORD
+from tests.fakes.served_workers import ENVIRONMENT
 from tests.fakes.world import COMPLETIONS, completion
 
 
@@ -44,6 +48,36 @@ async def test_a_hangup_ends_no_stream(tmp_path: Path) -> None:
             assert await proxy.process.wait() == 0
     lines = [line for line in path.read_text().splitlines() if "SIGHUP was ignored" in line]
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_hangup_while_it_begins(workers: int) -> None:
+    """A service manager sends it as soon as the process is there: the libraries of the server are not loaded yet."""
+    port = free_port()
+    words = ["--port", str(port), "--workers", str(workers), "--aggregated", f"127.0.0.1:{free_port()}"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pdproxy", "serve", *words, env=ENVIRONMENT, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        status = Path(f"/proc/{process.pid}/status")
+        async with asyncio.timeout(PATIENCE):
+            while not int(status.read_text().split("SigIgn:")[1].split()[0], 16) & 1:
+                await asyncio.sleep(0.005)
+            while process.returncode is None:
+                process.send_signal(signal.SIGHUP)
+                with contextlib.suppress(OSError):
+                    client = await Client.connect(port)
+                    client.send(request("GET", "/health", b""))
+                    assert (await client.answer()).status in (200, 503)
+                    client.close()
+                    break
+                await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def test_many_hangups_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:

@@ -144,6 +144,32 @@ async def test_workers_that_start_again_have_all_changes(tmp_path: Path) -> None
         assert (await run.ask("DELETE", f"/engines/{engine_id(drained.url)}")).status == 202
         await run.kill(run.proxy.workers()[0])
         await run.all_say("/engines", lambda shown: drained.url not in states(shown))
+        async with asyncio.timeout(PATIENCE):  # also what killed workers have counted of it goes
+            while drained.url in (page := (await run.proxy.ask("GET", "/metrics")).body.decode()):
+                await asyncio.sleep(0.1)
+        assert kept.url in page
+
+
+async def test_an_engine_that_came_back_into_the_file_is_not_drained_again(tmp_path: Path) -> None:
+    """Drained by an operator, taken out of the file and put back before its last stream ended: it serves in a new worker, too."""
+    go = asyncio.Event()
+    async with running(tmp_path) as run:
+        proxy, engine, path = run.proxy, run.proxy.decode, f"/engines/{engine_id(run.proxy.decode.url)}"
+        engine.script(scripts.after_word(go, scripts.one_more_word))
+        client = await Client.connect(proxy.port)
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        assert (await run.ask("POST", f"{path}/drain")).json["result"] == "draining"
+        file = run.config.read_text()
+        run.config.write_text(file.replace(engine.url, run.spare[0].url))
+        await run.all_say(path, lambda shown: shown["drain"]["removes"])
+        run.config.write_text(file)
+        await run.all_say(path, lambda shown: shown["state"] in ("serving", "warming"))
+        other = next(pid for pid in proxy.workers() if pid != proxy.serves_client())
+        await run.kill(other)
+        await run.all_say(path, lambda shown: (shown["state"], shown["drain"]) == ("serving", None))
+        go.set()
+        assert (await client.rest(head)).body == WORD + WORD + answers.end()
 
 
 async def test_workers_killed_in_the_middle_of_changes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pdproxy.app.journal import Journal, Past
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
+from pdproxy.observe.events import MemberChanged
 from pdproxy.web.admin.changes import Change, Outcome, decode_outcome, encode_change, encode_outcome, is_accepted
 from pdproxy.web.admin.errors import ConflictError
 from pdproxy.web.admin.shapes import EngineChanged, LevelShown
@@ -173,6 +174,10 @@ class Service:
         self.done: list[tuple[str, str]] = []
         self.missing: set[str] = set()
         self.fails = False
+        self.drained: set[str] = set()
+
+    def is_drained(self, url: str) -> bool:
+        return url in self.drained
 
     def named(self, change: Change) -> Change:
         return change
@@ -271,6 +276,22 @@ def test_only_what_a_change_has_done_is_undone() -> None:
     assert service.urls == {"a"}
     assert len(sent) == 5
     followed.received(Message(UNDO, 99))
+
+
+def test_an_engine_that_another_source_uses_again_is_not_drained() -> None:
+    """The parent is told, with the last change that was made here. What an operator uses again is known by that change."""
+    followed, sent, service = _followed()
+    followed.start(service, [], "info")
+    followed.received(_make(7, _add("a")))
+    del sent[:]
+    followed.notify(MemberChanged("a", "decode", "undrained", "admin"))
+    followed.notify(MemberChanged("a", "decode", "added", "settings"))
+    assert sent == []
+    followed.notify(MemberChanged("a", "decode", "undrained", "settings"))
+    service.drained.add("b")  # it has other settings, and is still drained
+    followed.notify(MemberChanged("b", "decode", "replaced", "settings"))
+    followed.notify(MemberChanged("c", "decode", "replaced", "settings"))
+    assert [(one.kind, one.number, one.body) for one in sent] == [(GONE, 7, b"a"), (GONE, 7, b"c")]
 
 
 def test_a_change_that_fails_is_answered() -> None:

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdproxy.observe import catalog, catalog_fleet, catalog_workers
 from pdproxy.observe.catalog import METRICS
 from pdproxy.observe.description import Kind
-from pdproxy.observe.events import Evicted, LoopBeat, MemberChanged
+from pdproxy.observe.events import Evicted, LegFailed, LoopBeat, MemberChanged
 from pdproxy.observe.metrics import Gauge, Metrics
 from pdproxy.observe.snapshot import RULES, Rule, Snapshot, decode, encode, merged, of_process, page_of
 
@@ -60,6 +60,35 @@ def test_what_dead_workers_have_counted_stays() -> None:
     assert page["pdproxy_evicted_total", (("what", "queue"),)] == 3
     assert page["pdproxy_connections", ()] == 7
     assert merged([part.snapshot(), past]).workers == 1
+
+
+def test_what_dead_workers_have_counted_of_an_engine_goes_with_it() -> None:
+    """Once no worker that lives has it. What they have counted of engines that were gone before stays."""
+    dead, first, second = Metrics(), Metrics(), Metrics()
+    for one in (dead, first, second):
+        one.add_node("http://d:1", "decode")
+    for node in ("http://d:1", "http://gone:1"):
+        dead.notify(LegFailed("id", node, "kv", "no", will_retry=False))
+    tasks = [(("heartbeat",), 2.0), (("probe http://d:1",), 1.0)]
+    dead.add_gauges([Gauge(catalog.TASK_RESTARTS, lambda: tasks)])
+    past = dead.snapshot().without_levels()
+
+    def failures(node: str) -> float | None:
+        here = [first.snapshot(), second.snapshot()]
+        page = _samples(page_of(merged([*here, past.without_gone(here)])))
+        return page.get(("pdproxy_leg_failures_total", (("node", node), ("phase", "kv"))))
+
+    assert failures("http://d:1") == 1
+    first.drop_node("http://d:1")
+    assert failures("http://d:1") == 1
+    second.drop_node("http://d:1")
+    assert failures("http://d:1") is None
+    assert failures("removed") == 1
+    here = [first.snapshot(), second.snapshot()]
+    page = page_of(merged([*here, past.without_gone(here)]))
+    assert b"http://d:1" not in page
+    assert b'task="heartbeat"} 2.0' in page
+    assert past.without_gone(here).histograms == past.histograms
 
 
 def test_each_gauge_by_its_rule() -> None:

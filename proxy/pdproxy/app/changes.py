@@ -16,7 +16,7 @@ from pdproxy.web.admin.changes import Change, Outcome, decode_change, decode_out
 
 CHANGE, CHANGED, GONE = "change", "changed", "gone"
 """What a worker sends: a change (`number`: its own of it), what came of one (`number`: that of the order), the URL of an engine
-that has left (`number`: of the last change that it has made)."""
+that has left, or that another source has serve again (`number`: of the last change that it has made)."""
 MAKE, UNDO, WAITED, OUTCOME, LOST = "make", "undo", "waited", "outcome", "lost"
 """What the parent sends: a change that is to be made, one that is not in force (`number`: that of the order); and to who has
 asked (`number`: its own): the workers that are waited for, what came of it in one of them, and that one has ended."""

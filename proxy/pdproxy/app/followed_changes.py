@@ -24,9 +24,11 @@ from pdproxy.app.changes import (
 from pdproxy.app.journal import Journal, Past
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.frames import frames
 from pdproxy.kit.links import Message
+from pdproxy.observe.events import Event, MemberChanged
 from pdproxy.web.admin.changes import (
     Change,
     Outcome,
@@ -63,7 +65,7 @@ class Asked:
 
 
 class FollowedChanges:
-    """`send` sends the parent a message. `journal`: the changes until this process began.
+    """`send` sends the parent a message. `journal`: the changes until this process began. An observer.
 
     Those that come before `start` wait for it.
     """
@@ -193,6 +195,18 @@ class FollowedChanges:
         return Outcome(status, url, changed=answer)
 
     # -- what happens to engines
+
+    only = (MemberChanged,)
+
+    def notify(self, event: Event) -> None:
+        """Tell the parent that another source has an engine serve again: the drain that operators asked for is over.
+
+        It was about to be removed, and came back into the settings or DNS.
+        """
+        if not isinstance(event, MemberChanged) or event.change not in ("undrained", "replaced") or event.by == ADMIN:
+            return
+        if self._service is not None and not self._service.is_drained(event.node):
+            self._send(Message(GONE, self._made, body=event.node.encode()))
 
     def added(self, engine: Engine) -> None:
         """Nothing is to be done."""

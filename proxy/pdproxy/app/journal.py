@@ -70,7 +70,7 @@ class Journal:
                 self._drains.pop(url, None)
 
     def gone(self, number: int, url: str) -> None:
-        """An engine has left a worker that had made all changes up to this one: a later one of its name is not drained."""
+        """An engine has left a worker that had made all changes up to this one, or serves there again: its drain is over."""
         drained = self._drains.get(url)
         if drained is not None and drained[0] <= number:
             del self._drains[url]

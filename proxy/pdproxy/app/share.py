@@ -33,6 +33,7 @@ from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe import catalog_workers
+from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Gauge, Metrics
 from pdproxy.serving.access import shared_quotas
 from pdproxy.serving.access.quotas import Quotas
@@ -90,6 +91,7 @@ class Served(Protocol):
     settings: Settings
     registries: list[EngineRegistry]
     readiness: ReadinessCheck
+    observers: Observers
 
     @property
     def now(self) -> Callable[[], float]:
@@ -246,6 +248,7 @@ class Share:
         """Return what the routes of the admin API ask for, and make the changes that it was asked for so far."""
         settings = process.settings
         self.changes.start(service, process.registries, settings.observe.log_level)
+        process.observers.add(self.changes)
         process.readiness.show(self.changes.shortcomings)
         return AdminApiOfAll(
             service,

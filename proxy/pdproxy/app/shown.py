@@ -82,14 +82,17 @@ class ShownOfAll(Shown):
     async def metrics(self) -> bytes:
         """See `Shown`. What was counted never decreases: of a worker that does not answer it is what it has reported last.
 
+        As in one process, the counts of an engine go with it.
+
         Raises:
             PdproxyError: the supervisor does not answer.
         """
         answers = await self._siblings.ask("metrics")
         if not answers.complete:
             raise PdproxyError("the supervisor does not answer")
-        parts = [*answers.of.values(), *answers.last.values(), answers.past]
-        page = merged([self._told(), *(decode(one) for one in parts if one)])
+        here = [self._told(), *map(decode, answers.of.values())]
+        gone = [decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one]
+        page = merged([*here, *gone])
         page.values[catalog_workers.RESTARTS.name] = {(): answers.restarts}
         return page_of(page)
 

@@ -172,7 +172,7 @@ def _read(status: int, body: bytes) -> Any:
     try:
         message = str(found["error"]["message"])
     except (LookupError, TypeError):
-        message = f"answered {status}"
+        message = f"answered {status} without a message: is it the admin API?"
     raise AdminFailed(printable(message), status)
 
 

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 ROLES = ("prefill", "decode", "aggregated", "any")
 LOOK = 0.2
 """Seconds between two looks of `--wait`."""
+SILENCE = 30.0
+"""Seconds without an answer after which `--wait` gives up. A worker that stands still is killed sooner."""
 MAX_WAIT = 86_400.0
+MAX_DRAIN = 604_800.0
+"""Seconds that a drain may take at most, as the admin API has it."""
 _ENGINE = "its URL, http://HOST:PORT or HOST:PORT, or its id (`pdproxy engines list`)"
 
 
@@ -118,7 +122,7 @@ def add(commands: Commands) -> None:
         one.add_argument(
             "--seconds",
             metavar="S",
-            type=float,
+            type=seconds(minimum=0.0, maximum=MAX_DRAIN),
             help="until its requests are ended (default: deadlines.engine_drain of the proxy)",
         )
     removing.add_argument("--at-once", action="store_true", help="do not drain it: its requests go on (default: drain)")
@@ -152,7 +156,11 @@ def _action(
 def _wait(parser: Parser, until: str) -> None:
     parser.add_argument("--wait", action="store_true", help=f"wait {until} (default: return at once)")
     parser.add_argument(
-        "--wait-for", metavar="S", type=_long, default=600.0, help="with --wait: seconds at most (default: 600)"
+        "--wait-for",
+        metavar="S",
+        type=seconds(minimum=0.1, maximum=MAX_WAIT),
+        default=600.0,
+        help="with --wait: seconds at most (default: 600)",
     )
 
 
@@ -225,7 +233,8 @@ def drain_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
     changed = client.ask("POST", f"{_path(arguments.engine)}/drain", body)
     _report(changed, arguments)
     if arguments.wait:
-        changed["engine"] = _until(client, changed, arguments, "drained")
+        states = () if changed["result"] == "removing" else ("drained",)
+        changed["engine"] = _until(client, changed, arguments, *states)
     return changed
 
 
@@ -250,16 +259,6 @@ def remove_engine(client: AdminClient, arguments: argparse.Namespace) -> Any:
     return changed
 
 
-def _long(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= MAX_WAIT:
-        raise argparse.ArgumentTypeError(f"expected seconds, up to {MAX_WAIT:g}, got {text!r}")
-    return value
-
-
 def _path(engine: str) -> str:
     is_id = len(engine) == 12 and all(one in "0123456789abcdef" for one in engine)
     return f"/engines/{escaped(engine if is_id else with_scheme(engine), safe='')}"
@@ -281,16 +280,22 @@ def _until(client: AdminClient, changed: Mapping[str, Any], arguments: argparse.
     """Wait until an engine is in one of some states and up, without any state until it is gone. Return it, None if it is gone.
 
     Raises:
-        AdminFailed: it will not be, or it takes longer than `--wait-for`.
+        AdminFailed: it will not be, or it takes longer than `--wait-for`, or the proxy has not answered for `SILENCE`.
     """
-    late = time.monotonic() + arguments.wait_for
+    answered = time.monotonic()
+    late = answered + arguments.wait_for
     while True:
         try:
             entry = client.ask("GET", f"/engines/{changed['engine']['id']}")
         except AdminFailed as error:
             if error.status == 404 and not states:
                 return None
-            raise
+            # A worker was killed with the connection, or one stands still and it is not known what it has.
+            if error.status not in (None, 503) or time.monotonic() > min(late, answered + SILENCE):
+                raise
+            time.sleep(LOOK)
+            continue
+        answered = time.monotonic()
         drain = entry["drain"]
         if entry["state"] in states and (drain is not None or entry["health"]["state"] != "down"):
             return entry

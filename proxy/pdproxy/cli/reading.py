@@ -8,19 +8,19 @@ import sys
 from collections.abc import Callable
 
 MAX_SECONDS = 600.0
-"""The longest time that such an option may give."""
+"""The longest time that most of such options may give."""
 
 
-def seconds(minimum: float) -> Callable[[str], float]:
-    """Return a reader of options in seconds, from `minimum` to `MAX_SECONDS`."""
+def seconds(minimum: float, maximum: float = MAX_SECONDS) -> Callable[[str], float]:
+    """Return a reader of options in seconds, from `minimum` to `maximum`."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not minimum <= value <= MAX_SECONDS:
-            raise argparse.ArgumentTypeError(f"expected {minimum:g} to {MAX_SECONDS:g} seconds, got {text!r}")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"expected {minimum:g} to {maximum:g} seconds, got {text!r}")
         return value
 
     return read

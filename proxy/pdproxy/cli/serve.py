@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, files_of, settings_from
@@ -33,6 +35,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the settings, run the server, return its exit code."""
+    _survive_hangups()
     files = files_of(arguments)
     stamps = [stamp(str(path)) for path in files]
     settings = settings_from(arguments)
@@ -47,3 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.app.server import run as run_server
 
     return run_server(settings, source)
+
+
+def _survive_hangups() -> None:
+    """Ignore SIGHUP until the server takes it: a service manager may send it at once, and nothing has to be read again yet."""
+    with contextlib.suppress(ValueError):  # another thread than the main one: a test
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -5,7 +5,7 @@ Owns how the numbers of several workers become one page: counters and histograms
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 
@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdproxy.observe.catalog import METRICS
-from pdproxy.observe.description import Kind
+from pdproxy.observe.catalog import METRICS, REMOVED, TASK_RESTARTS
+from pdproxy.observe.description import NODE, Kind
 
 Series = dict[tuple[str, ...], float]
 """Values by those of their labels."""
@@ -88,6 +88,7 @@ _OF_PROCESS = {
     "python_info": Rule.MOST,
 }
 _DESCRIBED = {one.name: one for one in METRICS}
+_OF_NODES = frozenset(one.name for one in METRICS if one.labels and one.labels[0] is NODE)
 _PICK: Mapping[Rule, Callable[[float, float], float]] = {
     Rule.SUM: lambda one, other: one + other,
     Rule.MEAN: lambda one, other: one + other,  # divided at the end
@@ -125,6 +126,22 @@ class Snapshot(msgspec.Struct, array_like=True):
         counters = {name: series for name, series in self.values.items() if _DESCRIBED[name].kind is Kind.COUNTER}
         cpu = [one for one in self.process if one.kind == "counter"]
         return Snapshot(counters, self.histograms, cpu, 0)
+
+    def without_gone(self, present: Sequence[Snapshot]) -> Snapshot:
+        """Return the same without the counts of engines that are in none of the `present` snapshots: they were removed."""
+        gone = _nodes([self]) - _nodes(present) - {REMOVED}
+        values = dict(self.values)
+        for name in _OF_NODES & values.keys():
+            values[name] = {labels: value for labels, value in values[name].items() if labels[0] not in gone}
+        tasks = values.get(TASK_RESTARTS.name, {})  # tasks of an engine have its URL behind a blank
+        values[TASK_RESTARTS.name] = {
+            labels: value for labels, value in tasks.items() if labels[0].rpartition(" ")[2] not in gone
+        }
+        return msgspec.structs.replace(self, values=values)
+
+
+def _nodes(snapshots: Iterable[Snapshot]) -> set[str]:
+    return {labels[0] for one in snapshots for name in _OF_NODES for labels in one.values.get(name, ())}
 
 
 encode = msgspec.msgpack.Encoder().encode

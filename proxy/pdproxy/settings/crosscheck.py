@@ -27,7 +27,9 @@ from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 from pdproxy.transfer.registry import AUTO
 
-_HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
+_HOST = re.compile(r"(?=.{1,254}\Z)[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
+_LABEL_LENGTHS = range(1, 64)
+"""Characters between two dots of a name: the system's resolver takes no others."""
 _PORTS = {"http": 80, "https": 443}
 _USER = re.compile(r"//[^/]*@")
 
@@ -251,13 +253,17 @@ def engine_url(url: str, path: KeyPath, where: str = "") -> str:
         raise wrong("no URL: expected http://host:port") from None
     if parts.scheme not in _PORTS or "://" not in url:
         raise wrong("expected http://host:port or https://host:port")
-    if not (host.startswith("[") or _HOST.fullmatch(host)):
+    if not (host.startswith("[") or (_HOST.fullmatch(host) and _has_labels(host))):
         raise wrong("has no host name: expected http://host:port" if not host else "its host name can't exist")
     if parts.path not in {"", "/"} or "?" in url or "#" in url:
         raise wrong("an engine is a host and a port: nothing may follow them, not even /v1")
     if port == 0:
         raise wrong("nothing listens on port 0")
     return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}"
+
+
+def _has_labels(host: str) -> bool:
+    return all(len(label) in _LABEL_LENGTHS for label in host.removesuffix(".").split("."))
 
 
 def both_schemes(url: str) -> list[str]:

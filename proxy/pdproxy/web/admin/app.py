@@ -68,7 +68,8 @@ def create_admin_app(api: AdminApi) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> Response:
-        body = {"error": {"message": error.detail, "type": "NotFoundError", "param": None, "code": error.status_code}}
+        kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
+        body = {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     _add_engines(app, api)

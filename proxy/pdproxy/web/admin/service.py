@@ -91,6 +91,11 @@ class AdminService:
         every = [item for pool in self.entries.pools for item in pool.membership.members.items()]
         return {url for url, member in every if member.is_wanted_by(ADMIN)}
 
+    def is_drained(self, url: str) -> bool:
+        """Return whether an engine gets no more requests, whoever has asked for it."""
+        found = (pool.membership.members.get(url) for pool in self.entries.pools)
+        return any(member is not None and member.drain is not None for member in found)
+
     def named(self, change: Change) -> Change:
         """Return a change with the URL of its engine, as far as that is known here."""
         text = change.engine or str(change.fields.get("url", ""))
@@ -191,9 +196,12 @@ class AdminService:
             pool, url = self.entries.find(name)
             if not order.keep:
                 return self._removing(pool, url, order.seconds)
+            member = pool.membership.members[url]
             pool.membership.drain(url, ADMIN, seconds=order.seconds)
         except (SettingsError, MembershipError) as error:
             raise refusal(error) from None
+        if member.leaves:
+            return EngineChanged("removing", f"{member.source} removes it: add it to keep it", self.entries.entry(url))
         return EngineChanged("draining", "it gets no more requests until it is undrained", self.entries.entry(url))
 
     def undrain(self, name: str) -> EngineChanged:

@@ -20,17 +20,18 @@ DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 class EngineOrder(Node, frozen=True):
     """An engine that is to be added: its settings, without those that name files, and its pool."""
 
-    pool: Annotated[str | None, Meta(description="the name of its pool, or nothing where there is one")] = None
+    pool: Annotated[str | None, Meta(description="the name of its pool, or null where there is one")] = None
 
 
 class DrainOrder(Section, frozen=True):
     """How an engine is drained."""
 
     seconds: Annotated[
-        DrainSeconds | None, Meta(description="until its requests are ended; null: deadlines.engine_drain")
+        DrainSeconds | None,
+        Meta(description="a number from 0 to 604800 until its requests are ended, or null for deadlines.engine_drain"),
     ] = None
     keep: Annotated[
-        bool, Meta(description="whether it stays without requests until it is undrained; false: it is removed then")
+        bool, Meta(description="true: it stays without requests until it is undrained; false: it is removed then")
     ] = True
 
 
