@@ -23,6 +23,7 @@ from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.admin import BASE, Admin, admin
+from tests.fakes.client import Client
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until, world
@@ -282,6 +283,18 @@ async def test_a_failure_of_its_own_is_one_line(monkeypatch: pytest.MonkeyPatch)
         assert (answer.status, answer.json["error"]["message"]) == (500, "Internal error in pdproxy")
         assert w.metric("pdproxy_admin_requests_total", result="failed") == 1
         assert (await api.ask("GET", f"{BASE}/engines")).status == 200
+
+
+async def test_a_body_that_never_ends_is_no_failure() -> None:
+    """Its sender leaves half-way, or was told that it is too slow."""
+    async with world() as w, admin(w) as api:
+        client = await Client.connect(api.port)
+        head = f"POST {BASE}/engines HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{{"
+        client.send(head.encode())
+        await asyncio.sleep(0.1)
+        client.close()
+        await until(lambda: w.metric("pdproxy_admin_requests_total", result="refused") == 1)
+        assert w.metric("pdproxy_admin_requests_total", result="failed") == 0
 
 
 async def test_keys() -> None:

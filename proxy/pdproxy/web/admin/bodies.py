@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from pdproxy.kit.errors import BadRequestError, BodyTooLargeError
 from pdproxy.settings.errors import did_you_mean, quote
@@ -20,14 +20,17 @@ async def body_of(request: Request) -> dict[str, Any]:
     """Return the object that a request's body is, an empty one if there is no body.
 
     Raises:
-        BadRequestError: it is no JSON object, or gives a name twice.
+        BadRequestError: it is no JSON object, gives a name twice, or is not complete.
         BodyTooLargeError: it is over `MAX_BODY`.
     """
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise BodyTooLargeError(f"The body is larger than {MAX_BODY} bytes")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise BodyTooLargeError(f"The body is larger than {MAX_BODY} bytes")
+    except ClientDisconnect:  # or it was too slow, and has its answer
+        raise BadRequestError("the body is not complete") from None
     if not body:
         return {}
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
