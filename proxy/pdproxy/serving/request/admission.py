@@ -52,19 +52,13 @@ class Admission:
         *,
         by_priority: bool = True,
     ) -> None:
-        self._output_weight = output_weight
-        self._by_priority = by_priority
+        self._output_weight, self._by_priority, self._timeout = output_weight, by_priority, timeout
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
         self._max_inflight, self._max_tokens = max_inflight, max_tokens
         self._engines_places: int | None = None
         self._engines_tokens = 0
-        self._timeout = timeout
-        self._observers = observers
-        self._clock = clock
-        self._clients = clients
-        self._outputs = Outputs()
-        self._waits = Waits()
-        self._limit = ConcurrencyLimit()
+        self._observers, self._clock, self._clients = observers, clock, clients
+        self._outputs, self._waits, self._limit = Outputs(), Waits(), ConcurrencyLimit()
         self._spaced = SpacedPlaces(self._give_back_late)
         self._elsewhere = 0
         """Places that other workers have taken."""
