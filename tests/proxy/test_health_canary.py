@@ -64,7 +64,7 @@ async def test_an_engine_that_works_answers() -> None:
 
 async def test_a_core_that_stands_still_does_not_answer_in_time() -> None:
     """The request is closed: the engine aborts it when it goes on."""
-    async with asked(timeout=0.2) as a:
+    async with asked(timeout=0.5) as a:
         a.sim.freeze_core_now(0.0, None)
         assert await a.works() is False
         assert [event.wait for event in a.events if isinstance(event, DeadlinePassed)] == ["canary"]
