@@ -70,7 +70,11 @@ class Served:
         links = {f"socket:[{row[9]}]" for row in rows if row[end].endswith(f":{port:04X}") and row[3] == "01"}
 
         def of(pid: int) -> set[str]:
-            return {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+            found = set()
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            return found
 
         return [pid for pid in self.workers() if links & of(pid)]
 

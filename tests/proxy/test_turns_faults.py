@@ -7,6 +7,8 @@ those that only their own time frees.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from typing import Any
 
@@ -20,6 +22,7 @@ from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import Pair
+from tests.fakes.several import WORKERS
 from tests.fakes.world import until
 from tests.proxy import test_registered_faults as registered
 from tests.proxy.test_connectors import CHAT, TEXT
@@ -29,6 +32,8 @@ from tests.proxy.test_turns import drops, keeps, kept_ids, quiet, talking, turns
 SHARE = 1 if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else 4
 STARTED_AGAIN = ("restart", "kill", "dead_core", "no_fin")
 ENDS = ("kill", "restart", "freeze", "dead_core", "lease_expiry")
+A_WHILE = 2.0
+"""Seconds of real time for workers to answer each other; an engine that takes no connections is never asked."""
 
 
 def mine() -> list[tuple[str, str, Moment, bool]]:
@@ -74,12 +79,19 @@ class Talk:
         plain = alone[0]["message"]["content"]
         for sim in self.p:
             core(sim).pool.forget_all()  # what one has of the turn before need not be pulled
-        asked = self.pair.ask(CHAT, body | {"stream": self._stream})
+        before = self._asked()
+        asked = asyncio.ensure_future(self.pair.ask(CHAT, body | {"stream": self._stream}))
+        if waits and WORKERS > 1:  # first the worker that keeps the turn answers, in real time
+            with contextlib.suppress(TimeoutError):
+                await until(lambda: asked.done() or self._asked() > before, A_WHILE)
         answer = await (self.clock.through(asked, STEP) if waits else asked)
         if answer.status == 200 and not self._stream:
             assert answer.json["choices"] == alone, "no ids that nobody asked for"
         self.messages = [*self.messages, {"role": "assistant", "content": plain}, *user("And then? " * 5)]
         return answer, plain
+
+    def _asked(self) -> int:
+        return sum(len(sim.requests) for sim in self.p)
 
     async def first(self) -> SimServer:
         """Ask the first turn. Return the engine that keeps its KV."""
