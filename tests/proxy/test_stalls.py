@@ -254,7 +254,7 @@ async def test_one_rank_of_an_engine_that_stands_still() -> None:
 
 async def test_engines_that_are_slow_and_work_are_left_alone() -> None:
     """Long prompts in their queues: they answer canaries, or their metrics move."""
-    slow = {"hardware": Hardware(prefill_tokens_per_s=500.0, decode_step_s=0.0, transfer_latency_s=0.0)}
+    slow = {"hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)}
     async with watched(p=slow) as w:
         asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(prompt=f"{n} word " * 60))) for n in range(6)]
         while not all(one.done() for one in asked):
