@@ -324,7 +324,8 @@ async def test_between_prefill_and_decode() -> None:
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         await until(lambda: w.books.history)
-        await until(lambda: any(one.custodian.snapshot()["asked"][0] for one in w.workers))
+        await until(lambda: not blocked)
+        assert sum(one.custodian.snapshot()["held"][0] for one in w.workers) == 1, "no engine was asked yet"
         await leave(client)
         await w.quiet()
         assert ends(w) == ["released"]

@@ -146,7 +146,7 @@ def test_what_one_has_kept_another_one_uses_once() -> None:
         assert [one.turns.kept.blocks() for one in workers.all] == [{"d": 4}, {}, {}]
         reuse = await second.take(*NEXT)
         assert reuse is not None
-        assert (reuse.params, reuse.tokens, reuse.prefill) == (params(59, "a"), 59, second.p)
+        assert (reuse.params, reuse.tokens, reuse.prefill) == (params(59, "a"), 59, "p")
         assert (reuse.turn.record.decode_run, reuse.turn.record.prefill_run) == (12, 11)
         await settled()
         assert workers.known() == [0, 0, 0]

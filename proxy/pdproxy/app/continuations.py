@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdproxy.fleet.engines import EngineRegistry
@@ -21,7 +21,6 @@ class Continuing:
 
     records: Records
     detokenizing: Detokenizing
-    is_alive: Callable[[str], Awaitable[bool]]
     derendering: Derendering | None
 
 
@@ -52,9 +51,6 @@ def build_continuing(
         key, timeout = own(authorization), settings.deadlines.between_tokens
         return await admin.ask(url, path, body, authorization=key, timeout=timeout, max_bytes=max_bytes)
 
-    async def is_alive(url: str) -> bool:
-        return await admin.answers(url, "/health")
-
     wanted, deadlines = settings.continuations, settings.deadlines
     derendering = None
     if wanted.parsed == "auto":
@@ -68,6 +64,5 @@ def build_continuing(
             derenders=(lambda _: False) if derendering is None else derendering.possible,
         ),
         Detokenizing(ask, engines, observers, clock, deadline=deadlines.tokenize),
-        is_alive,
         derendering,
     )

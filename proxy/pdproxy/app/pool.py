@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pdproxy.app.bootstraps import build_bootstraps
 from pdproxy.app.capacity import PoolCapacity
@@ -160,13 +161,13 @@ class PoolParts:
             answer_budget=process.answer_budget,
             retries=process.retries,
             outliers=outliers,
+            is_alive=partial(admin.answers, path="/health"),
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,
             prefixes=prefixes.of_requests if prefixes is not None else None,
             records=continuing.records if continuing is not None else None,
             detokenizing=continuing.detokenizing if continuing is not None else None,
-            is_alive=continuing.is_alive if continuing is not None else None,
             derendering=continuing.derendering if continuing is not None else None,
         )
         legs = PassthroughLegs(

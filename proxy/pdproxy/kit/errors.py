@@ -280,7 +280,22 @@ class EngineTlsError(EngineUnreachableError):
 
 
 class StaleConnectionError(EngineError):
-    """A kept connection closed before the first byte of an answer: the engine had closed it while it was idle."""
+    """A kept connection closed just behind a request, before the first byte of an answer.
+
+    Mostly the engine had closed it while it was idle. But it may have read the request, and worked on it: nothing shows which.
+    """
+
+
+class OwnBodyRefusedError(EngineError):
+    """An engine refused a body for something that the client has not sent: a defect of pdproxy, not of the engine."""
+
+    fault = Fault.OURS
+    status = 500
+    type = "InternalServerError"
+
+
+class KvGoneError(EngineError):
+    """The KV that a request was about to use is gone, or is not needed any more. The engine was not asked."""
 
 
 class EngineTimeoutError(EngineError):

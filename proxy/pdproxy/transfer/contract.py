@@ -78,8 +78,20 @@ class FirstToken(msgspec.Struct, frozen=True):
     stop_reason: bytes = b"null"
 
 
+class Counts(msgspec.Struct, frozen=True):
+    """What is kept of a handle after its end: nothing that an engine could be sent. The fields are those of `Handle`."""
+
+    prompt_tokens: int
+    remote_request_id: str
+    created_cache_tokens: int | None = None
+    cached_tokens: int | None = None
+    first: FirstToken | None = None
+
+
 class Handle(msgspec.Struct, frozen=True):
     """What a prefill engine returned of a prompt's KV. If the KV is held for us, exactly one party must end that.
+
+    It is sent to one engine, once: the engine that reads the KV has it freed, and its blocks hold another prompt's KV then.
 
     - `params`: the engine's `kv_transfer_params`, unchanged.
     - `token_ids`: the prompt's ids as a JSON array, None if the engine did not return them.
@@ -101,6 +113,12 @@ class Handle(msgspec.Struct, frozen=True):
     first: FirstToken | None = None
     alone: Alone | None = None
     release: LegRequest | None = None
+
+    def counts(self) -> Counts:
+        """Return what is kept after its end."""
+        return Counts(
+            self.prompt_tokens, self.remote_request_id, self.created_cache_tokens, self.cached_tokens, self.first
+        )
 
 
 class Holder:
@@ -389,7 +407,13 @@ class Contract:
 
 
 def raw(value: bytes) -> msgspec.Raw:
-    """Wrap JSON that is already encoded."""
+    """Wrap JSON that is already encoded.
+
+    Raises:
+        ValueError: it is empty, which no JSON is. The body would be invalid, and its engine would refuse a valid request.
+    """
+    if not value:
+        raise ValueError("an empty text is no JSON")
     return msgspec.Raw(value)
 
 

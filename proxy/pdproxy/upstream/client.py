@@ -227,14 +227,14 @@ class EngineClient:
             raise
         return connection.send(message, sink)
 
-    async def ask(self, request: Request, *, fresh: bool = False, max_bytes: int | None = None) -> Pending:
-        """Send a request whose whole answer, of at most `max_bytes` bytes, is awaited; on a new connection if `fresh`.
+    async def ask(self, request: Request, *, max_bytes: int | None = None) -> Pending:
+        """Send a request whose whole answer, of at most `max_bytes` bytes, is awaited.
 
         Raises:
             EngineUnreachableError: as `send`.
         """
         pending = Pending(self._budget.share(max_bytes))
-        pending.attach(await self.send(request, pending, fresh=fresh))
+        pending.attach(await self.send(request, pending))
         return pending
 
     async def whole(self, request: Message, timeout: float, wait: Wait) -> Answer:
@@ -372,3 +372,6 @@ class EngineClient:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+        elif connection.is_stale:  # what closes one kept connection has mostly closed the others, too
+            for kept in list(self._idle):
+                kept.close()

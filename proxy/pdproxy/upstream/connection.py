@@ -20,8 +20,8 @@ from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
 from pdproxy.wire.chunks import whole_chunks
 
 STALE_WITHIN = 0.25
-"""Seconds. If a kept connection closes so soon after a request, the engine had closed it before the request arrived. Later, the
-engine may have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
+"""Seconds. If a kept connection closes so soon after a request, the engine had probably closed it before the request arrived:
+that says nothing against the engine. Whether it has read the request is not known."""
 
 LARGE_READ = 128 << 10
 """Bytes. After a read of this size, other sockets are read before this one again. uvloop reads a socket that is always full 32
@@ -172,6 +172,11 @@ class EngineConnection(asyncio.Protocol):
         """Whether a request may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._sink is None
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether a connection that closes now had been closed before its request, as far as that can be seen."""
+        return self._sink is not None and self._requests > 1 and not self._answering and self._age() < STALE_WITHIN
+
     def send(self, request: Message, sink: Sink) -> Leg:
         """Write a whole request; its answer goes to `sink`. Return the caller's hold on it."""
         if self._transport is None or self._sink is not None:
@@ -295,7 +300,7 @@ class EngineConnection(asyncio.Protocol):
         elif isinstance(exc, ssl.SSLError) and self._requests == 1 and not self._answering:
             # With TLS 1.3 an engine refuses our certificate only after our side of the handshake.
             self._fail(EngineTlsError(f"{self._name} refused TLS: {(exc.reason or '').replace('_', ' ').lower()}"))
-        elif self._requests > 1 and not self._answering and self._age() < STALE_WITHIN:
+        elif self.is_stale:
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
         else:
             why = f": {exc}" if exc else ""

@@ -151,11 +151,11 @@ class Attempt:
         if prefixes is not None and beginning is not None:
             self._predictions = prefixes.routed(beginning, self.request.parsed, self.assignment)
 
-    def parsed_for(self, url: str) -> Parsed:
+    def parsed_for(self, url: str, parsed: Parsed) -> Parsed:
         """Return the request as an engine gets it: it may be asked to report what it reuses from its cache."""
         if self._predictions and (found := of_engine(self._predictions, url)) is not None and found.refreshes:
-            return reporting(self.request.parsed)
-        return self.request.parsed
+            return reporting(parsed)
+        return parsed
 
     def added_is_refused(self, url: str) -> bool:
         """Note a 400 of an engine. Return whether it may be due to what was added to the request for it; it is added no more."""
@@ -207,6 +207,10 @@ class Attempt:
         handed = structs.replace(record, expected=self._expected, space=self._space)
         self._expected = self._space = None
         return handed
+
+    def with_notices(self, record: PrefillRecord) -> PrefillRecord:
+        """Return the record with the wait for notices, which ends with this attempt: one that has come may name KV."""
+        return structs.replace(record, expected=self._expected)
 
     def keep(self, custody: Custody) -> None:
         """Keep the custody of the KV. The space that the KV takes is released when its custody ends."""

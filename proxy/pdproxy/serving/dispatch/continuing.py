@@ -110,11 +110,9 @@ async def continuation(
         return Reason.DERENDER
     if not isinstance(record, Record):
         return record or Reason.NONE_LEFT
-    if not _others(resources, record.kept.model, failed):
-        # A broken connection is not an engine's end. But another prefill for one that is gone would be for nothing.
-        is_alive = resources.is_alive
-        if silent or is_alive is None or not await is_alive(failed):
-            return Reason.NO_ENGINE
+    # A broken connection is not an engine's end. But another prefill for one that is gone would be for nothing.
+    if not _others(resources, record.kept.model, failed) and (silent or not await resources.is_alive(failed)):
+        return Reason.NO_ENGINE
     if record.prompt_ids.translate(None, _OF_IDS) != b"[]" or record.prompt_ids == b"[]":
         return Reason.NO_IDS  # an engine may send anything
     ids = fast_path.ids

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OwnBodyRefusedError
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused
+from pdproxy.serving.dispatch.failure_class import error_kind, error_text, is_about_ours, is_clients_fault, refused
 from pdproxy.serving.dispatch.recovery import AskAgain, CannotSplit, DecodeFailed, PrefillFailed
 from pdproxy.serving.kv.custody import End
+from pdproxy.transfer.bodies import added_fields
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone
@@ -30,6 +31,8 @@ def judge(attempt: Attempt, url: str, answer: Answer) -> AskAgain | CannotSplit 
         return None
     if not is_clients_fault(answer):
         raise refused(url, answer)
+    if answer.status == 400 and is_about_ours(answer, added_fields(attempt.request.parsed)):
+        raise OwnBodyRefusedError(f"{url} refused what the client has not sent: {error_text(answer.body)}")
     if custody is None:
         return AskAgain() if answer.status == 400 and attempt.added_is_refused(url) else None
     if custody.handle.first is not None:

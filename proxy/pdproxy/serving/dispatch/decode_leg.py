@@ -1,23 +1,25 @@
 """The leg that answers the client: a decode engine that gets the KV in our custody, or one engine alone.
 
-Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. Nothing reaches the client before the
-engine has sent data, so that until then another engine can be asked.
+Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. The request is sent once, whatever the
+connection looks like: whether another one follows is `recovery`'s to decide. Nothing reaches the client before the engine has
+sent data, so that until then another engine can be asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
-from pdproxy.kit.frames import drop_traceback
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_answer import compare, failed, judge
 from pdproxy.serving.dispatch.decode_request import (
+    alone_message,
     count_cached,
-    message,
+    decode_message,
     new_relay,
     sink,
     with_cached_counts,
@@ -34,6 +36,7 @@ from pdproxy.serving.stream.phase import StreamStarted
 from pdproxy.transfer.contract import PushedToDecode
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message
+from pdproxy.wire.request import Parsed, Prompt
 
 FINISH_GRACE = 1.0
 """Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
@@ -53,6 +56,8 @@ class DecodeLeg:
         "_lease",
         "_leg",
         "_lost",
+        "_sent_at",
+        "_starts_in_silence",
         "_turn",
         "_url",
         "gave_up",
@@ -61,11 +66,14 @@ class DecodeLeg:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._custody = attempt.custody
+        self._starts_in_silence = attempt.request.parsed.starts_in_silence
         self._lease = attempt.assignment.leases[-1]
         self._url = self._lease.node.url
         self._engine = attempt.resources.engines.known[self._url]
         self._client = self._engine.client
         self._leg: Leg | None = None
+        self._sent_at = 0.0
+        """When the request was written, in monotonic seconds."""
         self._turn: OpenTurn | None = None
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
@@ -96,12 +104,9 @@ class DecodeLeg:
         self._engine.open_legs.add(open_leg)
         try:
             if custody is not None:
-                custody.asked(url)
                 custody.on_gone = self._kv_gone
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
-                    if resources.turns is not None:
-                        self._turn = turn.opened(attempt, resources.turns, custody, self._engine)
             first = await self._first_data()
             data_came = True
             first_at = resources.now()
@@ -140,7 +145,7 @@ class DecodeLeg:
             return Answered(None)
         except asyncio.CancelledError:
             if not data_came:
-                await self._end_if_accepted(started)
+                await self._end_if_accepted()
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
             verdict = NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
@@ -172,7 +177,7 @@ class DecodeLeg:
             return
         count_cached(relay, custody)
         self._expect(custody.handle.prompt_tokens)
-        if not self._attempt.request.parsed.starts_in_silence and awaits_data(relay):
+        if not self._starts_in_silence and awaits_data(relay):
             self._first_token_timer = resources.clock.after(resources.deadlines.first_token, self._first_token_late)
 
     def _first_token_late(self) -> None:
@@ -184,10 +189,7 @@ class DecodeLeg:
         self.gave_up = self._end(EngineError("the prefill has failed")) or self.gave_up
 
     def _end(self, error: EngineError) -> bool:
-        """End the leg, unless data has come. Return whether this has ended it.
-
-        A relay whose kept connection was closed already is about to be replaced: the request is not sent again then.
-        """
+        """End the leg, unless data has come. Return whether this has ended it."""
         relay = self._attempt.relay
         if relay is None or not awaits_data(relay):
             return False
@@ -201,19 +203,34 @@ class DecodeLeg:
 
     # -- asking
 
-    def _message(self) -> Message:
-        if self._ended_by is not None:  # while the engine was connected to: it would wait for KV that does not come
+    def _message(self, parsed: Parsed, prompt: Prompt | None) -> Message:
+        """Return the request, which is written in the same step: here the handle is given to the engine.
+
+        `parsed`, `prompt`: as they were when the leg began, whatever has become of the client's request.
+
+        Raises:
+            EngineError: the request is not wanted any more. The engine may have taken seconds to be connected to.
+        """
+        if self._ended_by is not None:  # it would wait for KV that does not come
             raise self._ended_by
-        return message(self._attempt, self._client)
+        attempt, custody = self._attempt, self._custody
+        self._sent_at = attempt.resources.now()
+        if custody is None:
+            return alone_message(attempt, self._client, parsed, prompt)
+        handle = custody.spend(self._url, self._lease.node.run_number)
+        if attempt.resources.turns is not None and not custody.promised:
+            self._turn = turn.opened(attempt, attempt.resources.turns, custody, handle, self._engine)
+        assert prompt is not None
+        return decode_message(attempt, self._client, parsed, prompt, handle)
 
     async def _first_data(self) -> Answer | StreamStarted:
-        """Send the request, and wait for its first data. If a kept connection was closed already, send it again on a new one.
+        """Send the request, and wait for its first data.
 
         Raises:
             EngineError: the leg failed before its first data.
         """
         attempt, custody, resources = self._attempt, self._custody, self._attempt.resources
-        in_silence = attempt.request.parsed.starts_in_silence
+        request, in_silence = attempt.request, self._starts_in_silence
         timeout = resources.deadlines.total if in_silence else resources.deadlines.first_token
         if custody is not None and custody.promised and not in_silence:
             timeout += 2 * resources.deadlines.prefill  # the prefill engine may be asked twice
@@ -221,37 +238,30 @@ class DecodeLeg:
         assert relay is not None
         try:
             async with resources.clock.within(timeout):
-                self._leg = await self._client.send(self._message, sink(attempt, relay))
-                if custody is not None:
-                    custody.decode_sent()
-                try:
-                    return await first_data(resources, relay, node, in_silence=in_silence)
-                except StaleConnectionError as stale:
-                    if custody is not None and custody.how is not None:
-                        raise  # a notice says that the KV was read, or is gone: this handle can't be sent again
-                    drop_traceback(stale)
-                    relay = new_relay(attempt)
-                    self._leg = await self._client.send(self._message, sink(attempt, relay), fresh=True)
-                    return await first_data(resources, relay, node, in_silence=in_silence)
+                # Nothing here may refer to the request any longer than until it is written.
+                message = partial(self._message, request.parsed, request.prompt)
+                self._leg = await self._client.send(message, sink(attempt, relay))
+                del message
+                return await first_data(resources, relay, node, in_silence=in_silence)
         except TimeoutError:
             raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
 
     # -- what came of it
 
-    async def _end_if_accepted(self, started: float) -> None:
+    async def _end_if_accepted(self) -> None:
         """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""
-        custody, parsed, relay = self._custody, self._attempt.request.parsed, self._attempt.relay
+        custody, relay, resources = self._custody, self._attempt.relay, self._attempt.resources
         if self._leg is None or custody is None or custody.state is None or relay is None:
             return
-        holder = self._attempt.resources.transfer.contract.holder
+        holder = resources.transfer.contract.holder
         if isinstance(holder, PushedToDecode):
             if holder.release_body is None:
-                await begun(self._attempt.resources, relay, started)
+                await begun(resources, relay, self._sent_at)
             # What waits for the KV gets it, and what does not leaves it to the prefill engine's lease.
             custody.end(End.ABORTED)
             return
-        if await accepted(self._attempt.resources, parsed, relay, started):
-            custody.end(End.ABORTED, in_silence=parsed.starts_in_silence)
+        if await accepted(resources, self._url, relay, self._sent_at, stream=self._attempt.request.parsed.stream):
+            custody.end(End.ABORTED, in_silence=self._starts_in_silence)
 
     def _kv_gone(self, why: str, prefill_lost: bool) -> None:
         """Fail the leg, unless data has come: its KV will not come, or the decode engine may read another prompt's KV."""

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+from pdproxy.kit.errors import KvGoneError
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.stream.id_sink import IdSink, RenamedReads
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.splice_sink import SpliceSink
 from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.upstream.connection import Leg, Message, Reads, Sink
+from pdproxy.wire.request import Parsed, Prompt
 from pdproxy.wire.usage import with_cache
 
 
-def message(attempt: Attempt, client: EngineClient) -> Message:
-    """Return the request of the answering leg.
+def alone_message(attempt: Attempt, client: EngineClient, parsed: Parsed, prompt: Prompt | None) -> Message:
+    """Return the request to one engine that serves the whole of it, or one of its prompts."""
+    headers = attempt.request.headers
+    body = alone_body(attempt.parsed_for(attempt.answering_url, parsed), prompt)
+    return client.request(headers.path, headers.headers, body)
 
-    It is made again where it is sent again, which is rare: keeping it would keep one more body.
-    """
-    request, custody = attempt.request, attempt.custody
-    headers = request.headers
-    if custody is None:
-        return client.request(
-            headers.path, headers.headers, alone_body(attempt.parsed_for(attempt.answering_url), request.prompt)
-        )
-    assert request.prompt is not None
-    contract = attempt.resources.transfer.contract
-    leg = contract.decode(request.parsed, request.prompt, custody.handle, attempt.dispatch)
-    shared = attempt.shared_id
+
+def decode_message(attempt: Attempt, client: EngineClient, parsed: Parsed, prompt: Prompt, handle: Handle) -> Message:
+    """Return the request to a decode engine, with the handle that it is given."""
+    leg = attempt.resources.transfer.contract.decode(parsed, prompt, handle, attempt.dispatch)
+    shared, headers = attempt.shared_id, attempt.request.headers
     own = headers.headers if shared is None else headers.named(shared)
     return client.request(leg.route.path, own + leg.headers, leg.body)
 
 
 def sink(attempt: Attempt, relay: Relay) -> Sink:
-    """Return what gets the engine's answer: the relay, or what changes the answer on its way there."""
+    """Return what gets the engine's answer: the relay, or what changes the answer on its way there.
+
+    Raises:
+        KvGoneError: the handle has ended, whose first token the answer would begin with.
+    """
     custody, shared = attempt.custody, attempt.shared_id
     if custody is None or (shared is None and custody.handle.first is None):
         return relay
-    request = attempt.request
+    request, handle = attempt.request, custody.handle
     if shared is not None:
         return IdSink(relay, shared, request.headers.shown_id)
-    return SpliceSink(relay, Splice(request.parsed, custody.handle, request.headers.request_id))
+    if not isinstance(handle, Handle):
+        raise KvGoneError(f"the KV at {custody.prefill} is gone")
+    return SpliceSink(relay, Splice(request.parsed, handle, request.headers.request_id))
 
 
 def is_framing_kept(attempt: Attempt) -> bool:

@@ -6,20 +6,19 @@ from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.scheduling.nodes import Node
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.stream.phase import StreamStarted
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.client import Answer
-from pdproxy.wire.request import Parsed
 
 ACCEPT_GRACE = 0.15
 """After the client has left: seconds for the decode engine to show that it has the request (0.2 s with the clock's tick), and as
 many from a stream's headers to its first data."""
 ACCEPTED_UNSEEN = 1.0
-"""Seconds after which an engine is taken to have the request, if the answer is not streamed."""
+"""Seconds behind which an engine that is healthy has the request, if the answer is not streamed; and that it has to say so."""
 
 
 def first_data(
@@ -49,9 +48,8 @@ async def _from_silence(resources: ExchangeResources, relay: Relay, node: Node) 
 
 
 def awaits_data(relay: Relay) -> bool:
-    """Return whether an answer's first data may still come: here, or on a new connection if a kept one was closed already."""
-    first = relay.first
-    return not first.done() or (not first.cancelled() and isinstance(first.exception(), StaleConnectionError))
+    """Return whether an answer's first data may still come."""
+    return not relay.first.done()
 
 
 def has_data(relay: Relay) -> bool:
@@ -60,15 +58,15 @@ def has_data(relay: Relay) -> bool:
     return first.done() and not first.cancelled() and first.exception() is None
 
 
-async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, sent_at: float) -> bool:
-    """Return whether the engine has the request, after twice `ACCEPT_GRACE` at most. If it has, closing the leg frees the KV.
+async def accepted(resources: ExchangeResources, url: str, relay: Relay, sent_at: float, *, stream: bool) -> bool:
+    """Return whether the engine has the request, which was written at `sent_at`. If it has, closing the leg frees the KV.
 
     A stream shows it by its headers, unless an error follows: an engine may refuse a request in the stream. What shows nothing
-    behind its headers waits for its turn, or for KV. An answer that is not streamed shows nothing before its end: then the time
-    since `sent_at` decides, when the leg was sent.
+    behind its headers waits for its turn, or for KV. An answer that is not streamed shows nothing before its end. Then the engine
+    is asked for its health, if it has had `ACCEPTED_UNSEEN` seconds: one that stands still may not have read the request.
     """
-    if not parsed.stream and resources.now() - sent_at > ACCEPTED_UNSEEN:
-        return True
+    if not stream and resources.now() - sent_at > ACCEPTED_UNSEEN:
+        return await _answers(resources, url)
     try:
         async with resources.clock.within(ACCEPT_GRACE):
             await relay.accepted.wait()
@@ -85,6 +83,14 @@ async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, s
     except TimeoutError:
         pass
     return True
+
+
+async def _answers(resources: ExchangeResources, url: str) -> bool:
+    try:
+        async with resources.clock.within(ACCEPTED_UNSEEN):
+            return await resources.is_alive(url)
+    except TimeoutError:
+        return False
 
 
 async def begun(resources: ExchangeResources, relay: Relay, sent_at: float) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdproxy.kit.errors import (
     AnswerBudgetError,
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
+    KvGoneError,
+    OwnBodyRefusedError,
+    StaleConnectionError,
     UnparsedError,
     UnreadableError,
 )
@@ -16,6 +21,8 @@ from pdproxy.wire.engine import error_of
 
 _DEAD = "EngineCore encountered an issue"
 """The beginning of the message of vLLM's `EngineDeadError`."""
+NO_ENGINES_FAULT = (StaleConnectionError, KvGoneError, OwnBodyRefusedError)
+"""What says nothing against the engine that was asked, or about to be."""
 
 
 def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
@@ -26,7 +33,7 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
-    if isinstance(error, AnswerBudgetError | UnparsedError):
+    if isinstance(error, (AnswerBudgetError, UnparsedError, *NO_ENGINES_FAULT)):
         return Verdict.NEUTRAL
     if isinstance(error, EngineRefusedError) and _core_is_dead(error):
         return Verdict.DEAD
@@ -49,6 +56,20 @@ def is_clients_fault(answer: Answer) -> bool:
     return 400 <= answer.status < 500 and answer.status != 429
 
 
+_INVALID_JSON = "body."
+"""The beginning of the parameter of vLLM's error for a body that is no JSON. The position follows."""
+
+
+def is_about_ours(answer: Answer, ours: Collection[str]) -> bool:
+    """Return whether a 400 is about what pdproxy has made: the JSON itself, or a field of `ours`, which the client has not sent.
+
+    A body is made anew for each engine, from what was read of the client's.
+    """
+    error_type, param = error_kind(answer.body)
+    name = (param or "").removeprefix(_INVALID_JSON)
+    return (error_type == UnreadableError.type and name.isdecimal()) or name.split(".")[0] in ours
+
+
 def is_schema_refusal(answer: Answer) -> bool:
     """Return whether an engine refused a body by its schema, before its handler: vLLM has a type of errors for that."""
     return answer.status == 400 and error_kind(answer.body)[0] == UnreadableError.type
@@ -59,6 +80,12 @@ def refused(url: str, answer: Answer) -> EngineError:
     if answer.status == 429 or 500 <= answer.status <= 599:
         return EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
     return EngineError(f"{url} answered {answer.status}, which no engine should")
+
+
+def error_text(body: bytes) -> str:
+    """Return the message of the error in a body, "" if it describes none."""
+    detail = error_of(body)
+    return detail.message if detail is not None else ""
 
 
 def error_kind(body: bytes) -> tuple[str, str | None]:

@@ -1,7 +1,9 @@
 """The prefill leg: a prompt becomes KV in our custody.
 
 Owns the leg and the prefill engine's lease. If the client leaves before the answer, both go to the custodian. If the
-answer is late, the leg goes to the custodian, and the lease ends.
+answer is late, the leg goes to the custodian, and the lease ends. The request is sent once: the engine may have read the KV of
+the turn before, and the KV that it has made has the leg's id. Only for a decode engine that waits for KV under that very id is
+the request sent a second time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pdproxy.kit.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
-    StaleConnectionError,
+    KvGoneError,
     Wait,
 )
 from pdproxy.kit.frames import drop_traceback
@@ -32,6 +34,7 @@ from pdproxy.serving.dispatch.prefill_record import largest_answer, record_of
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
+from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
@@ -41,9 +44,13 @@ from pdproxy.wire.request import Alone
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A prompt's KV is in our custody. `body`: the engine's whole answer, if its token is already the last one; else empty."""
+    """A prompt's KV is in our custody. `body`: the engine's whole answer, if its token is already the last one; else empty.
+
+    `handle`: to be looked at. Only `Custody.spend` gives it to an engine.
+    """
 
     custody: Custody
+    handle: Handle
     body: bytes = b""
 
 
@@ -63,6 +70,8 @@ class PrefillLeg:
         "_parsed",
         "_peers",
         "_pending",
+        "_prompt",
+        "_run",
         "_sent_ids",
         "_turn",
         "_url",
@@ -76,11 +85,13 @@ class PrefillLeg:
     def __init__(self, attempt: Attempt) -> None:
         resources, request = attempt.resources, attempt.request
         self._attempt = attempt
-        self._parsed = request.parsed
+        self._parsed, self._prompt = request.parsed, request.prompt
         self.promised: Custody | None = None
         """The custody of KV that was promised to a decode engine."""
         self._lease = attempt.assignment[PREFILL]
         self._url = self._lease.node.url
+        self._run: int | None = None
+        """The number of the engine's run when the request was written, None before."""
         engine = resources.engines.known[self._url]
         self._client: EngineClient = engine.client
         self._open_legs = engine.open_legs
@@ -121,15 +132,10 @@ class PrefillLeg:
         try:
             if resources.turns is not None:
                 self._turn = await turn_before(self._attempt, resources.turns, self._sent_ids)
-                self.dispatch = with_turn(self.dispatch, self._turn)
             while True:
                 try:
                     async with resources.clock.within(seconds):
                         answer = await self._answer_or_handle()
-                        turn = self._turn
-                        if turn is not None and isinstance(answer, Answer) and turn.has_failed(answer.status):
-                            self.dispatch = with_turn(self.dispatch, None)
-                            answer = await self._answer_or_handle()
                     return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
                 except EngineError as error:
                     if not self._may_ask_again(error):
@@ -148,6 +154,8 @@ class PrefillLeg:
             return self._failed(late, keeper=keeper)
         except EngineError as error:
             self._verdict = verdict_of(error)
+            if self._pending is not None and not isinstance(error, EngineRefusedError):
+                resources.custodian.orphans.remember(self._attempt.with_notices(self._record()))
             return self._failed(error)
         finally:
             self._open_legs.remove(open_leg, ended_well=resources.now() if self._verdict is GOOD else None)
@@ -186,6 +194,11 @@ class PrefillLeg:
             self._pending.close()
             self._pending = None
 
+    def forget_peers(self) -> None:
+        """Forget where the run that was asked is reached, if its answers show that: it may have been started again since."""
+        if self._peers is not None:
+            self._peers.forget()
+
     # -- asking
 
     def _end(self, error: EngineError) -> None:  # its engine stands still
@@ -193,29 +206,30 @@ class PrefillLeg:
             self._pending.fail(error)
 
     def _message(self) -> Message:
-        """Return the leg's request.
+        """Return the leg's request, which is written in the same step: here the engine is given the KV of the turn before.
 
-        It is made again where it is sent again, which is rare: keeping it would keep one more body.
+        Raises:
+            KvGoneError: its KV is not needed any more. The engine may have taken seconds to be connected to.
         """
-        request, contract = self._attempt.request, self._attempt.resources.transfer.contract
-        assert request.prompt is not None
-        leg = contract.prefill(self._attempt.parsed_for(self._url), request.prompt, self.dispatch)
-        leg_id, headers = self.dispatch.leg_id, request.headers
+        promised = self.promised
+        if promised is not None and (promised.how is not None or (self._asked_again and not promised.decode_waits)):
+            raise KvGoneError(f"the KV of {self._url} is not needed any more")
+        attempt, contract = self._attempt, self._attempt.resources.transfer.contract
+        self._run = self._lease.node.run_number
+        if self._turn is not None:
+            self.dispatch = with_turn(self.dispatch, self._turn.spend())
+        assert self._prompt is not None
+        leg = contract.prefill(attempt.parsed_for(self._url, self._parsed), self._prompt, self.dispatch)
+        leg_id, headers = self.dispatch.leg_id, attempt.request.headers
         own = headers.headers if leg_id is None else headers.named(leg_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
     async def _answer_or_handle(self) -> Answer | Handle:
         """Send the request. Return the answer, or the handle if a notice has brought that first."""
-        max_bytes = largest_answer(self._attempt.request.parsed)
-        self._pending = await self._client.ask(self._message, max_bytes=max_bytes)
+        self._pending = await self._client.ask(self._message, max_bytes=largest_answer(self._parsed))
         if self.sent is not None:
             self.sent.set()
-        try:
-            answer = await self._first()
-        except StaleConnectionError as stale:
-            drop_traceback(stale)
-            self._pending = await self._client.ask(self._message, fresh=True, max_bytes=max_bytes)
-            answer = await self._first()
+        answer = await self._first()
         if answer is not None:
             return answer
         return self._handle_in_notice() or await self._pending.answered()
@@ -241,10 +255,12 @@ class PrefillLeg:
         end = partial(resources.close, self._lease, self._verdict)
         resources.custodian.orphans.outlive(self._pending, resources.deadlines.prefill, end)
         self._adopted = True
-        return Prefilled(self._take(handle))
+        return Prefilled(self._take(handle), handle)
 
     def _read(self, answer: Answer) -> Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed:
         url = self._url
+        if self._turn is not None and self._turn.has_failed(answer.status):
+            return AskAgain()
         if answer.status != 200:
             if not is_clients_fault(answer):
                 raise refused(url, answer)
@@ -271,7 +287,7 @@ class PrefillLeg:
         self._verdict = GOOD
         self._attempt.cached(url, read.usage)
         finished = handle.first is not None and handle.first.finish_reason is not None
-        return Prefilled(self._take(handle), answer.body if finished else b"")
+        return Prefilled(self._take(handle), handle, answer.body if finished else b"")
 
     def _failed(
         self, error: EngineError, reason: Alone = Alone.PREFILL_FAILED, *, keeper: str | None = None
@@ -290,11 +306,14 @@ class PrefillLeg:
         if self.promised is not None:
             self.promised.made(handle)
             return self.promised
-        return resources.custodian.take(handle, record_of(self._attempt, self._parsed, self.dispatch))
+        return resources.custodian.take(handle, self._record())
+
+    def _record(self) -> PrefillRecord:
+        return record_of(self._attempt, self._parsed, self.dispatch, self._run)
 
     def _adopt(self, end: Callable[[], None]) -> None:
         """Hand the leg to the custodian, which awaits its answer and releases what it holds."""
         if self._pending is not None:
-            record = self._attempt.hand_on(record_of(self._attempt, self._parsed, self.dispatch))
+            record = self._attempt.hand_on(self._record())
             self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
             self._adopted = self.handed_on = True

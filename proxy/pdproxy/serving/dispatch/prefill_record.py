@@ -18,8 +18,8 @@ def largest_answer(parsed: Parsed) -> int:
     return _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * parsed.body_bytes
 
 
-def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch) -> PrefillRecord:
-    """Return what custody needs to know of an attempt's prefill leg."""
+def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch, run: int | None) -> PrefillRecord:
+    """Return what custody needs to know of an attempt's prefill leg. `run`: the number of the run that was asked."""
     contract = attempt.resources.transfer.contract
     return PrefillRecord(
         attempt.assignment.leases[0].node.url,
@@ -29,5 +29,6 @@ def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch) -> PrefillRe
         lambda answer: contract.handle(parsed, answer, dispatch),
         contract.holder.pushed_to(attempt.answering_url),
         dispatch.leg_id,
+        run,
         promised=attempt.custody,
     )

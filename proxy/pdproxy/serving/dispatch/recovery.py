@@ -11,9 +11,12 @@ from pdproxy.kit.errors import (
     AnswerBudgetError,
     EngineError,
     EngineRefusedError,
+    KvGoneError,
     OverloadedError,
+    OwnBodyRefusedError,
     PdproxyError,
     Reason,
+    StaleConnectionError,
     UnparsedError,
 )
 from pdproxy.upstream.client import Answer
@@ -144,16 +147,26 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return Fail(OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE))
         case NoEngines():
             return ServeAlone(progress.prefill_failed or Alone.NO_PAIR)
-        case PrefillFailed(url, reason, _, keeper):
+        case PrefillFailed(url, reason, error, keeper):
             # A failed prefill alone never fails the request: in the end one engine serves it without a prefill leg.
-            return Retry(url, keeper) if progress.number < progress.limit else ServeAlone(reason, url, keeper)
+            return _again(url, error, keeper) if progress.number < progress.limit else ServeAlone(reason, url, keeper)
         case CannotSplit(reason, exclude):
             return ServeAlone(reason, exclude)
         case DecodeFailed(url, _, True) if outcome.is_engines and progress.continues:
             return Continue(url)
         case DecodeFailed(url, error, _):
-            return Retry(url) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
+            return _again(url, error) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
         case AskAgain():
             return Retry(None)
         case Failed(error):
             return Fail(error)
+
+
+def _again(url: str, error: EngineError, avoid: str | None = None) -> Retry:
+    """Return the retry behind a leg that has failed: all is made anew, and nothing is sent again that an engine may have read."""
+    match error:
+        case StaleConnectionError():
+            return Retry(None, url)  # it may be stopping, or have closed an idle connection
+        case KvGoneError() | OwnBodyRefusedError():
+            return Retry(None)
+    return Retry(url, avoid)

@@ -70,6 +70,8 @@ class ExchangeResources:
     answer_budget: AnswerBudget
     retries: RetryBudget
     outliers: Outliers
+    is_alive: Callable[[str], Awaitable[bool]]
+    """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None
     turns: Turns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
@@ -80,8 +82,6 @@ class ExchangeResources:
     """None where no engine goes on with another one's stream."""
     detokenizing: Detokenizing | None = None
     """None as well."""
-    is_alive: Callable[[str], Awaitable[bool]] | None = None
-    """Asks the engine of a URL whether it is healthy; None as well."""
     derendering: Derendering | None = None
     """None as well, or where no chat goes on whose events a parser makes."""
 

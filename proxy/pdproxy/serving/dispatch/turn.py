@@ -7,7 +7,6 @@ from collections.abc import Callable
 from msgspec import structs
 
 from pdproxy.fleet.engine import Engine
-from pdproxy.scheduling.nodes import Node
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.tokenizing import MAX_BYTES
 from pdproxy.serving.kv.custody import Custody
@@ -50,12 +49,12 @@ def _scope(parsed: Parsed) -> bytes:
 class TurnBefore:
     """KV of the turn before in one prefill leg, if there is any; and how long the leg takes without."""
 
-    __slots__ = ("_answered", "_node", "_now", "_reuse", "_since", "_turns")
+    __slots__ = ("_answered", "_now", "_reuse", "_run", "_since", "_turns")
 
-    def __init__(self, turns: Turns, reuse: Reuse | None, node: Node, now: Callable[[], float]) -> None:
+    def __init__(self, turns: Turns, reuse: Reuse | None, run: int, now: Callable[[], float]) -> None:
         self._turns = turns
         self._reuse = reuse
-        self._node = node
+        self._run = run
         self._now = now
         self._since = now()
         self._answered = False
@@ -63,18 +62,27 @@ class TurnBefore:
     def __repr__(self) -> str:
         return f"<TurnBefore {self._reuse.tokens if self._reuse is not None else 'no'} tokens>"
 
-    @property
-    def params(self) -> bytes | None:
-        """What the prefill engine is sent to pull it, None for nothing."""
-        return None if self._reuse is None else self._reuse.params
+    def spend(self) -> bytes | None:
+        """Give the KV to the prefill leg whose request is written in this step. Return what its engine is sent, None for nothing.
+
+        It may have gone while the engine was connected to: then the prompt is prefilled without.
+        """
+        reuse = self._reuse
+        if reuse is not None and not self._turns.is_there(reuse):
+            self._reuse = None
+            self._turns.unused(reuse)
+            return None
+        return None if reuse is None else reuse.params
 
     def has_failed(self, status: int) -> bool:
-        """Return whether the leg must be sent again without it: the KV may be gone, and the prompt is sound."""
+        """Take the status of the engine's answer. Return whether the prompt must be asked again without the KV: the KV may be
+        gone, and the prompt is sound.
+        """
         self._answered = True
         if self._reuse is None or status < _FAILED:
             return False
         self._turns.refused(self._reuse)
-        self._reuse, self._answered, self._since = None, False, self._now()
+        self._reuse = None
         return True
 
     def prefilled(self, handle: Handle) -> None:
@@ -84,7 +92,7 @@ class TurnBefore:
             self._turns.used(reuse)
         else:
             tokens = handle.created_cache_tokens or handle.prompt_tokens
-            self._turns.speeds.measured(self._node, tokens, self._now() - self._since)
+            self._turns.speeds.measured(self._run, tokens, self._now() - self._since)
 
     def hung(self) -> str | None:
         """The leg has reached its deadline. Return the decode engine whose KV it was given, None if it was given none.
@@ -117,31 +125,29 @@ async def turn_before(attempt: Attempt, turns: Turns, sent: TokenIds | None) -> 
     node, prompt = attempt.assignment.leases[0].node, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
     reuse = await turns.take(request.key, node) if exact and request.key is not None else None
-    return TurnBefore(turns, reuse, node, attempt.resources.now)
+    return TurnBefore(turns, reuse, node.run_number, attempt.resources.now)
 
 
-def with_turn(dispatch: Dispatch, turn: TurnBefore | None) -> Dispatch:
+def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
     """Return a dispatch that has the prefill engine pull the KV of the turn before; with None, as it was before."""
-    params = None if turn is None else turn.params
     return dispatch if params is dispatch.turn else structs.replace(dispatch, turn=params)
 
 
-def opened(attempt: Attempt, turns: Turns, custody: Custody, engine: Engine) -> OpenTurn | None:
-    """Begin the turn whose decode engine is asked now, None if it will keep no KV of it."""
+def opened(attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, engine: Engine) -> OpenTurn | None:
+    """Begin the turn whose decode engine is asked now with `handle`, None if it will keep no KV of it."""
     request = attempt.request
-    if not custody.handle.params:
+    if not handle.params:
         return None
-    prefill = attempt.assignment.leases[0].node
     record = TurnRecord(
         decode=engine.url,
         decode_run=engine.node.run_number,
-        prefill=prefill.url,
-        prefill_run=prefill.run_number,
-        remote_request_id=custody.handle.remote_request_id,
+        prefill=custody.prefill,
+        prefill_run=custody.prefill_run or 0,
+        remote_request_id=handle.remote_request_id,
         model=request.parsed.model,
         authorization=request.headers.authorization,
-        prompt=_served(attempt, custody),
-        prompt_tokens=custody.handle.prompt_tokens,
+        prompt=_served(attempt, handle),
+        prompt_tokens=handle.prompt_tokens,
         may_stop=not is_absent(request.parsed.fields, "stop"),
     )
     turn = turns.open.open(record, stream=request.parsed.stream)
@@ -150,9 +156,9 @@ def opened(attempt: Attempt, turns: Turns, custody: Custody, engine: Engine) -> 
     return turn
 
 
-def _served(attempt: Attempt, custody: Custody) -> bytes | None:
+def _served(attempt: Attempt, handle: Handle) -> bytes | None:
     """Return the key of the prompt on which the engines have worked, None if it is not known or can't be compared."""
-    request, served = attempt.request, custody.handle.token_ids
+    request, served = attempt.request, handle.token_ids
     key, prompt, ids = request.key, request.prompt, request.ids
     if key is None or served is None or prompt is None:
         return None
@@ -162,7 +168,7 @@ def _served(attempt: Attempt, custody: Custody) -> bytes | None:
         if text is None:
             return None
         key, count = key[:SCOPE_BYTES] + text, text.count(b",")
-    return key if count == custody.handle.prompt_tokens else None
+    return key if count == handle.prompt_tokens else None
 
 
 def streamed(turn: OpenTurn, relay: Relay) -> None:

@@ -17,7 +17,7 @@ from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observ
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.custody import Custody, End, State
 from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
-from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
+from pdproxy.serving.kv.release import Contacts, ReleaseResources, Releasing, release_for
 from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
@@ -53,7 +53,6 @@ class Custodian:
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(engines)
         self.stuck = StuckKv(engines, contract.holder)
-        self.run_of: Callable[[str], int | None] = self.stuck.run_of
         resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
         holds = release_for(contract.holder, resources)
         self._release = holds
@@ -114,23 +113,23 @@ class Custodian:
             self._live.add(custody)
         return custody
 
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
-        return self._release is None or self._release.decode_releases(prefill, decode, in_silence=in_silence)
+        return self._release is None or self._release.decode_releases(prefill_run, decode_run, in_silence=in_silence)
 
     def ended(self, custody: Custody, how: End) -> None:
         """Forget a handle that has ended. Called only by `Custody.end`."""
-        if how is End.LOADED and custody.decode is not None:
-            self.contacts.add(custody.prefill, custody.decode)
+        if how is End.LOADED:
+            self.contacts.add(custody.prefill_run, custody.decode_run)
         elif how is End.STUCK and custody.decode is not None:
             self.stuck.add(custody.decode, custody.decode_run, self.now())
         self._live.discard(custody)
         self._named.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.label, custody.prefill, self.now() - custody.since))
 
-    def release(self, custody: Custody) -> None:
-        """Start releasing a handle. Called only by `Custody.release`."""
-        self._tasks.spawn(self._released(custody), custody.handle.remote_request_id)
+    def release(self, custody: Custody, releasing: Releasing) -> None:
+        """Start releasing a handle. Called only by `Custody`."""
+        self._tasks.spawn(self._released(custody, releasing), releasing.handle.remote_request_id)
 
     def awaiting_push(self) -> list[Custody]:
         """Return the handles whose decode leg is under way and may wait for its KV."""
@@ -180,14 +179,16 @@ class Custodian:
             custody.when_over(leg.space.release)
         custody.release()
 
-    async def _released(self, custody: Custody) -> None:
+    async def _released(self, custody: Custody, releasing: Releasing) -> None:
         assert self._release is not None
+        if custody.how is not None:
+            return  # a notice has ended it since: there is nothing to release any more
         how = End.LOST
         try:
-            if await self._release.release(custody):
+            if await self._release.release(releasing):
                 how = End.RELEASED
         finally:
             custody.end(how)
         if how is End.LOST:
-            name, then = custody.handle.remote_request_id, self._release.lost(custody)
+            name, then = releasing.handle.remote_request_id, self._release.lost(releasing)
             logger.warning("KV of %s could not be released: %s", name, then)

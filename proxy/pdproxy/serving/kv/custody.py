@@ -1,4 +1,9 @@
-"""Custody of one handle: its states, and how it ends. `serving.kv.custodian` has all of them."""
+"""Custody of one handle: its states, and how it ends. `serving.kv.custodian` has all of them.
+
+Owns the handle. A handle is given away once: `spend` gives it to the one decode leg that is being written, `release` to the
+release. Both are decided in the step in which the bytes are made, so no notice can come between. Whoever asks again needs another
+handle: the engine may have read this one's KV, and its blocks may hold another prompt's KV by now.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,10 @@ from enum import Enum
 from typing import Protocol
 
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import KvGoneError
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.transfer.contract import Handle
+from pdproxy.serving.kv.release import Releasing
+from pdproxy.transfer.contract import Counts, Handle
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -53,8 +60,6 @@ class Keeper(Protocol):
     now: Callable[[], float]
     decode_waits: bool
     """Whether decode engines wait for a push under the pool's contract."""
-    run_of: Callable[[str], int | None]
-    """Returns the number of an engine's present run, None if the engine is not known."""
     loses_closed: Callable[[Handle], bool]
     """Returns whether a decode engine never frees its blocks if its request is closed while it waits."""
 
@@ -65,18 +70,20 @@ class Keeper(Protocol):
     def placed(self, handle: Handle, prefill: str) -> Handle:
         """Return a handle with the host at which the settings say that others reach its prefill engine."""
 
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
 
     def ended(self, custody: Custody, how: End) -> None:
         """Forget a handle that has ended."""
 
-    def release(self, custody: Custody) -> None:
+    def release(self, custody: Custody, releasing: Releasing) -> None:
         """Start releasing a handle."""
 
 
 class Custody:
     """One live handle. It ends once; ending it again changes nothing. After the end only the handle's counts are kept.
+
+    `handle` is a `Handle` until the end, `Counts` behind it.
 
     If no KV is held for the proxy, this object only carries the handle: it has no state, and releasing it does nothing.
     """
@@ -98,6 +105,7 @@ class Custody:
         "model",
         "on_gone",
         "prefill",
+        "prefill_run",
         "promised",
         "since",
         "state",
@@ -106,11 +114,13 @@ class Custody:
 
     def __init__(self, custodian: Keeper, handle: Handle, leg: PrefillRecord, *, promised: bool = False) -> None:
         self._custodian = custodian
-        self.handle = custodian.placed(handle, leg.prefill)
+        self.handle: Handle | Counts = custodian.placed(handle, leg.prefill)
         self.prefill = leg.prefill
+        self.prefill_run = leg.run
+        """The number of the prefill engine's run when it was asked, None if that is not known."""
         self.decode = leg.receiver
         self.decode_run: int | None = None
-        """The number of the decode engine's run when it was asked, if it may get stuck."""
+        """The number of the decode engine's run when it was asked, None before."""
         self.expected = leg.expected
         """The wait for the notices of its push. It ends with the custody: KV that is still being pushed can't be released."""
         self.model = leg.model
@@ -142,18 +152,26 @@ class Custody:
         else:
             self._over.append(then)
 
-    def asked(self, decode: str) -> None:
-        """Record that the handle was sent to a decode engine."""
-        self.decode, self.was_asked = decode, True
-        if self._custodian.decode_waits:
-            self.decode_run = self._custodian.run_of(decode)
+    def spend(self, decode: str, run: int) -> Handle:
+        """Give the handle to the decode leg whose request is written in this step, once. From now on its engine may read the KV.
+
+        `decode`: the engine; `run`: the number of its run.
+
+        Raises:
+            KvGoneError: the KV is gone, or is being released: a decode engine would read another prompt's KV.
+            RuntimeError: the handle was given away before, which is a defect of pdproxy.
+        """
+        if self.was_asked:
+            raise RuntimeError(f"{self!r} was given away before")
+        handle = self.handle
+        if not isinstance(handle, Handle) or self.how is not None or self.state is State.RELEASING:
+            raise KvGoneError(f"the KV at {self.prefill} is gone")
+        self.decode, self.decode_run, self.was_asked = decode, run, True
+        self._decode_waits = self._custodian.decode_waits
+        self.loses_closed = self._custodian.loses_closed(handle)
         if self.state is not None and not self.promised:
             self.state = State.ASKED
-
-    def decode_sent(self) -> None:
-        """Record that the decode engine has been sent the request: from now on it may wait for the KV."""
-        self._decode_waits = self._custodian.decode_waits
-        self.loses_closed = self._custodian.loses_closed(self.handle)
+        return handle
 
     @property
     def decode_waits(self) -> bool:
@@ -202,13 +220,13 @@ class Custody:
         self.promised = False
         handle = self._custodian.placed(handle, self.prefill)
         if self.state is None:
-            self.handle = handle if self.how is None else without_params(handle)
+            self.handle = handle if self.how is None else handle.counts()
             return
         self.handle = handle
         if self.state is State.RELEASING:
-            self._custodian.release(self)
+            self._custodian.release(self, self._releasing(handle))
             return
-        self.state = State.ASKED if self.decode is not None else State.HELD
+        self.state = State.ASKED if self.was_asked else State.HELD
         later, self._end_later = self._end_later, None
         if later is not None:
             self.end(later)
@@ -217,7 +235,7 @@ class Custody:
         """Record that KV that was promised will not come."""
         if self.promised:
             self.promised, self._end_later = False, None
-            waits = self._decode_waits and self.decode is not None and self.state is not None
+            waits = self._decode_waits and self.state is not None
             if waits:
                 logger.warning("%s may wait for KV that will not come from %s: %s", self.decode, self.prefill, why)
             self.end(End.STUCK if waits else End.NOT_MADE)
@@ -237,7 +255,9 @@ class Custody:
             return
         if self._unread and how is End.LOADED:
             return  # the decode engine has computed it: the KV is being released
-        if how in _BY_DECODE and not self._custodian.decode_releases(self.prefill, self.decode, in_silence=in_silence):
+        if how in _BY_DECODE and not self._custodian.decode_releases(
+            self.prefill_run, self.decode_run, in_silence=in_silence
+        ):
             self.release()
             return
         self.state, self.how, self.on_gone = None, how, None
@@ -247,7 +267,8 @@ class Custody:
         if self.expected is not None:
             self.expected.close()
         self._custodian.ended(self, how)
-        self.handle = without_params(self.handle)
+        if isinstance(self.handle, Handle):
+            self.handle = self.handle.counts()
 
     async def released(self, timeout: float) -> bool:
         """Release the handle, and wait until that has ended, `timeout` seconds at most. Return whether it was released."""
@@ -269,11 +290,17 @@ class Custody:
         """Release the handle in the background; KV that was promised, once the prefill engine has answered."""
         if self._end_later is None and self.state is not None and self.state is not State.RELEASING:
             self.state = State.RELEASING
-            if not self.promised:
-                self._custodian.release(self)
+            if not self.promised and isinstance(self.handle, Handle):
+                self._custodian.release(self, self._releasing(self.handle))
 
-
-def without_params(handle: Handle) -> Handle:
-    """Return what is kept of a handle after its end."""
-    cached, created = handle.cached_tokens, handle.created_cache_tokens
-    return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id, created, cached, handle.first)
+    def _releasing(self, handle: Handle) -> Releasing:
+        return Releasing(
+            handle,
+            self.prefill,
+            self.prefill_run,
+            self.decode,
+            self.model,
+            self.authorization,
+            self.expected,
+            self.was_asked,
+        )

@@ -87,10 +87,14 @@ class KeptTurn(msgspec.Struct, frozen=True, eq=False):
 
 
 class Reuse(msgspec.Struct, frozen=True, eq=False):
-    """A turn that is given to a prefill engine. `params`: what the engine is sent; `tokens`: whose KV it names."""
+    """A turn that is given to a prefill engine, once. `prefill`: its URL, `prefill_run`: the number of its run.
+
+    `params`: what the engine is sent; `tokens`: whose KV it names.
+    """
 
     turn: KeptTurn
-    prefill: Node
+    prefill: str
+    prefill_run: int
     params: bytes
     tokens: int
     trimmed: bool
@@ -137,6 +141,11 @@ class KeptTurns:
     def size(self) -> int:
         """Bytes of ids and handles that are held."""
         return self._bytes
+
+    @property
+    def seconds(self) -> float:
+        """How long after its receipt a handle may be used."""
+        return self._limits.seconds
 
     @property
     def own(self) -> list[KeptTurn]:
@@ -248,7 +257,7 @@ class KeptTurns:
         )
         if fit is None or fit.tokens < self._limits.min_share * turn.handle.tokens:
             return None  # another prompt may continue it
-        return Reuse(turn, prefill, fit.params, fit.tokens, fit.trimmed)
+        return Reuse(turn, prefill.url, prefill.run_number, fit.params, fit.tokens, fit.trimmed)
 
     def drop(self, turn: KeptTurn, reason: str) -> None:
         """Keep a turn no longer: its KV will not be used."""

@@ -47,8 +47,9 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
     `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
-    the leg's own id. `expected` and `space` are the wait for its notices and its space in the receiver's buffer, if the custodian
-    must end them. `promised` is the custody of its KV, if that has begun before the answer.
+    the leg's own id, `run` the number of the engine's run when it was asked, None if that is not known. `expected` and `space`
+    are the wait for its notices and its space in the receiver's buffer, if the custodian must end them. `promised` is the
+    custody of its KV, if that has begun before the answer.
     """
 
     prefill: str
@@ -57,6 +58,7 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     read: Callable[[PrefillAnswer], Handle | str]
     receiver: str | None = None
     id: str | None = None
+    run: int | None = None
     expected: Expected | None = None
     space: BufferSpace | None = None
     promised: Promised | None = None
@@ -127,6 +129,12 @@ class Orphans:
             pending.close()
             done()
             return
+        orphan = self.remember(leg)
+        self.count += 1
+        self._tasks.spawn(self._adopted(pending, leg, orphan, timeout, done), "adopted prefill")
+
+    def remember(self, leg: PrefillRecord) -> _Orphan:
+        """Remember a leg whose answer may not come: a notice that names its KV has that KV released."""
         orphan = _Orphan(leg)
         if leg.id is not None and self._handle_from_notice is not None:
             self._remembered[leg.id] = orphan
@@ -135,8 +143,7 @@ class Orphans:
                 self._forgotten(next(iter(self._remembered)))
             if leg.expected is not None and leg.expected.notice is not None:
                 self._take(leg.expected.notice)  # it came just before
-        self.count += 1
-        self._tasks.spawn(self._adopted(pending, leg, orphan, timeout, done), "adopted prefill")
+        return orphan
 
     def outlive(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
         """Await a prefill's answer that is no longer needed, for `timeout` seconds, so that the engine can finish it.

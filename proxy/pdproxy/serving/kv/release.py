@@ -14,7 +14,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+
+import msgspec
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
@@ -37,11 +38,17 @@ MIN_CONTACTS = 64
 """Pairs of engines that are kept before any of earlier runs is dropped."""
 
 
-class Kept(Protocol):
-    """What is needed of a custody to release its KV."""
+class Releasing(msgspec.Struct, frozen=True, eq=False):
+    """A handle that is being released, as it was when that was decided: its custody may end while the release goes on.
+
+    `prefill`, `decode`: URLs; `prefill_run`: the number of the prefill engine's run when it was asked, None if that is not known.
+    `model`, `authorization`: of the client, for requests in its name. `expected`: the wait for the notices of a push.
+    `was_asked`: a decode engine was sent the handle, and may have read the KV.
+    """
 
     handle: Handle
     prefill: str
+    prefill_run: int | None
     decode: str | None
     model: str | None
     authorization: tuple[tuple[bytes, bytes], ...]
@@ -50,7 +57,7 @@ class Kept(Protocol):
 
 
 class Contacts:
-    """Pairs of engines between which KV has moved since both of them started, as the numbers of their runs.
+    """Pairs of runs of engines between which KV has moved. A run is that of the asking: a notice may come behind a restart.
 
     `engines`: those that are known. Pairs of earlier runs and of other engines are dropped from time to time.
     """
@@ -63,16 +70,15 @@ class Contacts:
     def __repr__(self) -> str:
         return f"<Contacts {len(self._pairs)} pairs>"
 
-    def met(self, prefill: str, decode: str | None) -> bool:
-        """Return whether KV has moved between two engines."""
-        return decode is not None and self._pair(prefill, decode) in self._pairs
+    def met(self, prefill: int | None, decode: int | None) -> bool:
+        """Return whether KV has moved between two runs."""
+        return (prefill, decode) in self._pairs
 
-    def add(self, prefill: str, decode: str) -> None:
-        """Record that KV has moved between two engines."""
-        pair = self._pair(prefill, decode)
-        if pair is None or pair in self._pairs:
+    def add(self, prefill: int | None, decode: int | None) -> None:
+        """Record that KV has moved between two runs. One that is not known (None) is no pair."""
+        if prefill is None or decode is None or (prefill, decode) in self._pairs:
             return
-        self._pairs.add(pair)
+        self._pairs.add((prefill, decode))
         if len(self._pairs) >= self._drop_at:
             self._sweep()
 
@@ -85,10 +91,6 @@ class Contacts:
         runs = {engine.node.run_number for engine in self._engines.values()}
         self._pairs = {pair for pair in self._pairs if runs.issuperset(pair)}
         self._drop_at = max(MIN_CONTACTS, 2 * len(self._pairs))
-
-    def _pair(self, prefill: str, decode: str) -> tuple[int, int] | None:
-        one, other = self._engines.get(prefill), self._engines.get(decode)
-        return None if one is None or other is None else (one.node.run_number, other.node.run_number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +123,21 @@ class Release(ABC):
         """Seconds that the end of the process waits for prefill legs and for KV that is being released."""
 
     @abstractmethod
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts a request releases its KV itself.
 
         `in_silence`: it sends nothing before its whole answer, so it may have read the KV without showing it.
         """
 
     @abstractmethod
-    async def release(self, kept: Kept) -> bool:
+    async def release(self, kept: Releasing) -> bool:
         """Have KV released. Return whether it was."""
 
     @abstractmethod
-    def lost(self, kept: Kept) -> str:
+    def lost(self, kept: Releasing) -> str:
         """Return what happens to KV that could not be released, for a log line."""
 
-    async def _ask(self, kept: Kept, decode: str, leg: LegRequest, timeout: float) -> int | None:
+    async def _ask(self, kept: Releasing, decode: str, leg: LegRequest, timeout: float) -> int | None:
         """Send a decode engine the request that releases KV. Return the answer's status, 0 for none, None if it was late."""
         if (engine := self._resources.engines.get(decode)) is None:
             return 0  # it was removed
@@ -175,14 +177,14 @@ class ReleaseByRefusal(Release):
         """Seconds for such an answer, and for a release."""
         return self._resources.deadlines.abandoned_prefill + self._resources.deadlines.release
 
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether the decode engine has had contact with the prefill engine: before that, its report may not come."""
-        return self._met(prefill, decode)
+        return self._met(prefill_run, decode_run)
 
-    def _met(self, prefill: str, decode: str | None) -> bool:
-        return not self._handshakes or self._resources.contacts.met(prefill, decode)
+    def _met(self, prefill_run: int | None, decode_run: int | None) -> bool:
+        return not self._handshakes or self._resources.contacts.met(prefill_run, decode_run)
 
-    async def release(self, kept: Kept) -> bool:
+    async def release(self, kept: Releasing) -> bool:
         """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
         body = None if self._body is None else self._body(kept.model, kept.handle)
         if body is None:
@@ -193,15 +195,18 @@ class ReleaseByRefusal(Release):
         for number in range(_MAX_TRIES):
             await self._before_try(number)
             node = resources.ledger.releasing.through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
-            if node is None or await self._ask(kept, node.url, leg, timeout) != refused:
+            if node is None:
                 continue
-            if not self._met(kept.prefill, node.url):
+            run = node.run_number
+            if await self._ask(kept, node.url, leg, timeout) != refused:
+                continue
+            if not self._met(kept.prefill_run, run):
                 await asyncio.sleep(FIRST_CONTACT)
                 await self._ask(kept, node.url, leg, timeout)
             return True
         return False
 
-    def lost(self, kept: Kept) -> str:
+    def lost(self, kept: Releasing) -> str:
         """Return what happens to KV that could not be released."""
         return f"{kept.prefill} frees it when its lease ends"
 
@@ -224,11 +229,11 @@ class ReleaseByReading(Release):
         deadlines = self._resources.deadlines
         return deadlines.prefill + deadlines.kv_ready + deadlines.first_token
 
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether the engine has probably read the KV. Most engines that were aborted before that still hold it."""
         return in_silence or self._holder.drops_aborted
 
-    async def release(self, kept: Kept) -> bool:
+    async def release(self, kept: Releasing) -> bool:
         """Have the decode engine read the KV, once all of it is there. Return whether it has."""
         leg, done = self._holder.release_leg(kept.model, kept.handle), 200
         deadlines = self._resources.deadlines
@@ -248,7 +253,7 @@ class ReleaseByReading(Release):
                 return kept.was_asked and self._holder.read_waits
         return False
 
-    async def _all_written(self, kept: Kept) -> bool:
+    async def _all_written(self, kept: Releasing) -> bool:
         """Wait until all of the KV is written: a part that came later would stay, and a missing part must not be read."""
         if kept.expected is None:
             return True
@@ -261,7 +266,7 @@ class ReleaseByReading(Release):
             return False
         return True
 
-    def lost(self, kept: Kept) -> str:
+    def lost(self, kept: Releasing) -> str:
         """Return what happens to KV that could not be released."""
         return f"it stays in the buffer of {kept.decode}"
 
@@ -279,7 +284,7 @@ class ReleaseByPush(ReleaseByRefusal):
         """Seconds for such an answer, and for a release."""
         return self._resources.deadlines.prefill + self._resources.deadlines.release
 
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+    def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that aborts a request has the KV written, which frees it: always."""
         return True
 

@@ -57,6 +57,7 @@ class _Recorded(OrderedSet[Custody]):
     def add(self, member: Custody) -> None:
         """Add a custody and write its record, if there is space for it."""
         handle = member.handle
+        assert isinstance(handle, Handle)
         # As a tuple: it has the bytes of a `_Record`, which would cost more than they do.
         self[member] = self._area.put(
             _encode(
@@ -123,7 +124,9 @@ class SharedCustodian(Custodian):
         found = [one for one in map(_decode, records) if one.pool == self._pool]
         for one in found:
             handle = Handle(one.params, None, one.prompt_tokens, one.remote_request_id, release=one.release)
-            leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode)
+            engine = self._engines.get(one.prefill)
+            run = None if engine is None else engine.node.run_number
+            leg = PrefillRecord(one.prefill, one.model, one.authorization, _not_read, one.decode, run=run)
             custody = self.take(handle, leg)
             if isinstance(self._live, _RecordedLate):
                 self._live.note(custody)  # all its notices have come

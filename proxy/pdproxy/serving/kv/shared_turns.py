@@ -141,7 +141,7 @@ class SharedTurns(Turns):
     def hung(self, reuse: Reuse) -> None:
         """See `Turns`."""
         super().hung(reuse)
-        self._tell(Hung(self._number, reuse.prefill.url))
+        self._tell(Hung(self._number, reuse.prefill))
 
     # -- what others are told
 
@@ -192,7 +192,7 @@ class SharedTurns(Turns):
             self._answer(message)
         elif isinstance(message, Hung):
             if (engine := self._engines.get(message.prefill)) is not None:
-                self._never_answers(engine.node)
+                self._never_answers(engine.node.run_number, engine.url)
         else:
             self._began(message.worker)
 

@@ -107,15 +107,17 @@ class TurnReleases:
         readers = self._ledger.releasing.readers_of(engine.node, record.model, self._now())
         if not readers:
             return False
-        reader = next((one for one in readers if self.contacts.met(one.url, record.decode)), readers[0])
+        decode = record.decode_run
+        reader = next((one for one in readers if self.contacts.met(one.run_number, decode)), readers[0])
+        run = reader.run_number
         body = self._rules.release_body(record.model, handle)
         if await self._ask(reader.url, record, body) != _REFUSED:
             return False
-        if not self.contacts.met(reader.url, record.decode):
+        if not self.contacts.met(run, decode):
             # The report waits for a step after the handshake, and an idle engine has none: a second request causes one.
             await asyncio.sleep(FIRST_CONTACT)
             if await self._ask(reader.url, record, body) == _REFUSED:
-                self.contacts.add(reader.url, record.decode)
+                self.contacts.add(run, decode)
         return True
 
     async def _ask(self, url: str, record: TurnRecord, body: bytes) -> int:

@@ -39,17 +39,17 @@ class PrefillSpeeds:
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, float]] = {}
 
-    def measured(self, node: Node, tokens: int, seconds: float) -> None:
-        """Add a prompt: the tokens that were computed, and the seconds of its leg."""
+    def measured(self, run: int, tokens: int, seconds: float) -> None:
+        """Add a prompt of a run: the tokens that were computed, and the seconds of its leg."""
         if tokens > 0 and seconds > 0:
-            total, took = self._sums.pop(node.run_number, (0.0, 0.0))
-            self._sums[node.run_number] = (_DECAY * total + tokens, _DECAY * took + seconds)
+            total, took = self._sums.pop(run, (0.0, 0.0))
+            self._sums[run] = (_DECAY * total + tokens, _DECAY * took + seconds)
             if len(self._sums) > _MAX_PAIRS:
                 del self._sums[next(iter(self._sums))]
 
-    def seconds(self, node: Node, tokens: int) -> float:
-        """Return how long so many tokens would take; 0 while that is not known."""
-        total, took = self._sums.get(node.run_number, (1.0, 0.0))
+    def seconds(self, run: int, tokens: int) -> float:
+        """Return how long so many tokens would take a run; 0 while that is not known."""
+        total, took = self._sums.get(run, (1.0, 0.0))
         return tokens * took / total
 
 
@@ -114,14 +114,21 @@ class Turns:
         }
         return self.kept.find(key, prefill, paused, silent)
 
+    def is_there(self, reuse: Reuse) -> bool:
+        """Return whether a decode engine still keeps what was taken: not if it was restarted, or if the time is over."""
+        record = reuse.turn.record
+        engine = self._engines.get(record.decode)
+        fresh = reuse.turn.received > self._now() - self.kept.seconds
+        return fresh and engine is not None and engine.node.run_number == record.decode_run
+
     def used(self, reuse: Reuse) -> None:
         """The prefill engine has answered: it has pulled the KV, or has had it, and the decode engine frees it."""
-        record, prefill = reuse.turn.record, reuse.prefill
-        self._failed.pop((prefill.run_number, record.decode_run), None)
+        record, run = reuse.turn.record, reuse.prefill_run
+        self._failed.pop((run, record.decode_run), None)
         # What this engine computed of the turn's own prompt is probably still in its prefix cache.
-        had = record.prompt_tokens if record.prefill_run == prefill.run_number else 0
-        saved = self.speeds.seconds(prefill, max(reuse.tokens - had, 0))
-        self.releases.contacts.add(prefill.url, record.decode)
+        had = record.prompt_tokens if record.prefill_run == run else 0
+        saved = self.speeds.seconds(run, max(reuse.tokens - had, 0))
+        self.releases.contacts.add(run, record.decode_run)
         self._observers.notify(TurnReused(reuse.tokens, reuse.trimmed, saved))
 
     def unused(self, reuse: Reuse) -> None:
@@ -130,7 +137,7 @@ class Turns:
 
     def refused(self, reuse: Reuse) -> None:
         """The prefill engine has failed, perhaps because it could not pull."""
-        pair = reuse.prefill.run_number, reuse.turn.record.decode_run
+        pair = reuse.prefill_run, reuse.turn.record.decode_run
         count, _ = self._failed.pop(pair, (0, 0.0))
         self._failed[pair] = count + 1, self._now()
         if len(self._failed) > _MAX_PAIRS:
@@ -143,7 +150,7 @@ class Turns:
 
     def hung(self, reuse: Reuse) -> None:
         """The prefill engine has not answered in time. One without the option never does: its run gets no more handles."""
-        self._never_answers(reuse.prefill)
+        self._never_answers(reuse.prefill_run, reuse.prefill)
         self.left(reuse)
 
     def engine_leaves(self, url: str) -> None:
@@ -192,8 +199,8 @@ class Turns:
         self.kept.drop_all("shutdown")
         return await self.releases.settle(timeout)
 
-    def _never_answers(self, prefill: Node) -> None:
-        self._hung[prefill.run_number] = prefill.url
+    def _never_answers(self, run: int, prefill: str) -> None:
+        self._hung[run] = prefill
         if len(self._hung) > _MAX_PAIRS:
             del self._hung[next(iter(self._hung))]
 

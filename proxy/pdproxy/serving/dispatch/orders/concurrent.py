@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.kit.clock import Timer
+from pdproxy.kit.errors import KvGoneError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.nodes import Role
@@ -47,7 +48,8 @@ async def both(attempt: Attempt) -> Outcome | None:
     if promised is None:
         return await _prefill_first(attempt, prefill)
     attempt.dispatch = prefill.dispatch  # both engines must work on the same prompt
-    custody = resources.custodian.promise(promised, record_of(attempt, parsed, attempt.dispatch))
+    run = attempt.assignment.leases[0].node.run_number
+    custody = resources.custodian.promise(promised, record_of(attempt, parsed, attempt.dispatch, run))
     attempt.keep(custody)
     return await _Both(attempt, prefill, custody).run()
 
@@ -132,14 +134,8 @@ class _Both:
         if isinstance(failure, PrefillFailed):
             drop_traceback(failure.error)  # the decode engine had what it needs: nobody else handles it
         if isinstance(outcome, DecodeFailed) and not outcome.data_sent:
-            self._forget_peers()
+            self._prefill.forget_peers()
         return outcome
-
-    def _forget_peers(self) -> None:
-        """Forget where the prefill engine is reached, if its answers show it: it may have been started again since."""
-        known, contract = self._attempt.resources.engines.known, self._attempt.resources.transfer.contract
-        if contract.peer_in is not None and self._attempt.prefill_url is not None:
-            known[self._attempt.prefill_url].run.peers.forget()
 
     async def _run_prefill(self) -> None:
         """Run the prefill leg, and process its end in the same step: the decode leg may be over in the next one."""
@@ -175,7 +171,10 @@ class _Both:
         if attempt.relay is not None and has_data(attempt.relay):
             # The decode engine has its KV, or needs none, though nobody may have looked at its answer yet.
             self._no_kv_later = got.error.message
-            attempt.resources.report_failure(attempt.request.headers, got.url, "prefill", got.error, will_retry=False)
+            if not isinstance(got.error, KvGoneError):
+                attempt.resources.report_failure(
+                    attempt.request.headers, got.url, "prefill", got.error, will_retry=False
+                )
             drop_traceback(got.error)
             return
         self._no_kv(got.error.message)

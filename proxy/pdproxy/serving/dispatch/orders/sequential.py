@@ -11,6 +11,7 @@ from pdproxy.serving.dispatch.decode_request import new_relay
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
 from pdproxy.serving.stream.splice_sink import answer_finished
+from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
 
@@ -27,11 +28,11 @@ async def prefill(attempt: Attempt, leg: PrefillLeg | None = None) -> Outcome | 
         return got
     custody = got.custody
     attempt.keep(custody)
-    if (reason := custody.handle.alone) is not None:
+    if (reason := got.handle.alone) is not None:
         # Release the KV first: otherwise the engine that serves the prompt alone could read a part of it.
         released = await custody.released(resources.deadlines.first_token)
         return CannotSplit(reason, exclude=custody.prefill if released else attempt.answering_url)
-    return await _finished(attempt, got.body) if got.body else None
+    return await _finished(attempt, got.handle, got.body) if got.body else None
 
 
 def kv_ready(attempt: Attempt) -> Awaitable[Outcome | None]:
@@ -44,12 +45,11 @@ def decode(attempt: Attempt) -> Awaitable[Outcome | None]:
     return DecodeLeg(attempt).run()
 
 
-async def _finished(attempt: Attempt, body: bytes) -> Answered:
+async def _finished(attempt: Attempt, handle: Handle, body: bytes) -> Answered:
     """Answer with the prefill engine's token, which is the last one: no decode engine is asked."""
-    request, resources, custody = attempt.request, attempt.resources, attempt.custody
-    assert custody is not None
+    request, resources = attempt.request, attempt.resources
     relay = new_relay(attempt)
-    splice = Splice(request.parsed, custody.handle, request.headers.request_id)
+    splice = Splice(request.parsed, handle, request.headers.request_id)
     answer_finished(relay, splice, body, stream=request.parsed.stream)
     first = await relay.first
     if isinstance(first, Answer):
