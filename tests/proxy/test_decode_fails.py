@@ -299,10 +299,14 @@ async def test_a_kept_connection_that_the_engine_had_closed(engine: int, stream:
         w.engines[engine].sim.faults.add("eof@queued")
         answer = await w.ask(COMPLETIONS, completion(stream=stream))
         assert answer.status == 200
-        assert len(w.prefill[0].requests) == 3, "the first request, the leg that failed or was for nothing, and the next one"
+        assert len(w.prefill[0].requests) == 3, (
+            "the first request, the leg that failed or was for nothing, and the next one"
+        )
         assert len(w.decode[0].requests) == 2 + (engine == 1)
         assert w.metric("pdproxy_leg_failures_total") == 1
-        assert [one.node.failures for worker in w.workers for one in worker.engines.values()] == [0] * 2 * len(w.workers)
+        assert [one.node.failures for worker in w.workers for one in worker.engines.values()] == [0] * 2 * len(
+            w.workers
+        )
         await w.quiet()
         assert w.books.endings == ({"loaded": 2} if engine == 0 else {"loaded": 2, "released": 1})
 

@@ -11,7 +11,7 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.client import EngineClient, Pending
 from tests.fakes.legs import CHUNKED, HEAD, LAST, LIKE, OK, Heard, Wire
 
 PATIENCE = 30.0
@@ -244,7 +244,7 @@ async def test_a_request_that_can_not_be_made(pair: tuple[Engine, EngineClient],
 
     assert await ask(client) == b"ok"
     with pytest.raises(ValueError, match="no body"):
-        await client.ask(broken, fresh=fresh)
+        await client.send(broken, Pending(AnswerBudget().share()), fresh=fresh)
     count = 2 if fresh else 1
     assert repr(client).endswith(f": {count} connections, {count} idle>")
     assert await ask(client) == b"ok"

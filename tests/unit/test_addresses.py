@@ -15,7 +15,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineUnreachableError, Wait
 from pdproxy.upstream.addresses import LEFT_OUT, MAX_ADDRESSES, PAUSE, REFRESH, Addresses, by_system
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.client import EngineClient, Pending
 from tests.fakes.clock import ManualClock
 from tests.fakes.ports import free_port
 
@@ -118,9 +118,16 @@ def client_of(
     )
 
 
+async def begun(client: EngineClient, path: str, *, fresh: bool = True) -> Pending:
+    """Send a request whose whole answer is awaited, on a connection of its own if `fresh`."""
+    pending = Pending(AnswerBudget().share())
+    pending.attach(await client.send(client.request(path, (), b"x"), pending, fresh=fresh))
+    return pending
+
+
 async def ask(client: EngineClient, *, fresh: bool = True) -> bytes:
     """Ask for a whole answer, on a connection of its own if `fresh`."""
-    pending = await client.ask(client.request("/v1/completions", (), b"x"), fresh=fresh)
+    pending = await begun(client, "/v1/completions", fresh=fresh)
     async with asyncio.timeout(30):
         return (await pending.answered()).body
 
@@ -205,7 +212,7 @@ async def test_other_addresses_are_noticed(machines: Machines, passed: list[floa
     await machines.start(A, B)
     resolver = Resolver(A)
     client = client_of(machines, resolver)
-    held = await client.ask(client.request("/hold", (), b"x"), fresh=True)
+    held = await begun(client, "/hold")
     await ask(client)
     await ask(client, fresh=False)
     assert machines.taken == {A: 2}, "a kept connection is used again"

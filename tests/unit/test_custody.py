@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import KvGoneError
 from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -12,6 +15,7 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
 from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.release import Releasing
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
@@ -76,6 +80,47 @@ async def test_an_aborted_push_is_read_unless_it_was_probably_read_before() -> N
     assert (silent.how, streamed.how) == (End.ABORTED, None)
     assert kept.snapshot()["releasing"][0] == 1
     await kept.settle(0)
+
+
+async def test_a_handle_is_given_away_once() -> None:
+    """A second leg with it would be a defect; one whose KV is gone, or is being released, gets none."""
+    kept = custodian(NIXL)
+    custody = kept.take(handle("r1"), LEG)
+    assert custody.spend("http://d", 7) == handle("r1")
+    assert (custody.decode, custody.decode_run, kept.snapshot()["asked"][0]) == ("http://d", 7, 1)
+    with pytest.raises(RuntimeError, match="given away before"):
+        custody.spend("http://d", 7)
+    custody.end(End.LOADED)
+    released, expired = (kept.take(handle(name), LEG) for name in ("r2", "r3"))
+    released.release()
+    expired.end(End.EXPIRED)
+    for gone in (released, expired):
+        with pytest.raises(KvGoneError, match="the KV at http://p is gone"):
+            gone.spend("http://d", 7)
+        assert not gone.was_asked
+    await kept.settle(0)
+
+
+async def test_a_release_sends_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notice may end the handle while its release goes on, or before that begins: then nothing is sent."""
+    kept, sent = custodian(NIXL), list[bytes]()
+
+    async def release(releasing: Releasing) -> bool:
+        await asyncio.sleep(0)
+        sent.append(releasing.handle.params)
+        return True
+
+    assert kept._release is not None
+    monkeypatch.setattr(kept._release, "release", release)
+    at_once, later = (kept.take(handle(name), LEG) for name in ("r1", "r2"))
+    at_once.release()
+    at_once.end(End.LOADED)
+    later.release()
+    await asyncio.sleep(0)
+    later.end(End.LOADED)
+    await kept.settle(1)
+    assert sent == [b"{}"]
+    assert at_once.how is later.how is End.LOADED
 
 
 async def test_a_wait_for_a_release_has_a_limit() -> None:

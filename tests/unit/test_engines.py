@@ -7,13 +7,21 @@ import asyncio
 import pytest
 
 from pdproxy.fleet.engine import Engine, EngineCredentials
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError
 from pdproxy.kit.tasks import MAX_NAME, Pauses, TaskOwner
+from pdproxy.observe.events import Observers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import End
+from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.release import MIN_CONTACTS, Contacts
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.nixl import NIXL
 from tests.fakes.registry import registry, unused_client
 
 SPLIT = (Role.PREFILL, Role.DECODE)
@@ -219,17 +227,20 @@ def test_nothing_grows_with_the_engines_that_were_removed() -> None:
     engines, ledger = registry(P, D)
     up(ledger, "p", "d")
     contacts = Contacts(engines.known)
-    contacts.add("p", "d")
+    engines.when_forgotten(contacts.forget)
+    first = engines["p"].node.run_number, engines["d"].node.run_number
+    contacts.add(*first)
     for number in range(1000):
         url = f"d{number}"
         engines.add(NodeSpec(url, Role.DECODE), unused_client(url))
-        assert not contacts.met("p", url)
-        contacts.add("p", url)
-        assert contacts.met("p", url)
+        pair = first[0], engines[url].node.run_number
+        assert not contacts.met(*pair)
+        contacts.add(*pair)
+        assert contacts.met(*pair)
         engines.remove(url)
-        assert not contacts.met("p", url)
-        contacts.add("p", url)
-    assert contacts.met("p", "d")
+        assert not contacts.met(*pair)
+        contacts.add(*pair)
+    assert contacts.met(*first)
     assert len(contacts._pairs) <= MIN_CONTACTS
     sizes = [len(kept) for owner in (ledger, engines) for kept in vars(owner).values() if isinstance(kept, dict | list)]
     assert max(sizes) < 10
@@ -240,11 +251,26 @@ def test_many_pairs_stay_met() -> None:
     specs = [NodeSpec(f"{role.value}{n}", role) for role in SPLIT for n in range(20)]
     engines, _ = registry(*specs)
     contacts = Contacts(engines.known)
-    pairs = [(p.url, d.url) for p in specs[:20] for d in specs[20:]]
+    runs = {spec.url: engines[spec.url].node.run_number for spec in specs}
+    pairs = [(runs[p.url], runs[d.url]) for p in specs[:20] for d in specs[20:]]
     for pair in pairs:
         contacts.add(*pair)
     assert all(contacts.met(*pair) for pair in pairs)
-    run = engines["decode0"].node.run_number
     up(engines._ledger, "decode0")
-    assert engines["decode0"].node.run_number != run
-    assert not contacts.met("prefill0", "decode0")
+    assert engines["decode0"].node.run_number != runs["decode0"]
+    assert not contacts.met(runs["prefill0"], engines["decode0"].node.run_number)
+
+
+def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
+    """A decode engine has read KV, and is started again before that is known: its new run has met nobody."""
+    engines, ledger = registry(P, D)
+    up(ledger, "p", "d")
+    kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock())
+    prefill, asked = engines["p"].node.run_number, engines["d"].node.run_number
+    custody = kept.take(Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill))
+    custody.spend("d", asked)
+    up(ledger, "d", started=2.0)
+    assert engines["d"].node.run_number != asked
+    custody.end(End.LOADED)
+    assert kept.contacts.met(prefill, asked)
+    assert not kept.contacts.met(prefill, engines["d"].node.run_number)

@@ -135,9 +135,7 @@ async def test_a_deadline_while_the_engine_shows_that_it_has_a_request(error: En
     relay.head(200, list(HEAD))
     relay.first.cancel()
     resources = SimpleNamespace(clock=Clock(), now=lambda: 0.0)
-    asked = asyncio.ensure_future(
-        accepted(cast("Any", resources), cast("Any", SimpleNamespace(stream=True)), relay, 0.0)
-    )
+    asked = asyncio.ensure_future(accepted(cast("Any", resources), "http://d", relay, 0.0, stream=True))
     while relay.first.cancelled():
         await asyncio.sleep(0)
     relay.failed(error)
