@@ -169,30 +169,10 @@ class StaleOnce:
             await reply.stall()
 
 
-@pytest.mark.parametrize("connector", [PUSH, "mooncake"])
-async def test_the_deadline_of_the_first_token_holds_on_a_new_connection_too(
-    connector: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_prefill_that_fails_behind_a_decode_leg_whose_connection_was_closed(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The kept connection was closed already. The prefill engine's answer came before that was seen, and began the deadline."""
-    monkeypatch.setattr(connection, "STALE_WITHIN", 60.0)
-    clock = ManualClock()
-    async with pool(connector, deadlines={"first_token": 3.0}, clock=clock, limits={"attempts": 1}) as pair:
-        await known(pair)
-        release = asyncio.Event()
-        script = pair.d.faults.scripts.default = StaleOnce(release)
-        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
-        await until(lambda: 3.0 in clock.pending())
-        release.set()
-        await until(lambda: script.asked == 2)
-        await clock.reach(3.0)
-        assert (await asked).status == 504
-        assert pair.world.metric("pdproxy_deadline_total", wait="first_token") == 1
-        pair.d.faults.scripts.default = None
-        await clock.through(pair.world.quiet())
-
-
-async def test_a_prefill_that_fails_while_a_stale_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode engine is not asked again."""
+    """The next attempt fails with it; one engine alone serves the prompt."""
     monkeypatch.setattr(connection, "STALE_WITHIN", 60.0)
     async with pool(PUSH) as pair:
         await known(pair)

@@ -87,7 +87,7 @@ def _policy(**fields: object) -> Callable[[Settings], Settings]:
 @pytest.mark.parametrize("how", ["drained", "at once"])
 async def test_nothing_is_left_of_an_engine_that_went(how: str, adjust: Callable[[Settings], Settings]) -> None:
     """Not even of one whose last leg fails when it is no member any more."""
-    async with world(adjust=adjust, limits={"engine_requests": "auto"}) as w:
+    async with world(adjust=adjust, limits={"engine_requests": "auto", "attempts": 5}) as w:
         new = [await started(w, role) for role in ("prefill", "decode")]
         for engine in new:
             w.proxy.membership.add(node(engine), "admin")

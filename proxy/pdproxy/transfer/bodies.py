@@ -58,14 +58,14 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     return fields
 
 
-def added_fields(parsed: Parsed) -> frozenset[str]:
+def added_fields(parsed: Parsed) -> set[str]:
     """Return the fields of a decode leg, or of a body for one engine alone, that are not the client's."""
     added = {"kv_transfer_params"}
     if parsed.adds_usage:
         added.add("stream_options")
     if parsed.adds_ids:
         added.add("return_token_ids")
-    return frozenset(added)
+    return added - parsed.fields.keys()
 
 
 def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
