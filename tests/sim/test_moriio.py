@@ -77,6 +77,16 @@ def test_p_keeps_blocks_for_defer_timeout(mode):
     assert p.core.pool.usage == 0
 
 
+def test_a_second_read_gives_wrong_tokens():
+    engines, p, d = pair("READ")
+    other = engines.add(facts("decode"))
+    handle = engines.answer(p, PROMPT, 1, to_p(), id=name()).handle
+    assert engines.answer(d, PROMPT, 8, dict(handle), id=name()).tokens == plain()
+    run = engines.answer(other, PROMPT, 8, handle, id=name())
+    assert run.over == "length"
+    assert run.tokens != plain()
+
+
 def test_p_keeps_nothing_of_what_did_not_end_by_length():
     engines, p, _ = pair("READ")
     run = engines.answer(p, PROMPT, 1, to_p(), id=name(), stop_token_ids=frozenset(range(1 << 16)))
@@ -232,7 +242,9 @@ def test_write_of_more_blocks_than_d_has_frees_p_and_leaves_d_waiting():
 def test_write_of_a_prompt_that_was_stopped_is_done_all_the_same():
     engines, p, d = pair("WRITE")
     engines.answer(p, PROMPT, 1, to_p(), id=name(), stop_token_ids=frozenset(range(1 << 16)))
-    assert engines.answer(d, PROMPT, 8, to_d(), id=name()).over == "length"
+    run = engines.answer(d, PROMPT, 8, to_d(), id=name())
+    assert run.over == "length"
+    assert run.tokens != plain()
     engines.answer(p, PROMPT, 1, to_p("1"), id=name("1"), stop_token_ids=frozenset(range(1 << 16)))
     engines.run(engines.now + 61)
     waits = engines.ask(d, PROMPT, 8, to_d("1"), id=name("1"))

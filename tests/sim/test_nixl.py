@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
+from pdproxy.sim.facts import Facts, KvEventsConfig
+from pdproxy.sim.kv_event_log import block_hash
 from pdproxy.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
 
@@ -108,33 +109,78 @@ def test_wrong_kv_poisons_the_prefix_cache(engines, p, d):
     assert engines.answer(d, OTHER).tokens != plain(OTHER)
 
 
-def test_after_the_lease_intact_blocks_still_serve(engines, p, d):
+def test_after_a_lease_that_was_ended_by_hand_the_blocks_still_serve(engines, p, d):
     handle = engines.handle(p)
-    engines.run(engines.now + 31)
+    assert p.core.nixl.end_leases(engines.now) == 1
     assert p.stats.kv_expired == 1
     assert engines.answer(d, PROMPT, 8, handle).tokens == plain()
 
 
-def test_after_the_lease_reused_blocks_give_wrong_tokens(engines, d):
-    p = engines.add(Facts(num_gpu_blocks=20, max_model_len=256))
+def test_after_the_lease_the_blocks_are_reused_and_give_wrong_tokens(engines, p, d):
     handle = engines.handle(p)
     engines.run(engines.now + 31)
-    for number in range(4):
-        engines.answer(p, tuple(range(500 + number, 700 + number)))
+    assert p.stats.kv_expired == 1
     run = engines.answer(d, PROMPT, 8, handle)
     assert run.over == "length"
     assert run.tokens != plain()
 
 
-def test_a_handle_used_twice_gives_wrong_tokens_once_its_blocks_are_reused(engines, d):
-    p = engines.add(Facts(num_gpu_blocks=20, max_model_len=256))
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_handle_used_twice_gives_wrong_tokens(engines, d, caches):
+    p = engines.add(Facts(enable_prefix_caching=caches))
     second = engines.add(Facts())
     handle = engines.handle(p)
     assert engines.answer(d, PROMPT, 8, dict(handle)).tokens == plain()
-    for number in range(4):
-        engines.answer(p, tuple(range(500 + number, 700 + number)))
-    assert engines.answer(second, PROMPT, 8, handle).tokens != plain()
+    run = engines.answer(second, PROMPT, 8, handle)
+    assert run.over == "length"
+    assert run.tokens != plain()
     assert p.stats.late_notifications == 1
+
+
+def test_a_prefix_that_others_still_used_gives_wrong_tokens_once_it_is_free(engines, d):
+    p = engines.add(Facts())
+    second = engines.add(Facts())
+    handle, same = engines.handle(p), engines.handle(p)
+    assert handle["remote_block_ids"][0][:6] == same["remote_block_ids"][0][:6]
+    assert engines.answer(d, PROMPT, 8, dict(handle)).tokens == plain()
+    prefix = handle | {"remote_block_ids": [handle["remote_block_ids"][0][:6]]}
+    third, fourth = engines.add(Facts()), engines.add(Facts())
+    assert engines.answer(third, PROMPT[:96], 8, dict(prefix)).tokens == plain(PROMPT[:96])
+    assert engines.answer(second, PROMPT, 8, same).tokens == plain()
+    assert engines.answer(fourth, PROMPT[:96], 8, prefix).tokens != plain(PROMPT[:96])
+
+
+def test_freed_pages_stay_in_the_prefix_cache_under_other_ids(engines, p, d):
+    handle = engines.handle(p)
+    assert engines.answer(d, PROMPT, 8, dict(handle)).tokens == plain()
+    again = engines.handle(p)
+    assert again["remote_prefill_cached_tokens"] == 96
+    assert not set(handle["remote_block_ids"][0][:6]) & set(again["remote_block_ids"][0][:6])
+    assert engines.answer(engines.add(Facts()), PROMPT, 8, again).tokens == plain()
+
+
+def test_kv_events_follow_freed_pages(engines, d):
+    """What a subscriber believes is what the prefix cache has, whether pages moved or were dropped."""
+    events = KvEventsConfig(enable_kv_cache_events=True, publisher="zmq")
+    p = engines.add(Facts(num_gpu_blocks=24, max_model_len=112, kv_events=events))
+    believed: set[int] = set()
+    most = 0
+    for number in range(12):
+        prompt = tuple(range(300 + number % 5 * 10, 400 + number % 5 * 10))
+        engines.answer(d, prompt, 1, engines.handle(p, prompt))
+        for event in p.core.kv_events.take():
+            assert event["type"] == "BlockStored" or believed.issuperset(event["block_hashes"])
+            (believed.update if event["type"] == "BlockStored" else believed.difference_update)(event["block_hashes"])
+        assert believed == {block_hash(key) for key in p.core.pool._cached}
+        most = max(most, len(believed))
+    assert most > 12
+
+
+def test_without_other_blocks_freed_pages_leave_the_prefix_cache(engines, d):
+    p = engines.add(Facts(num_gpu_blocks=8, max_model_len=112))
+    assert engines.answer(d, PROMPT, 8, engines.handle(p)).tokens == plain()
+    assert p.core.pool.usage == 0
+    assert engines.handle(p)["remote_prefill_cached_tokens"] == 0
 
 
 def test_without_do_remote_prefill_decode_recomputes_and_says_nothing(engines, p, d):

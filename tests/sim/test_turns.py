@@ -71,6 +71,22 @@ def test_an_answer_without_params_keeps_nothing(kv):
     assert not pair.d.core.nixl.held
 
 
+def test_a_turn_pulled_twice_gives_wrong_tokens():
+    pair = Pair()
+    other = pair.add(pair.p.facts)
+    said, handle = pair.turn()
+    prompt = (*PROMPT, *said, *MORE)
+    pair.evict()
+    assert pair.next(prompt, dict(handle))[1] == plain(prompt)
+    pair.answer(pair.p)  # the first contact: P reports the blocks in a step after the handshake
+    assert handle["remote_request_id"] not in pair.d.core.nixl.held
+    pair.d.core.pool.forget_all()
+    prefill = pair.answer(other, prompt, 1, handle)
+    assert prefill.over == "length"
+    assert pulled(other) == 107
+    assert pair.answer(pair.d, prompt, 8, prefill.handle).tokens != plain(prompt)
+
+
 def test_without_the_option_nothing_is_kept():
     pair = Pair(bidirectional_kv_xfer=False)
     run = pair.answer(pair.d, PROMPT, 8, pair.handle(pair.p))

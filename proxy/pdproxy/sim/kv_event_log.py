@@ -52,7 +52,7 @@ class Log:
         self._size = pool.block_size
         self._events: list[dict[str, Any]] = []
         self._hash_of: dict[int, int] = {}
-        pool.on_take, pool.on_forget = self._taken, self._cleared
+        pool.on_take, pool.on_move, pool.on_forget = self._taken, self._moved, self._cleared
 
     def stored(self, one: ActiveRequest, start: int, end: int) -> None:
         """Announce blocks, even those whose content another block has, too."""
@@ -89,6 +89,13 @@ class Log:
             if (found := self._hash_of.pop(block, None)) is not None:
                 event = {"type": "BlockRemoved", "block_hashes": [found], "medium": "GPU", "group_idx": GROUP}
                 self._events.append(event)
+
+    def _moved(self, block: int, other: int) -> None:
+        found, others = self._hash_of.pop(block, None), self._hash_of.pop(other, None)
+        if found is not None:
+            self._hash_of[other] = found
+        if others is not None:
+            self._hash_of[block] = others
 
     def _cleared(self) -> None:
         self._hash_of.clear()

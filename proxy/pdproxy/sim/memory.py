@@ -3,6 +3,9 @@
 Owns the pages, their reference counts and the prefix cache. A freed page keeps its content until it is written again, as on a
 GPU: a reader with an old block id gets what is there now. This causes the silently wrong answers of a real engine,
 and of the simulator.
+
+A real engine under load writes freed blocks again at once. A simulated one does so with the blocks that another engine knows
+(`lend`): when they are freed, their ids get the content of another prompt. The prefix cache keeps its pages under other ids.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from pdproxy.sim.language import fold
+from pdproxy.sim.language import fold, mix
 
 Page = tuple[int, tuple[int, ...]]
 """What the writer's attention had read before this page, and the page's tokens."""
@@ -29,8 +32,12 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._key_of: dict[int, int] = {}
         self._cached: dict[int, int] = {}
+        self._lent: set[int] = set()
+        self._strangers = 0
         self.on_take: Callable[[Sequence[int]], None] = lambda blocks: None
         """Called with blocks that will be written again."""
+        self.on_move: Callable[[int, int], None] = lambda block, other: None
+        """Called when two blocks have exchanged their places in the prefix cache."""
         self.on_forget: Callable[[], None] = lambda: None
         """Called when the prefix cache was emptied."""
 
@@ -78,12 +85,44 @@ class BlockPool:
         self.on_take(taken)
         return taken
 
+    def lend(self, blocks: Iterable[int]) -> None:
+        """Take note that another engine knows the ids of these blocks: they are written again as soon as they are free."""
+        self._lent.update(blocks)
+
+    def unlend(self, blocks: Iterable[int]) -> None:
+        """Let these blocks keep their content when they are freed, as on an engine without other work."""
+        self._lent.difference_update(blocks)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Release a request's blocks, its last ones being reused first."""
+        spare, lent = len(self._free), []
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:
                 self._free[block] = None
+                if block in self._lent:
+                    lent.append(block)
+        for block in lent:
+            self._lent.discard(block)
+            if block in self._key_of and spare:
+                spare -= 1
+                self._exchange(block, next(iter(self._free)))
+            elif block in self._key_of:
+                del self._cached[self._key_of.pop(block)]
+                self.on_take((block,))
+            if block not in self._key_of:
+                self._strangers += 1
+                self.pages[block] = (mix(self._strangers, 5), ())
+
+    def _exchange(self, block: int, other: int) -> None:
+        """Exchange two free blocks in the prefix cache, with their pages; they are the last ones to be reused."""
+        self.pages[block], self.pages[other] = self.pages[other], self.pages[block]
+        key, other_key = self._key_of.pop(block), self._key_of.pop(other, None)
+        self._key_of[other], self._cached[key] = key, other
+        if other_key is not None:
+            self._key_of[block], self._cached[other_key] = other_key, block
+        self._free.move_to_end(other)
+        self.on_move(block, other)
 
     def remember(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
         """Put full blocks into the prefix cache under the hashes of their tokens (not of their content)."""

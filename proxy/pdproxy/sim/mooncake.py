@@ -160,6 +160,7 @@ class Mooncake(Connector):
         if not blocks:
             return False, None
         self._pool.release(one.blocks[len(blocks) :])
+        self._pool.lend(blocks)
         transfer = self.transfers.get(transfer_id)
         if (
             transfer is None
@@ -255,6 +256,7 @@ class Mooncake(Connector):
         """End the lease of every transfer now, also of those that D waits for; return how many there were."""
         ready = [one for one in self.transfers.values() if one.ready]
         for one in ready:
+            self._pool.unlend(one.blocks)  # as `Nixl.end_leases`
             one.expires = now
         for ask in self._asks.values():
             ask.until = now

@@ -139,9 +139,10 @@ class Moriio(Connector):
         return {name: held.expires - now for name, held in self.held.items()}
 
     def end_leases(self, now: float) -> int:
-        """Free all kept blocks; return how many transfers had some."""
+        """Free all kept blocks, which keep their content (see `Nixl.end_leases`); return how many transfers had some."""
         count = len(self.held)
-        for name in list(self.held):
+        for name, held in list(self.held.items()):
+            self._pool.unlend(held.blocks)
             self._free(name)
         return count
 
@@ -187,6 +188,7 @@ class Moriio(Connector):
         if self._produces and name not in self._terminal:
             blocks = list(one.blocks[: -(-one.prompt // self._facts.block_size)])
             self._to_write[name] = _Write(place, blocks, now + self._facts.defer_timeout)
+            self._pool.lend(blocks)
             self._write_if_known(name)
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
@@ -201,6 +203,7 @@ class Moriio(Connector):
         if kept:
             expires = now + self._facts.defer_timeout if self._produces else math.inf
             self.held[name] = _Held(list(one.blocks), expires)
+        self._pool.lend(one.blocks)
         self._parked.discard(name)
         answer = {
             "do_remote_prefill": True,

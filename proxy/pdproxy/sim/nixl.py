@@ -145,6 +145,7 @@ class Nixl(Connector):
     def finished(self, request_id: str, blocks: Sequence[int], length: int, now: float) -> dict[str, Any]:
         """Keep a prefilled request's blocks for its lease and return its handle."""
         self.held[request_id] = _Held(list(blocks), now + self._facts.kv_lease_duration)
+        self._pool.lend(blocks)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -329,9 +330,13 @@ class Nixl(Connector):
         return {request_id: one.expires - now for request_id, one in self.held.items()}
 
     def end_leases(self, now: float) -> int:
-        """End the lease of every handle now; return how many there were."""
+        """End the lease of every handle now; return how many there were.
+
+        No real engine does so before the time, so no proxy can know of it: the blocks keep their content.
+        """
         count = len(self.held)
         for one in self.held.values():
+            self._pool.unlend(one.blocks)
             one.expires = now
         self.expire(now)
         return count

@@ -127,6 +127,7 @@ class NixlPush(Nixl):
         if not params.get("do_remote_decode") or reason not in ("length", "stop"):
             return False, None
         self.held[request_id] = _Held(list(one.blocks), now + self._facts.kv_lease_duration)
+        self._pool.lend(one.blocks)
         found = _taken(request_id, self.registered)
         if found is None:
             self.finished_blocks[request_id] = tuple(one.blocks)

@@ -116,7 +116,8 @@ _SCENES: dict[str, Scene] = {
     # the handle is too old
     "fail_lease_expired_blocks_intact": Split(then=acts.expire, facts=ROOMY, says="right"),
     "fail_lease_expired_blocks_reused": Split(then=acts.reuse, p_facts=_SMALL, says="wrong"),
-    "fail_params_reused": Split(then=acts.pulled_elsewhere, says="right"),
+    # The recorded engine had nothing else to do: the freed blocks were intact, and its text was right.
+    "fail_params_reused": Split(then=acts.pulled_elsewhere, says="wrong"),
     # another prompt
     "fail_mismatch_D_longer": Split(apart=67 - 317, after=acts.dead),
     "fail_mismatch_D_shorter": Split(apart=271 - 70, says="wrong"),

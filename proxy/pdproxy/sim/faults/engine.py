@@ -30,7 +30,7 @@ class _DeadCore(Kind):
 
 class _LeaseExpiry(Kind):
     name = "lease_expiry"
-    summary = "the lease of every handle ends now"
+    summary = "the lease of every handle ends now, before its time: the blocks keep their content"
     moments = ("handed_over", "queued", "prefilling", "after")
 
     def on_answer(self, answer: Answer, now: Occurrence) -> bool:
