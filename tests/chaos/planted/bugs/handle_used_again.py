@@ -18,12 +18,18 @@ BUG = Bug(
         Change(
             "serving/kv/custody.py",
             """\
-        self._custodian.ended(self, how)
-        self.handle = without_params(self.handle)
+        if isinstance(self.handle, Handle):
+            self.handle = self.handle.counts()
 """,
+            "",
+        ),
+        Change(
+            "serving/kv/custodian.py",
             """\
-        self._custodian.ended(self, how)
+        if custody.how is not None:
+            return  # a notice has ended it since: there is nothing to release any more
 """,
+            "",
         ),
     ),
 )
