@@ -7,10 +7,17 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.failures import recorder
+
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 _LOGGERS = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare what is told of tests that fail."""
+    recorder.install(config)
 
 
 def pytest_collection_finish() -> None:
