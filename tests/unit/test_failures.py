@@ -18,7 +18,7 @@ from tests.failures.recorder import REPORT, recorded
 from tests.failures.rows import LIST, Row, parse, unknown
 
 ROOT = Path(__file__).parents[2]
-HOOKS = "from tests.conftest import *\n"
+HOOKS = "from tests.conftest import *\nfrom tests.failures import ends\nends.GRACE, ends.AGAIN = 2.0, 0.5\n"
 PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p timeout -p asyncio -p xdist"}
 ROW = Row('tests/x.py::test_y[a "b"]', "0123456789ab", date(2026, 3, 1), "the gate", "assert 1 == 2\n  because \\ é")
 
