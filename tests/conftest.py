@@ -1,11 +1,14 @@
-"""What holds for all tests: no machine's clock judges them, and none changes how the next one's records are logged."""
+"""What holds for all tests: no machine's clock judges them, each ends, and none changes how the next one's records are logged."""
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.failures import ends, recorder
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -13,11 +16,51 @@ settings.load_profile("untimed")
 _LOGGERS = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare what is told of tests that fail and of tests that hang."""
+    ends.keep_stderr(config)
+    recorder.install(config)
+
+
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from searching the modules and the thousands of tests, which stay until the end."""
     gc.collect()
     gc.freeze()
     gc.collect()  # full collections come as often as what was left by the last one demands: a little, from here on
+
+
+@pytest.hookimpl(wrapper=True)
+def _ended(item: pytest.Item) -> Generator[None, object, object]:
+    """Have a phase of a test end."""
+    __tracebackhide__ = True
+    ends.arm(item)
+    try:
+        return (yield)
+    except BaseException:
+        ends.no_more()
+        raise
+    finally:
+        ends.disarm()
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = _ended
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(settings: Any) -> Generator[None, object, object]:
+    """Have the timeout's signal come more than once."""
+    found = yield
+    ends.repeat(settings)
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: Any) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show with a test that reached its timeout what its tasks wait for."""
+    report = yield
+    if call.excinfo is not None and "from pytest-timeout" in str(call.excinfo.value):
+        report.sections.append(("Tasks that wait", ends.waiting()))
+    return report
 
 
 @pytest.fixture(autouse=True)
