@@ -6,11 +6,11 @@ wrong text. PDPROXY_TEST_RESTARTS (default 40) is the number of restarts, withou
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
-import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 from pdproxy.cli.main import main
 
 from .client import Answer, ask
-from .engine import MODEL, Engine, free_port
+from .engine import BLOCK, MODEL, Engine, Role, free_port
 from .fleet import exchange
 from .launcher import Launcher
 from .prompts import ids
@@ -34,8 +34,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300 + 10 * RESTARTS, func
 
 CONTEXT, BLOCKS = 320, 25
 """Tokens of a sequence, and P's blocks: two sequences have them all."""
-OTHERS = 3
-"""Other prompts, nearly as long as a sequence may be."""
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLAGS = f"--max-model-len {CONTEXT} --no-enable-prefix-caching"
 """An engine that has restarted has nothing in its own cache, and reads all of a prompt's KV."""
 SETTINGS = {"limits": {"breaker_failures": 1000}}
@@ -44,25 +43,32 @@ SETTINGS = {"limits": {"breaker_failures": 1000}}
 
 @dataclass(frozen=True)
 class Pair:
-    """P with few blocks, D, and where they send their notices."""
+    """P, D, and where they send their notices."""
 
     prefill: Engine
     decode: Engine
     address: str
 
 
-@pytest.fixture(scope="module")
-def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Both with the file that `pdproxy notifier` writes: the test, too, learns from notices when KV is read and freed."""
-    folder = tmp_path_factory.mktemp("notifier")
+@contextlib.contextmanager
+def notifying(
+    launcher: Launcher, folder: Path, name: str, blocks: Mapping[Role, int], extra: Mapping[str, Any]
+) -> Iterator[Pair]:
+    """Start P and D with the file that `pdproxy notifier` writes: the test, too, learns from notices when KV is read and freed.
+
+    `blocks`: the KV blocks of those that have few. `extra`: more of the connector's options.
+    """
     assert main(["notifier", "--out", str(folder)]) == 0
     address, env = f"tcp://127.0.0.1:{free_port()}", {"PYTHONPATH": str(folder)}
-    kv = {"kv_connector_module_path": "pdproxy_nixl", "kv_connector_extra_config": {"pdproxy_notify": address}}
+    kv = {
+        "kv_connector_module_path": "pdproxy_nixl",
+        "kv_connector_extra_config": {"pdproxy_notify": address} | extra,
+    }
     engines: list[Engine] = []
     try:
-        few = f"{FLAGS} --num-gpu-blocks-override {BLOCKS}"
-        engines.append(Engine.start(launcher, "restarts-p", "prefill", flags=few, kv=kv, env=env))
-        engines.append(Engine.start(launcher, "restarts-d", "decode", flags=FLAGS, kv=kv, env=env))
+        for role in ROLES:
+            flags = FLAGS + (f" --num-gpu-blocks-override {blocks[role]}" if role in blocks else "")
+            engines.append(Engine.start(launcher, f"{name}-{role[0]}", role, flags=flags, kv=kv, env=env))
         for engine in engines:
             engine.wait()
         exchange(*engines)
@@ -72,6 +78,13 @@ def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             engine.stop()
 
 
+@pytest.fixture(scope="module")
+def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The engines of the tests here: P has few blocks."""
+    with notifying(launcher, tmp_path_factory.mktemp("notifier"), "restarts", {"prefill": BLOCKS}, {}) as pair:
+        yield pair
+
+
 def request(number: int) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of one: by turns completions and chats, whole and streamed."""
     nonce, chat = secrets.token_hex(6), number % 2 == 1
@@ -79,10 +92,10 @@ def request(number: int) -> tuple[str, dict[str, Any]]:
     return (CHAT, body | {"messages": question(nonce)}) if chat else (COMPLETIONS, body | {"prompt": story(nonce)})
 
 
-async def take_blocks(engine: Engine) -> None:
-    """Have other prompts go through all of an engine's blocks."""
+async def take_blocks(engine: Engine, blocks: int) -> None:
+    """Have other prompts, each nearly as long as a sequence may be, go through all of an engine's `blocks`."""
     body = {"model": MODEL, "max_tokens": 1}
-    prompts = [ids(secrets.token_hex(6), CONTEXT - 2) for _ in range(OTHERS)]
+    prompts = [ids(secrets.token_hex(6), CONTEXT - 2) for _ in range(blocks * BLOCK // CONTEXT + 1)]
     for answer in await asyncio.gather(*(ask(engine.url, COMPLETIONS, body | {"prompt": one}) for one in prompts)):
         assert answer.status == 200, answer.body
 
@@ -107,7 +120,7 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
     got: Counter[str] = Counter()
     async with (
         Notices.at(pair.address, f"tcp://127.0.0.1:{port}" if notifier else None) as notices,
-        Relay(pair.decode.port, notices, lambda: take_blocks(pair.prefill)).listening() as relay,
+        Relay(pair.decode.port, notices, lambda: take_blocks(pair.prefill, BLOCKS)).listening() as relay,
     ):
         decode = replace(pair.decode, port=relay.port)
         proxy = await asyncio.to_thread(Proxy.start, [pair.prefill], [decode], tmp_path, settings=settings)
@@ -137,14 +150,11 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
             ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
         finally:
             await asyncio.to_thread(proxy.stop)
-    after = [restart.after for restart in relay.restarts]
     print(
-        f"\n{len(after)} restarts, {statistics.median(after):.3f} s behind the request (median; {min(after):.3f} to "
-        f"{max(after):.3f}); answers {dict(got)}; {relay.sent_twice} handles sent twice, "
-        f"{relay.released.total()} releases; handles ended {ended}, "
+        f"\n{relay.summary()}; answers {dict(got)}; handles ended {ended}, "
         f"leases expired {pair.prefill.counters().sum(EXPIRED) - expired:.0f}"
     )
-    assert len(after) == RESTARTS
+    assert len(relay.restarts) == RESTARTS
     assert got == {"right": RESTARTS}
     assert relay.sent_twice == 0
     assert set(ended) <= {"loaded", "released", "refused", "aborted"}

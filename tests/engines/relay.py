@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import statistics
 import struct
 import time
 from collections import Counter
@@ -178,6 +179,14 @@ class Relay:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def summary(self) -> str:
+        """Return what has happened, in a line."""
+        after = [restart.after for restart in self.restarts] or [0.0]
+        return (
+            f"{len(self.restarts)} restarts, {statistics.median(after):.3f} s behind the request (median; {min(after):.3f} to "
+            f"{max(after):.3f}); {self.sent_twice} handles sent twice, {self.released.total()} releases"
+        )
 
     @property
     def sent_twice(self) -> int:
