@@ -62,7 +62,7 @@ def notifying(
     address, env = f"tcp://127.0.0.1:{free_port()}", {"PYTHONPATH": str(folder)}
     kv = {
         "kv_connector_module_path": "pdproxy_nixl",
-        "kv_connector_extra_config": {"pdproxy_notify": address} | extra,
+        "kv_connector_extra_config": {"pdproxy_notify": address, **extra},
     }
     engines: list[Engine] = []
     try:
