@@ -37,8 +37,8 @@ CONTEXT, BLOCKS = 320, 25
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLAGS = f"--max-model-len {CONTEXT} --no-enable-prefix-caching"
 """An engine that has restarted has nothing in its own cache, and reads all of a prompt's KV."""
-SETTINGS = {"limits": {"breaker_failures": 1000}}
-"""A real engine does not restart every second."""
+SETTINGS = {"limits": {"breaker_failures": 1000}, "probes": {"interval": 20}}
+"""A real engine does not restart every second; and on a busy machine an engine is slow, not down."""
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,12 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
             for number in range(2 * RESTARTS + 20):
                 if len(relay.restarts) == RESTARTS:
                     break
-                assert await one(number) == "right", "before a restart"  # it leaves a kept connection
-                restarts = len(relay.restarts)
+                before, restarts = await one(number), len(relay.restarts)  # it leaves a kept connection
                 relay.next, relay.late = ("reset" if number // 4 % 2 else "fin"), number // 8 % 2 == 1
                 went = await one(number)
                 relay.next = None
-                if len(relay.restarts) > restarts:
-                    got[went] += 1
-                else:
-                    assert went == "right", "without a restart"
+                got[went] += len(relay.restarts) > restarts or went != "right"
+                got[f"{before} before"] += before != "right"
             held = "pdproxy_kv_handles"
             await _until(lambda: not any(proxy.counters().by(held, "state").values()), 60, "handles are held")
             await _until(lambda: not pair.prefill.counters().sum(USED), 60, "P's KV is still held")
@@ -151,11 +148,11 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
         finally:
             await asyncio.to_thread(proxy.stop)
     print(
-        f"\n{relay.summary()}; answers {dict(got)}; handles ended {ended}, "
+        f"\n{relay.summary()}; answers {dict(+got)}; handles ended {ended}, "
         f"leases expired {pair.prefill.counters().sum(EXPIRED) - expired:.0f}"
     )
     assert len(relay.restarts) == RESTARTS
-    assert got == {"right": RESTARTS}
+    assert +got == {"right": RESTARTS}
     assert relay.sent_twice == 0
     assert set(ended) <= {"loaded", "released", "refused", "aborted"}
     assert pair.prefill.counters().sum(EXPIRED) == expired
