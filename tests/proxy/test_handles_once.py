@@ -59,23 +59,24 @@ class Connecting:
         self._may_end.set()
 
 
-def held_back(
-    monkeypatch: pytest.MonkeyPatch, owner: object, name: str = "receive", result: object = None
-) -> Callable[[], list[Notice]]:
-    """Hold back what `owner` receives. Return a function that ends this, and returns what was held back."""
-    receive, held = getattr(owner, name), list[Notice]()
+class HeldBack:
+    """Notices that `owner` would receive: they are held back until the test lets them in."""
 
-    def hold(notice: Notice) -> object:
-        held.append(notice)
-        return result
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, *, returned: object = None) -> None:
+        self.notices: list[Notice] = []
+        self._monkeypatch, self._owner = monkeypatch, owner
+        self._receive = getattr(owner, "receive")  # noqa: B009 - of any owner
 
-    monkeypatch.setattr(owner, name, hold)
+        def hold(notice: Notice) -> object:
+            self.notices.append(notice)
+            return returned
 
-    def end() -> list[Notice]:
-        monkeypatch.setattr(owner, name, receive)
-        return held
+        monkeypatch.setattr(owner, "receive", hold)
 
-    return end
+    def let_in(self) -> list[object]:
+        """Hold nothing back any more. Return what the owner returned for each of those that were."""
+        self._monkeypatch.setattr(self._owner, "receive", self._receive)
+        return [self._receive(notice) for notice in self.notices]
 
 
 async def asked_alone(sim: SimServer, body: dict[str, Any]) -> None:
@@ -150,16 +151,13 @@ async def test_a_notice_while_it_connects(monkeypatch: pytest.MonkeyPatch, route
     async with pool("nixl") as pair:
         await heard(pair)
         text = await warm(pair, route, body)
-        custodian = pair.world.proxy.custodian
-        let_in = held_back(monkeypatch, custodian)
+        held = HeldBack(monkeypatch, pair.world.proxy.custodian)
         connecting = Connecting(pair, pair.d, monkeypatch)
         pair.d.faults.add(Fault(kind="restart", at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(route, body))
         await connecting.has_begun()
-        held = let_in()
-        assert any(one.event is NoticeEvent.LOADED for one in held)
-        for notice in held:
-            custodian.receive(notice)
+        await until(lambda: any(one.event is NoticeEvent.LOADED for one in held.notices))
+        held.let_in()
         connecting.goes_on()
         (choice,) = (await asked).json["choices"]
         assert (choice["text"] if route == COMPLETIONS else choice["message"]["content"]) == text
@@ -173,7 +171,7 @@ async def test_blocks_that_others_have_taken_are_not_read(monkeypatch: pytest.Mo
         if notifier:
             await heard(pair)
         text = await warm(pair)
-        let_in = held_back(monkeypatch, pair.world.proxy.custodian)
+        held = HeldBack(monkeypatch, pair.world.proxy.custodian)
         connecting = Connecting(pair, pair.d, monkeypatch)
         pair.d.faults.add(Fault(kind="restart", at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
@@ -182,8 +180,7 @@ async def test_blocks_that_others_have_taken_are_not_read(monkeypatch: pytest.Mo
         await overwritten(pair.p)
         connecting.goes_on()
         answer = await asked
-        for notice in let_in():
-            pair.world.proxy.custodian.receive(notice)
+        held.let_in()
         assert answer.json["choices"][0]["text"] == text
         await pair.world.quiet()
         await until(lambda: not pair.p.engine.handles)
@@ -293,15 +290,13 @@ async def test_a_notice_of_a_leg_that_has_failed_has_its_kv_released(
         await pair.noticed()
         before = len(pair.p.requests)
         orphans = pair.world.proxy.custodian.orphans
-        let_in = held_back(monkeypatch, orphans, result=True)
+        held = HeldBack(monkeypatch, orphans, returned=True)
         connecting = Connecting(pair, pair.p, monkeypatch)
         pair.p.faults.add(Fault(kind=kind, at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
         await connecting.has_begun()
-        held = let_in()
-        await until(lambda: held)
-        for notice in held:
-            assert orphans.receive(notice), "nobody waits for it any more"
+        await until(lambda: held.notices)
+        assert all(held.let_in()), "nobody waits for it any more"
         connecting.goes_on()
         assert (await asked).json["choices"][0]["text"] == text
         await pair.world.quiet()
