@@ -171,7 +171,8 @@ async def test_nobody_waits_for_a_lease(engines: list[Engine], tmp_path: Path, b
             frozen.signal(signal.SIGSTOP)
             asked = send(64, stream=streamed)
             held = "pdproxy_kv_handles"
-            await _until(lambda: proxy.counters().sum(held, state="asked"), 20, "no decode engine is asked")
+            # Until the request is written, the KV is held for the proxy.
+            await _until(lambda: proxy.counters().sum(held, state="held"), 20, "no decode engine is connected to")
             if behind:
                 await asyncio.sleep(1.5)  # the kernel tries again after 1 s and after 3 s
                 slow.drain()
