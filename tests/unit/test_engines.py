@@ -269,7 +269,7 @@ def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
     kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock())
     prefill, asked = engines["p"].node.run_number, engines["d"].node.run_number
     custody = kept.take(Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill))
-    custody.spend("d", asked)
+    custody.spend(asked)
     up(ledger, "d", started=2.0)
     assert engines["d"].node.run_number != asked
     custody.end(End.LOADED)
