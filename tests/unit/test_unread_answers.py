@@ -69,13 +69,13 @@ class Unread(Transport):
 
 
 class Large(Ingress):
-    """An entry whose answers have `size` bytes."""
+    """An entry whose answers have `size` bytes, those of applications so many `pieces` of that."""
 
-    def __init__(self, *, streams: bool = False, size: int = SIZE) -> None:
+    def __init__(self, *, streams: bool = False, size: int = SIZE, pieces: int = 1) -> None:
         self.clock = ManualClock()
         self.events: list[Event] = []
         super().__init__(clock=self.clock)
-        self.streams, self.size = streams, size
+        self.streams, self.size, self.pieces = streams, size, pieces
         self.bounds = self.path.bounds
         self.bounds.slow_readers.observers = self.bounds.unread_answers._observers = Observers([self])
 
@@ -96,7 +96,8 @@ class Large(Ingress):
             pass
         self.seen.served.append((b"GET", b"", b""))
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x" * self.size})
+        for left in reversed(range(self.pieces)):
+            await send({"type": "http.response.body", "body": b"x" * self.size, "more_body": left > 0})
 
     def open(self, *, admin: bool = False, tls: bool = False) -> tuple[Any, Unread]:
         """A connection: its protocol and its transport."""
@@ -142,6 +143,23 @@ async def kind(request: pytest.FixtureRequest) -> tuple[Large, bytes, Callable[[
 
 
 Kind = tuple[Large, bytes, Callable[[], tuple[Any, Unread]]]
+
+
+async def test_a_stream_of_an_application_waits_for_its_reader() -> None:
+    """Piece by piece: one of them waits on the connection at most. The next request waits for the last of them."""
+    entry = Large(pieces=5)
+    protocol, transport = entry.open()
+    protocol.data_received(PAGE * 2)
+    for number in range(2 * entry.pieces):
+        await turns()
+        assert SIZE < transport.waiting < SIZE + HEAD
+        assert entry.bounds.unread_answers.held == transport.waiting
+        assert len(entry.seen.served) == 1 + number // entry.pieces
+        transport.read()
+    await turns()
+    assert (transport.waiting, entry.bounds.unread_answers.held) == (0, 0)
+    protocol.connection_lost(None)
+    await turns()
 
 
 @pytest.mark.parametrize("pipelined", [True, False])

@@ -367,7 +367,7 @@ class EngineConnection(asyncio.Protocol):
         self._stopped_between = False
         self._complete = False
         # An engine may answer before it has read the whole request: the next one would wait behind the rest.
-        if keep and self._transport is not None and not self._transport.get_write_buffer_size():
+        if keep and not self._transport.get_write_buffer_size():  # type: ignore[union-attr]  # the answer came over it
             self._on_free(self)
         else:
             self.close()
