@@ -56,7 +56,6 @@ class GuardedProtocol(ClientConnection):
     _begin_message = HttpToolsProtocol.on_message_begin
     _keep_url = HttpToolsProtocol.on_url
     _keep_header = HttpToolsProtocol.on_header
-    _start_task = HttpToolsProtocol._start_asgi_task
     _start_next = HttpToolsProtocol.on_response_complete
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -220,7 +219,7 @@ class GuardedProtocol(ClientConnection):
             self.pipeline.appendleft((cycle, app))  # type: ignore[arg-type]
             return
         self.active = cycle
-        self._start_task(cycle, app)  # type: ignore[arg-type]
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
         if self.transport.get_write_buffer_size() and self.wait_for_reader():
