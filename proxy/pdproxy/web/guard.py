@@ -227,7 +227,7 @@ class GuardedProtocol(ClientConnection):
         if self._lingering:
             return  # requests behind this one are not answered
         self._start_next()
-        if not self.transport.is_closing():
+        if (self._in_head or self._in_body) and not self.transport.is_closing():
             self._set_deadline()
 
     def send_400_response(self, msg: str) -> None:
