@@ -149,7 +149,7 @@ async def test_a_client_that_stops_reading_is_dropped(ours: Side) -> None:
 async def test_a_whole_answer_that_is_not_read_is_counted_below_tls(ours: Side) -> None:
     """The connection below TLS would take all of it unseen. The request behind it waits, and both answers come whole."""
     size = 16 << 20  # far more than the kernel takes of it
-    async with fronted(ours) as w:
+    async with fronted(ours, prefill=0) as w:
         w.decode[0].script(*[scripts.whole(answers.whole(False, [1, 2, 3], "x" * size, 4))] * 2)
         client = await w.client(receive_buffer=16384)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
