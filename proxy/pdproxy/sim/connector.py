@@ -63,6 +63,11 @@ class Connector:
         return False
 
     @property
+    def contacted(self) -> frozenset[str] | None:
+        """Ids of the engines with which this run has made a handshake, None if there are none."""
+        return None
+
+    @property
     def waits_for_step(self) -> bool:
         """Whether something would be sent by a step."""
         return False

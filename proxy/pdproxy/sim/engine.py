@@ -247,6 +247,12 @@ class Engine:
         await self.start()
 
     @property
+    def contacted(self) -> frozenset[str] | None:
+        """Ids of the engines with which this run has made a handshake; None if the connector has none, or the core is dead."""
+        core = self._core
+        return None if core is None else core.connector.contacted
+
+    @property
     def handles(self) -> dict[str, float]:
         """P's handles that have not ended: request id to seconds left of the lease."""
         return dict(chain.from_iterable(core.connector.leases(self._now()).items() for core in self._cores))

@@ -118,6 +118,11 @@ class Nixl(Connector):
         self._hands_back = facts.bidirectional_kv_xfer and self.mode == "pull"
         self._notifier = Notifier(facts, engine_id, self.outbox)
 
+    @property
+    def contacted(self) -> frozenset[str]:
+        """See `Connector`."""
+        return frozenset(peer.engine_id for peer in self._known)
+
     # -- requests that end with blocks that wait for another engine
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:

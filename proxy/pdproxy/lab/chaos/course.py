@@ -235,6 +235,7 @@ class _Course:
         self._phase("quiet")
         await asyncio.sleep(quiet_for(self._options))
         self.findings += invariants.quiet(world)
+        self.findings += invariants.met(world)
         self.findings += counts.held(world.proxy)
         asked = {engine.url for engine in world.engines if not world.is_blind(engine)}
         nodes = [node for node in world.proxy.ledger.nodes if node.url in asked]

@@ -212,6 +212,21 @@ def bodies(engines: Iterable[ChaosEngine]) -> list[Finding]:
     return shortened(found)
 
 
+def met(world: World) -> list[Finding]:
+    """Of engines that count as having met, in their present runs, the decode engine has contacted the prefill engine."""
+    by_run = {engine.node.run_number: engine.url for engine in world.proxy.engines.values()}
+    names = {engine.url: engine for engine in world.engines}
+    found = []
+    for prefill_run, decode_run in world.proxy.custodian.contacts.pairs:
+        if prefill_run in by_run and decode_run in by_run:
+            prefill, decode = names[by_run[prefill_run]], names[by_run[decode_run]]
+            contacted = decode.sim.engine.contacted
+            if contacted is not None and prefill.sim.engine.engine_id not in contacted:
+                text = f"{decode.name} has never contacted {prefill.name} in its present run"
+                found.append(Finding("engines that have met have moved KV", text))
+    return shortened(found)
+
+
 def logged(errors: Iterable[str]) -> list[Finding]:
     """The proxy logs no error, and no exception goes nowhere: both are defects of the proxy, whatever happens outside."""
     return shortened([Finding("no error is logged", text) for text in errors])

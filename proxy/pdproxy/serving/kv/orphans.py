@@ -6,6 +6,7 @@ place of an answer, or long after that wait.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
@@ -26,6 +27,8 @@ from pdproxy.wire.notices import Notice
 
 MAX_REMEMBERED = 1024
 """Legs for which a notice may still come."""
+LOST_FOR = 60.0
+"""Seconds for which a leg is remembered whose connection was lost: the engine has finished by then, or given it up."""
 MAX_REMEMBERED_BYTES = 4 << 20
 """Bytes of client headers that are remembered with them: a header with a key may be as long as a request's head."""
 
@@ -74,11 +77,15 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Orphan:
-    """What is remembered of a leg: everything except its request, which may be long. `taken`: its KV is already in custody."""
+    """What is remembered of a leg: everything except its request, which may be long. `taken`: its KV is already in custody.
 
-    __slots__ = ("leg", "size", "taken")
+    `until`: the clock's time at which a notice can't come any more.
+    """
 
-    def __init__(self, leg: PrefillRecord) -> None:
+    __slots__ = ("leg", "size", "taken", "until")
+
+    def __init__(self, leg: PrefillRecord, until: float = math.inf) -> None:
+        self.until = until
         self.leg = msgspec.structs.replace(leg, read=_unread, expected=None, space=None, promised=None)
         self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
         self.taken = False
@@ -116,6 +123,9 @@ class Orphans:
 
     def named(self) -> list[tuple[str, str | None]]:
         """Return prefill engine and receiver of the legs that a notice may still come for."""
+        now = self._clock.now()
+        for name in [name for name, orphan in self._remembered.items() if orphan.until <= now]:
+            self._forgotten(name)
         return [(orphan.leg.prefill, orphan.leg.receiver) for orphan in self._remembered.values()]
 
     def adopt(self, pending: Pending, leg: PrefillRecord, done: Callable[[], None]) -> None:
@@ -129,13 +139,16 @@ class Orphans:
             pending.close()
             done()
             return
-        orphan = self.remember(leg)
+        orphan = self._remember(leg, math.inf)
         self.count += 1
         self._tasks.spawn(self._adopted(pending, leg, orphan, timeout, done), "adopted prefill")
 
-    def remember(self, leg: PrefillRecord) -> _Orphan:
-        """Remember a leg whose answer may not come: a notice that names its KV has that KV released."""
-        orphan = _Orphan(leg)
+    def remember(self, leg: PrefillRecord) -> None:
+        """Remember a leg whose connection was lost, for a while: a notice that names its KV has that KV released."""
+        self._remember(leg, self._clock.now() + LOST_FOR)
+
+    def _remember(self, leg: PrefillRecord, until: float) -> _Orphan:
+        orphan = _Orphan(leg, until)
         if leg.id is not None and self._handle_from_notice is not None:
             self._remembered[leg.id] = orphan
             self._remembered_bytes += orphan.size

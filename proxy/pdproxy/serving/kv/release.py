@@ -70,6 +70,11 @@ class Contacts:
     def __repr__(self) -> str:
         return f"<Contacts {len(self._pairs)} pairs>"
 
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """The pairs, of earlier runs, too."""
+        return frozenset(self._pairs)
+
     def met(self, prefill: int | None, decode: int | None) -> bool:
         """Return whether KV has moved between two runs."""
         return (prefill, decode) in self._pairs

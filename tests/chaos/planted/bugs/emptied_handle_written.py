@@ -15,7 +15,7 @@ BUG = Bug(
             handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
         self.decode_run""",
         ),
-        Change("transfer/contract.py", "    if not value:\n        raise ValueError(\"an empty text is no JSON\")\n", ""),
+        Change("transfer/contract.py", '    if not value:\n        raise ValueError("an empty text is no JSON")\n', ""),
     ),
     options={"notices": "notifier"},
 )
