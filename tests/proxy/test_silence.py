@@ -98,13 +98,16 @@ def failures(pair: Pair) -> list[LegFailed]:
     return pair.world.events(LegFailed)
 
 
-@pytest.mark.parametrize("moment", ["before_first_token", "mid_stream"])
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("path", "moment"),
+    [*((path, moment) for path in (COMPLETIONS, CHAT) for moment in ("head", "before_first_token", "mid_stream"))]
+    + [(MESSAGES, "head"), (MESSAGES, "mid_stream"), (RESPONSES, "head")],
+)
 async def test_an_engine_that_works_and_says_nothing(path: str, moment: str) -> None:
     """As a parser of tool calls does for a whole argument: the answer is whole and right, and no failure is counted."""
     async with watched(everybody=SLOW, deadlines=DEADLINES) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
-        on_all(w, Fault(kind="join", at=moment, args={"count": 0}))
+        on_all(w, Fault(kind="join", at=moment, path=path, stream=True, args={"count": 0}))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert answer.status == 200
         assert said(answer) == said(plain)
@@ -114,14 +117,17 @@ async def test_an_engine_that_works_and_says_nothing(path: str, moment: str) -> 
         assert w.stalled == []
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])
-async def test_an_answer_that_was_lost_in_an_engine_that_works(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "moment", "wait"),
+    [(COMPLETIONS, "mid_stream", "between_tokens"), (CHAT, "head", "first_token"), (RESPONSES, "head", "first_token")],
+)
+async def test_an_answer_that_was_lost_in_an_engine_that_works(path: str, moment: str, wait: str) -> None:
     """The engine reports that it has nothing to do: the deadline stands."""
     async with watched(everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}) as w:
-        on_all(w, Fault(kind="stall", at="mid_stream"))
+        on_all(w, Fault(kind="stall", at=moment, path=path, stream=True))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert b"error" in answer.body
-        assert w.world.metric("pdproxy_deadline_total", wait="between_tokens") == 1
+        assert w.world.metric("pdproxy_deadline_total", wait=wait) == 1
         assert len(failures(w.pair)) == 1
 
 
@@ -170,7 +176,7 @@ async def test_comments_while_nothing_else_comes(path: str) -> None:
     """Before the first data and between events, at most twice the setting apart; the events are as without."""
     async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 2.0}) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
-        on_all(w, Fault(kind="join", at="mid_stream", args={"count": 0}))
+        on_all(w, Fault(kind="join", at="head", path=path, stream=True, args={"count": 0}))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert answer.status == 200
         assert answer.header("content-type").startswith("text/event-stream")
@@ -196,8 +202,9 @@ async def test_an_error_behind_a_comment_is_an_event(path: str) -> None:
             await reply.whole(b'{"error":{"message":"no","type":"BadRequestError","param":"top_p","code":400}}', 400)
 
         w.pair.d.faults.script(refuses)
+        before = len(w.pair.d.requests)
         asked = asyncio.ensure_future(w.pair.ask(path, BODIES[path]))
-        await until(lambda: w.pair.d.requests)
+        await until(lambda: len(w.pair.d.requests) > before)
         for _ in range(3):
             await w.pass_(LOOK)
         gate.set()
