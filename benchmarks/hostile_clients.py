@@ -300,6 +300,42 @@ def pipeline(client: Client) -> Run:
     return lambda: client.held(64, begin, buffer=4096)
 
 
+def unread(way: str, connections: int, *, every: float, rate: int = 0) -> Kind:
+    """A client that sends the next request on a connection after a while, and reads `rate` bytes per second of the answers."""
+
+    def kind(client: Client) -> Run:
+        body = json.dumps({"model": "m", "prompt": "x" * 400, "max_tokens": 32, "user": f"hostile:{way}"})
+        one = b"".join(client.request(COMPLETIONS, body.encode()))
+
+        async def read(connection: socket.socket) -> None:
+            while await asyncio.get_running_loop().sock_recv(connection, max(1, int(rate * every))):
+                await asyncio.sleep(every)
+
+        async def ask() -> None:
+            while not client.over:
+                reading: asyncio.Task[None] | None = None
+                try:
+                    with await client.open(buffer=4096) as connection:
+                        if rate:
+                            reading = asyncio.ensure_future(read(connection))
+                        while True:
+                            await client.send(connection, one)
+                            await asyncio.sleep(every)
+                except OSError as error:  # a TimeoutError among them: its time is over
+                    client.answers[type(error).__name__] += 1
+                finally:
+                    if reading is not None:
+                        reading.cancel()
+                        await asyncio.wait([reading])
+
+        async def run() -> None:
+            await asyncio.gather(*(ask() for _ in range(connections)))
+
+        return run
+
+    return kind
+
+
 def small(*requests: bytes) -> Kind:
     """A client that sends small requests one after the other, as fast as they are answered."""
 
@@ -346,6 +382,9 @@ KINDS: dict[str, Kind] = {
     "readers": readers,
     "idle": idle(4000),
     "pipeline": pipeline,
+    "unread": unread("whole60k", 12, every=0.02),
+    "dribble": unread("whole60k", 12, every=0.02, rate=900),
+    "unread-large": unread("whole5m", 2, every=0.1),
     "passed": bodies(
         *(
             (path, name, 63)
@@ -363,7 +402,7 @@ KINDS: dict[str, Kind] = {
     "tiny": asking("tiny", stream=True),
     "comments": asking("comments", stream=True),
 }
-"""Kinds by name. Those that call `asking` need hostile_engine.py behind the proxy."""
+"""Kinds by name. Those that call `asking` or `unread` need hostile_engine.py behind the proxy."""
 
 
 async def run(client: Client, action: Run) -> None:

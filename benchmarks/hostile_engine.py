@@ -32,7 +32,18 @@ _FIRST = b'data: {"id":"c","choices":[{"index":0,"text":"a","logprobs":null,"fin
 _LINE = b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="%d"} 1.0\n'
 _TOO_LONG = b'{"error":{"message":"too long","type":"BadRequestError","param":null,"code":400}}'
 
+
+def _whole(size: int) -> tuple[bytes, bytes]:
+    """Return a right answer with a text of so many bytes."""
+    choice = b'{"index":0,"text":"%b","logprobs":null,"finish_reason":"length"}' % (b"a" * size)
+    usage = b'{"prompt_tokens":1,"completion_tokens":32,"total_tokens":33}'
+    body = b'{"id":"c","object":"text_completion","created":1,"model":"m","choices":[%b],"usage":%b}' % (choice, usage)
+    return _JSON + b"content-length: %d\r\n\r\n%b" % (len(body), body), b""
+
+
 WAYS: dict[bytes, tuple[bytes, bytes]] = {
+    b"whole60k": _whole(60_000),
+    b"whole5m": _whole(5_000_000),
     b"answer1g": (_JSON + _LONG + b'{"choices":[{"text":"', b"a" * BLOCK),
     b"head": (_JSON + b"x-long: ", b"a" * BLOCK),
     b"headers": (_JSON, b"a: b\r\n" * (BLOCK // 6)),

@@ -58,7 +58,7 @@ class SlowPort:
             self._filling.append(one)
 
     def drain(self) -> None:
-        """Take connections again: what would connect is in at its next try, a second behind the first."""
+        """Take connections again: what would connect is in at its next try."""
         for one in self._filling:
             one.close()
         self._filling.clear()
@@ -143,7 +143,9 @@ async def test_nobody_waits_for_a_lease(engines: list[Engine], tmp_path: Path, b
     expired = prefill.counters().sum(EXPIRED)
     async with _slow(frozen) as slow:
         decodes = [replace(frozen, port=slow.port), other]
-        proxy = await asyncio.to_thread(Proxy.start, [prefill], decodes, tmp_path)
+        # On a busy machine an engine is slow, not down.
+        settings = {"deadlines": {"connect": 10}, "probes": {"interval": 20}}
+        proxy = await asyncio.to_thread(Proxy.start, [prefill], decodes, tmp_path, settings=settings)
         tasks: list[asyncio.Task[object]] = []
 
         def send(tokens: int, *, stream: bool, progress: Progress | None = None) -> "asyncio.Task[object]":
@@ -168,9 +170,11 @@ async def test_nobody_waits_for_a_lease(engines: list[Engine], tmp_path: Path, b
             await slow.fill()
             frozen.signal(signal.SIGSTOP)
             asked = send(64, stream=streamed)
-            await _until(lambda: prefill.counters().sum(USED), 20, "P has no KV")
+            held = "pdproxy_kv_handles"
+            # Until the request is written, the KV is held for the proxy.
+            await _until(lambda: proxy.counters().sum(held, state="held"), 20, "no decode engine is connected to")
             if behind:
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(1.5)  # the kernel tries again after 1 s and after 3 s
                 slow.drain()
                 async with asyncio.timeout(20):
                     await slow.asked.wait()

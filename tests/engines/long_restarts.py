@@ -148,7 +148,7 @@ async def test_decode_restarts_behind_its_read(pair: Pair, tmp_path: Path, notif
         finally:
             await asyncio.to_thread(proxy.stop)
     print(
-        f"\n{relay.summary()}; answers {dict(+got)}; handles ended {ended}, "
+        f"\n{relay.summary()}\nanswers {dict(+got)}; handles ended {ended}, "
         f"leases expired {pair.prefill.counters().sum(EXPIRED) - expired:.0f}"
     )
     assert len(relay.restarts) == RESTARTS

@@ -116,7 +116,7 @@ async def test_prefill_restarts_behind_its_pull(pair: Pair, launcher: Launcher, 
         finally:
             await asyncio.to_thread(proxy.stop)
     ended = shown.by("pdproxy_kv_handles_ended_total", "end")
-    print(f"\n{relay.summary()}; answers {dict(+got)}; handles ended {ended}, {_turns(shown)}")
+    print(f"\n{relay.summary()}\nanswers {dict(+got)}; handles ended {ended}, {_turns(shown)}")
     assert len(relay.restarts) == RESTARTS
     assert +got == {"right": RESTARTS}
     assert relay.sent_twice == 0

@@ -137,10 +137,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart: the handle of the request that it ended, and the seconds from that request to the connection's end."""
+    """One restart: the seconds from the request that it ended to the connection's end, and whether that was a kept one."""
 
-    handle: str
     after: float
+    kept: bool
 
 
 class Relay:
@@ -183,9 +183,11 @@ class Relay:
     def summary(self) -> str:
         """Return what has happened, in a line."""
         after = [restart.after for restart in self.restarts] or [0.0]
+        kept = sum(restart.kept for restart in self.restarts)
         return (
-            f"{len(self.restarts)} restarts, {statistics.median(after):.3f} s behind the request (median; {min(after):.3f} to "
-            f"{max(after):.3f}); {self.sent_twice} handles sent twice, {self.released.total()} releases"
+            f"{len(self.restarts)} restarts, {kept} on kept connections, {statistics.median(after):.3f} s behind the "
+            f"request (median; {min(after):.3f} to {max(after):.3f}); {self.sent_twice} handles sent twice, "
+            f"{self.released.total()} releases"
         )
 
     @property
@@ -212,10 +214,10 @@ class Relay:
                 if engine is None:
                     answers, engine = await asyncio.open_connection("127.0.0.1", self._engine_port)
                     passing = asyncio.create_task(self._pass(answers, writer))
-                if kept and self._may_end(request):
+                if self._may_end(request):
                     assert passing is not None
                     passing.cancel()  # nothing of the answer reaches the proxy
-                    await self._restart(request, arrived, writer, engine)
+                    await self._restart(request, engine, arrived, kept=kept)
                     return
                 engine.write(request.data)
                 await engine.drain()
@@ -237,13 +239,11 @@ class Relay:
         writer.close()
 
     def _may_end(self, request: Request) -> bool:
-        """Return whether a request on a kept connection is the one that the next restart ends."""
+        """Return whether a request is the one that the next restart ends."""
         handle = request.handle
         return self.next is not None and handle is not None and not request.releases and self.read[handle] == 1
 
-    async def _restart(
-        self, request: Request, arrived: float, writer: asyncio.StreamWriter, engine: asyncio.StreamWriter
-    ) -> None:
+    async def _restart(self, request: Request, engine: asyncio.StreamWriter, arrived: float, *, kept: bool) -> None:
         """Let the engine read the KV, then end all connections of the proxy, and have others take the holder's freed blocks."""
         how, self.next, handle = self.next, None, request.handle
         assert handle is not None
@@ -257,7 +257,7 @@ class Relay:
                     connection: socket.socket = one.get_extra_info("socket")
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                 one.close()
-            self.restarts.append(Restart(handle, time.monotonic() - arrived))
+            self.restarts.append(Restart(time.monotonic() - arrived, kept))
             await self._notices.freed(handle)
             engine.close()
             await self._others()

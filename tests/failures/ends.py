@@ -1,8 +1,9 @@
 """How a test that hangs ends: pytest-timeout fails it, with what each task waits for; what hangs on ends with its process.
 
 pytest-timeout's signal is an exception wherever the process is. It may hit a task that is not the test's, and be lost: it comes
-again. Nothing of pytest-timeout ends the teardown of a test that has failed, so each phase has a last end in the process itself,
-which prints the stacks of all threads and exits. `pytest -n` reports the test as failed and goes on in a new process.
+again. uvloop's loop reports such an exception and goes on: its tasks are cancelled. Nothing of pytest-timeout ends a teardown
+behind a failure, so each phase has a last end in the process itself, which prints the stacks of all threads and exits.
+`pytest -n` reports the test as failed and goes on in a new process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import linecache
 import os
 import signal
+import sys
 from types import FrameType
 from typing import Any
 
@@ -50,8 +52,20 @@ def disarm() -> None:
 
 def repeat(settings: Any) -> None:
     """Behind pytest-timeout, which has just set a timer."""
-    if signal.getitimer(signal.ITIMER_REAL)[0]:
-        signal.setitimer(signal.ITIMER_REAL, settings.timeout, AGAIN)
+    if not signal.getitimer(signal.ITIMER_REAL)[0]:
+        return
+    fails: Any = signal.getsignal(signal.SIGALRM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        loop = asyncio._get_running_loop()
+        if loop is None or isinstance(loop, asyncio.BaseEventLoop):
+            fails(number, frame)
+        print(waiting(), file=sys.stderr, flush=True)
+        for task in _tasks():
+            task.cancel(f"Timeout (>{settings.timeout}s), from pytest-timeout")
+
+    signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout, AGAIN)
 
 
 def no_more() -> None:
@@ -61,8 +75,11 @@ def no_more() -> None:
 
 def waiting() -> str:
     """Return where each task of this process waits, from its outermost coroutine to its innermost."""
-    tasks = [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
-    return "\n".join(f"{one.get_name()}\n{''.join(_places(one.get_coro()))}" for one in tasks)
+    return "\n".join(f"{one.get_name()}\n{''.join(_places(one.get_coro()))}" for one in _tasks())
+
+
+def _tasks() -> list[asyncio.Task[Any]]:
+    return [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
 
 
 def _places(awaited: Any) -> list[str]:

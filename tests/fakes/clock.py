@@ -96,3 +96,21 @@ class ManualClock(Clock):
     async def _turns(self) -> None:
         for _ in range(TURNS):
             await asyncio.sleep(0)
+
+
+async def later_turns() -> None:
+    """Let the event loop take so many turns that whatever nothing holds up has ended, however slow the machine is."""
+    for _ in range(STUCK):
+        await asyncio.sleep(PAUSE / 4)
+
+
+def let_loop_time_pass(seconds: float) -> None:
+    """Let the event loop's own clock be so much later from now on: aiohttp's deadlines until then are over in its next turn.
+
+    The test needs the mark `asyncio_loop`: the clock of uvloop's loop is out of reach. `asyncio.timeout` and `asyncio.sleep` are
+    on that clock, too; `tests.fakes.world.until` is not.
+    """
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, asyncio.BaseEventLoop)
+    before = loop.time
+    loop.time = lambda: before() + seconds  # type: ignore[method-assign]

@@ -13,6 +13,9 @@ def answer(question: bytes, data: bytes) -> bytes:
     match question:
         case b"sleep":
             time.sleep(60)
+        case b"until":  # there is a file of that name
+            while not os.path.exists(data.strip()):
+                time.sleep(0.005)
         case b"die":
             os._exit(1)
         case b"grow":

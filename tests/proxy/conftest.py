@@ -60,8 +60,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"workers: {count} tests are left out: {why}")
 
 
-def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop that `pdproxy serve` runs on."""
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that `pdproxy serve` runs on, but for tests that move the loop's own clock."""
+    if item.get_closest_marker("asyncio_loop"):
+        return {"asyncio": asyncio.new_event_loop}
     return {"uvloop": uvloop.new_event_loop}
 
 

@@ -58,8 +58,7 @@ class Known:
         return next(at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at])
 
     async def settled(self) -> None:
-        """Wait until all events that engines have sent are in the index."""
-        await asyncio.sleep(0.05)  # an engine may answer before it sends its step's events
+        """Wait until all events that engines have sent are in the index: those of a step are sent before its tokens."""
         await until(lambda: all(map(self._has_all, self.world.workers)))
 
     def _has_all(self, worker: Proxy) -> bool:

@@ -363,7 +363,10 @@ async def test_a_client_that_leaves_before_its_turn_leaves_nothing_in_the_buffer
         await until(lambda: pair.loaded > 0)
         second.send(request("POST", COMPLETIONS, completion(prompt="x" + TEXT, stream=True)))
         await until(lambda: pair.d.engine.stats.waiting)
-        await asyncio.sleep(0.3)  # its headers are out: the decode engine has the request
+        clients = [one.engines[pair.d.url].client for one in pair.world.workers]
+        await until(
+            lambda: sum(leg._answering for client in clients for leg in client._all) == 2
+        )  # it has sent both heads
         second.close()
         await until(lambda: len(pair.world.events(HandleEnded)) == 2, 40)
         assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded", "released"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.fakes import answers, scripts
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import WORD
 from tests.fakes.world import CHAT, COMPLETIONS, LONG, chat, completion, until, world
@@ -185,7 +185,7 @@ async def test_a_client_that_does_not_read_pauses_the_decode_engine_and_goes_on(
         last = -1
         while state["sent"] != last:
             last = state["sent"]
-            await asyncio.sleep(0.1)
+            await later_turns()
         assert last < 500, "18 MB are not held for a client that does not read"
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         answer = await client.rest(head)

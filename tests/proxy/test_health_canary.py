@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,10 +20,12 @@ from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
 from pdproxy.upstream.admin import EngineAdmin
+from tests.fakes.clock import let_loop_time_pass
 from tests.fakes.world import until
 from tests.sim.moments import FAST
 
 EVIDENCE = Evidence(frozenset({"tiny", "lora"}), "1", 16, ((), (5, 6, 7, 8, 9)), 5, 1.0, adapters=frozenset({"lora"}))
+TIMEOUT = 60.0
 
 
 class Asked:
@@ -44,7 +47,7 @@ class Asked:
 
 
 @asynccontextmanager
-async def asked(timeout: float = 10.0, **facts: Any) -> AsyncIterator[Asked]:
+async def asked(timeout: float = TIMEOUT, **facts: Any) -> AsyncIterator[Asked]:
     async with SimServer(msgspec.structs.replace(FAST, model="tiny", **facts)) as sim:
         made = Asked(sim, timeout)
         try:
@@ -62,21 +65,30 @@ async def test_an_engine_that_works_answers() -> None:
         assert (body["model"], body["prompt"], body["max_tokens"]) == ("tiny", [5, 6, 7, 8], 1)
 
 
+@pytest.mark.asyncio_loop
 async def test_a_core_that_stands_still_does_not_answer_in_time() -> None:
     """The request is closed: the engine aborts it when it goes on."""
-    async with asked(timeout=0.5) as a:
+    async with asked() as a:
         a.sim.freeze_core_now(0.0, None)
-        assert await a.works() is False
+        works = asyncio.create_task(a.works())
+        await until(lambda: a.sim.engine._streams)  # it has the request
+        let_loop_time_pass(TIMEOUT)
+        assert await works is False
         assert [event.wait for event in a.events if isinstance(event, DeadlinePassed)] == ["canary"]
         await until(lambda: a.sim.requests[-1].left.is_set())
         await a.sim.thaw_core()
         await until(lambda: a.sim.engine.stats.finished["abort"])
 
 
+@pytest.mark.asyncio_loop
 async def test_each_rank_is_asked_by_itself() -> None:
-    async with asked(timeout=0.5, data_parallel_size=2) as a:
+    async with asked(data_parallel_size=2) as a:
         a.sim.freeze_core_now(0.0, 1)
-        assert [await a.works(rank) for rank in (0, 1)] == [True, False]
+        assert await a.works(0) is True
+        works = asyncio.create_task(a.works(1))
+        await until(lambda: a.sim.engine._streams)  # it has the request
+        let_loop_time_pass(TIMEOUT)
+        assert await works is False
 
 
 @pytest.mark.parametrize(

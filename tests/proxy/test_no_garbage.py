@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,6 +10,7 @@ import uvloop
 from pdproxy.kit.errors import PdproxyError
 from tests.fakes import scripts
 from tests.fakes.client import request
+from tests.fakes.clock import later_turns
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
@@ -114,7 +114,7 @@ def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]
             with left_to_the_collector() as found:
                 await act(w)
                 await w.quiet()
-                await asyncio.sleep(0.05)  # connections are lost in a later turn of the loop
+                await later_turns()  # connections are lost in a later turn of the loop
         assert not found
 
     uvloop.run(run())

@@ -15,7 +15,7 @@ from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
 from pdproxy.sim.reply import Reply
 from tests.fakes.client import request
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
@@ -124,7 +124,7 @@ def test_nothing_is_left_to_the_collector(what: Callable[[Pair, ManualClock], Aw
             with left_to_the_collector() as found:
                 await what(pair, clock)
                 await until(lambda: not pair.world.busy())
-                await asyncio.sleep(0.05)
+                await later_turns()
                 assert pair.world.proxy.answer_budget.held == 0
         assert not found
 

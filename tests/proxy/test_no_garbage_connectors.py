@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import uvloop
 
 from pdproxy.observe.events import TurnReused
+from tests.fakes.clock import later_turns
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.pool import pool
 from tests.fakes.world import World, until
@@ -34,7 +33,7 @@ def test_nothing_is_left_to_the_collector(connector: str, stream: bool) -> None:
             with left_to_the_collector() as found:
                 assert (await pair.ask(COMPLETIONS, completion(stream=stream))).status == 200
                 await until(lambda: not pair.world.busy())
-                await asyncio.sleep(0.05)
+                await later_turns()
                 assert pair.world.proxy.answer_budget.held == 0
         assert not found
 
@@ -55,7 +54,7 @@ def test_a_turn_that_uses_the_one_before_leaves_nothing_either(stream: bool) -> 
             with left_to_the_collector() as found:
                 assert (await pair.ask(COMPLETIONS, body | {"prompt": body["prompt"] + "0 more"})).status == 200
                 await quiet(pair)
-                await asyncio.sleep(0.05)
+                await later_turns()
                 assert pair.world.proxy.answer_budget.held == 0
             assert pair.world.events(TurnReused)
         assert not found

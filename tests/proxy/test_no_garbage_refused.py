@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
 import uvloop
 
 from tests.fakes.client import request
+from tests.fakes.clock import later_turns
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
@@ -83,7 +83,7 @@ def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]
                 await act(w)
                 await w.quiet()
                 await until(lambda: w.open_connections == 0)
-                await asyncio.sleep(0.05)  # what the loop still holds of a connection goes in a later turn
+                await later_turns()  # what the loop still holds of a connection goes in a later turn
         assert not found
 
     uvloop.run(run())

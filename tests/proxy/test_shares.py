@@ -16,7 +16,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.web.connections import MAX_LEAVING, MAX_SEARCHED
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.engine import prefill
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
@@ -92,14 +92,19 @@ async def test_one_client_alone_has_all_places() -> None:
 
 async def slow(w: World, clock: ManualClock, count: int) -> None:
     """Let time pass until so many clients are known to read slowly: they have taken all that the system holds for them."""
-    seen = [0]
-    async with asyncio.timeout(30):
-        while not seen[-1] or len(set(seen[-5:])) > 1 or len(seen) < 5:
-            await asyncio.sleep(0.05)
-            seen.append(buffered(w))
+    await full(w)
     for _ in range(4):
         await clock.advance(0.5)
     assert len(w.proxy.known_clients.with_slow) == count
+
+
+async def full(w: World) -> None:
+    """Wait until the system takes nothing more of what is to be sent to clients: nothing changes in many turns of the loop."""
+    before = -1
+    async with asyncio.timeout(30):
+        while not buffered(w) or buffered(w) != before:
+            before = buffered(w)
+            await later_turns()
 
 
 def buffered(w: World) -> int:

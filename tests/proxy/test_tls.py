@@ -146,6 +146,24 @@ async def test_a_client_that_stops_reading_is_dropped(ours: Side) -> None:
         assert (await w.ended()).outcome == "client_left"
 
 
+async def test_a_whole_answer_that_is_not_read_is_counted_below_tls(ours: Side) -> None:
+    """The connection below TLS would take all of it unseen. The request behind it waits, and both answers come whole."""
+    size = 16 << 20  # far more than the kernel takes of it
+    async with fronted(ours, prefill=0) as w:
+        w.decode[0].script(*[scripts.whole(answers.whole(False, [1, 2, 3], "x" * size, 4))] * 2)
+        client = await w.client(receive_buffer=16384)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.send(request("POST", COMPLETIONS, completion()) * 2)
+        await until(lambda: w.proxy.unread_answers.held > size // 2)
+        await w.ended()
+        assert w.metric("pdproxy_held_bytes", what="unread") > size // 2
+        assert len(w.decode[0].requests) == 1
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        for _ in range(2):
+            assert len((await client.answer()).text) == size
+        await until(lambda: w.proxy.unread_answers.held == 0)
+
+
 async def test_a_client_that_reads_on_gets_all_of_a_large_stream(ours: Side) -> None:
     """A pause of the client loses nothing and ends nothing."""
     async with fronted(ours) as w:

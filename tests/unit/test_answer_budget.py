@@ -88,3 +88,14 @@ async def test_a_relay_counts_the_beginning_of_an_event_once() -> None:
     relay.failed(EngineError("lost"))
     del relay
     assert budget.held == 0
+
+
+def test_who_finds_no_budget_holds_nothing() -> None:
+    """What it held before is let go at once: its answer will never be whole."""
+    budget = AnswerBudget(max_answer=10, max_total=15)
+    first, second = budget.share(), budget.share()
+    first.add(b"x" * 10)
+    second.add(b"x" * 3)
+    with pytest.raises(AnswerBudgetError):
+        second.add(b"x" * 3)
+    assert (budget.held, second.size, second.kept) == (10, 0, 0)

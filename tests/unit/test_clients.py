@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
-from collections.abc import Callable
 from ipaddress import ip_network
-from typing import Any
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -128,7 +126,6 @@ async def looked(
     *,
     rate: int = 100,
     crowd: bool = False,
-    now: Callable[[], float] = time.monotonic,
 ) -> tuple[Socket, list[Event], Clients, bool]:
     """Look at a client once for each number that the system gives; `left`: what waits to be sent at each look."""
     events: list[Event] = []
@@ -139,9 +136,8 @@ async def looked(
 
     numbers, sock, known = iter(taken), Socket(), Clients()
     monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
-    clock, caught_up = Clock(), asyncio.Event()
-    clock.now = now
-    policy = SlowReaderPolicy(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
+    caught_up = asyncio.Event()
+    policy = SlowReaderPolicy(rate, 1.2, Clock(), known, Observers([Hears()]), lambda _: crowd)
     client: Client = known.enter("a")
     one = ReadWatch(policy, client, sock, caught_up.set)  # type: ignore[arg-type]
     for waiting in left:
@@ -175,15 +171,37 @@ async def test_it_goes_where_others_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (sock.aborted, events, known.with_slow) == (True, [Evicted("reader")], {})
 
 
-async def test_it_goes_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody else waits."""
-    sock, events, known, _ = await _after(monkeypatch, 1.3)
-    assert (sock.aborted, events, known.with_slow) == (True, [DeadlinePassed("client_write")], {})
+@pytest.mark.parametrize(
+    ("steps", "dropped"),
+    [
+        ([0] * 12, True),
+        ([0] * 11, False),
+        ([0] * 6 + [119] + [0] * 5, True),
+        ([0] * 6 + [120] + [0] * 5, False),
+        ([0, 120] + [0] * 11, False),
+        ([0, 120] + [0] * 12, True),
+        ([9] * 12, True),
+        ([10] * 30, False),
+    ],
+)
+async def test_it_goes_after_the_deadline(monkeypatch: pytest.MonkeyPatch, steps: list[int], dropped: bool) -> None:
+    """Where nobody else waits: by what it has read in the last twelve looks together.
+
+    Its system takes bytes in steps: one of them makes no fast reader.
+    """
+    sock, events, known, _ = await looked(monkeypatch, list(accumulate(steps, initial=0)), [5] * len(steps))
+    assert sock.aborted is dropped
+    assert events == ([DeadlinePassed("client_write")] if dropped else [])
+    assert not (dropped and known.with_slow)
 
 
-async def _after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Any:
-    times = iter([0.0, seconds, seconds])
-    return await looked(monkeypatch, [0, 0, 0], [5, 5], now=lambda: next(times))
+@pytest.mark.parametrize(("left", "dropped"), [([5] * 12, True), ([5] * 5 + [4] * 7, False)])
+async def test_where_the_system_does_not_say_any_progress_will_do(
+    monkeypatch: pytest.MonkeyPatch, left: list[int], dropped: bool
+) -> None:
+    """Of the admin API's socket, for one."""
+    sock, *_ = await looked(monkeypatch, [None] * 13, left)
+    assert sock.aborted is dropped
 
 
 async def test_who_has_caught_up_is_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.connection import LARGE_READ, EngineConnection, Headers
-from tests.fakes.legs import Heard
+from tests.fakes.legs import CHUNKED, LAST, Heard
 from tests.fuzz.ingress import Transport
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -216,3 +216,73 @@ async def test_others_have_their_turn_behind_a_large_read() -> None:
     assert transport.reading_paused, "the pause of the client stays"
     leg.resume()
     assert not transport.reading_paused
+
+
+class Stuck(Transport):
+    """A socket's end whose other side does not read: so many bytes wait."""
+
+    waiting = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+async def test_a_connection_with_unsent_bytes_is_not_used_again(waiting: int) -> None:
+    """An engine that answers before it has read the whole request: the next one would wait behind the rest of it."""
+    free: list[EngineConnection] = []
+    transport, heard = Stuck(), Heard()
+    connection = EngineConnection("engine", free.append, lambda _: None)
+    connection.connection_made(transport)
+    connection.send((b"head", b"x" * 100_000), heard)
+    transport.waiting = waiting
+    connection.data_received(WHOLE)
+    assert heard.ending == "whole", "its answer is whole all the same"
+    assert (free, transport.closing) == (([], True) if waiting else ([connection], False))
+
+
+async def test_a_request_behind_an_early_answer_gets_a_connection_of_its_own(
+    server: tuple[Server, EngineClient],
+) -> None:
+    """It is answered at once, although the engine never reads the rest of the request before."""
+    told, client = server
+    first = Sink()
+    await client.send(client.request("/v1/completions", (), b"x" * (64 << 20)), first)
+    writer = await told.heard.get()
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(WHOLE)
+    await first.over
+    second = Sink()
+    await client.send(request(client), second)
+    async with asyncio.timeout(30):
+        other = await told.heard.get()
+    assert other is not writer
+    other.write(WHOLE)
+    await second.over
+
+
+async def test_what_forwards_reads_is_forgotten_with_its_answer() -> None:
+    """The next answer's chunks go to its own sink."""
+    forwarded: list[bytes] = []
+
+    def forward(data: bytes) -> int:
+        if data == LAST:
+            return 0
+        forwarded.append(data)
+        return len(data)
+
+    transport, heard = Transport(), Heard()
+    connection = EngineConnection("engine", lambda _: None, lambda _: None)
+    connection.connection_made(transport)
+    connection.send(b"", heard).offer_reads(forward)
+    connection.data_received(CHUNKED + b"1\r\na\r\n")
+    connection.data_received(b"1\r\nb\r\n")
+    assert forwarded == [b"1\r\nb\r\n"]
+    connection.data_received(LAST)
+    assert heard.ending == "whole"
+    after = Heard()
+    connection.send(b"", after)
+    connection.data_received(CHUNKED + b"1\r\nc\r\n")
+    connection.data_received(b"1\r\nd\r\n")
+    assert len(forwarded) == 1
+    assert after.body == b"cd"

@@ -86,17 +86,17 @@ async def test_a_handle_is_given_away_once() -> None:
     """A second leg with it would be a defect; one whose KV is gone, or is being released, gets none."""
     kept = custodian(NIXL)
     custody = kept.take(handle("r1"), LEG)
-    assert custody.spend("http://d", 7) == handle("r1")
-    assert (custody.decode, custody.decode_run, kept.snapshot()["asked"][0]) == ("http://d", 7, 1)
+    assert custody.spend(7) == handle("r1")
+    assert (custody.decode_run, kept.snapshot()["asked"][0]) == (7, 1)
     with pytest.raises(RuntimeError, match="given away before"):
-        custody.spend("http://d", 7)
+        custody.spend(7)
     custody.end(End.LOADED)
     released, expired = (kept.take(handle(name), LEG) for name in ("r2", "r3"))
     released.release()
     expired.end(End.EXPIRED)
     for gone in (released, expired):
         with pytest.raises(KvGoneError, match="the KV at http://p is gone"):
-            gone.spend("http://d", 7)
+            gone.spend(7)
         assert not gone.was_asked
     await kept.settle(0)
 

@@ -46,6 +46,30 @@ def test_one_that_waits_says_what_it_waits_for(tmp_path: Path) -> None:
         assert re.search(r"- Tasks that wait -+\n.*" + place, output, re.DOTALL)
 
 
+ON_UVLOOP = """
+import asyncio, pytest, uvloop
+
+async def a_step():
+    await asyncio.Event().wait()
+
+@pytest.mark.timeout(1)
+def test_waits():
+    uvloop.run(a_step())
+
+def test_good(): pass
+"""
+
+
+@pytest.mark.timeout(300)
+def test_one_that_waits_on_uvloops_loop_ends_too(tmp_path: Path) -> None:
+    """That loop reports what a signal raises, and goes on."""
+    code, output = run(tmp_path, ON_UVLOOP)
+    assert code == 1
+    assert "Timeout (>1.0s)" in recorded(tmp_path / "report")["test_some.py::test_waits"]
+    assert re.search(r":\d+ a_step: await asyncio.Event", output)
+    assert "1 passed" in output
+
+
 HANGING = """
 import pytest, threading
 @pytest.fixture

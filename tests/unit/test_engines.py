@@ -22,6 +22,7 @@ from pdproxy.serving.kv.release import MIN_CONTACTS, Contacts
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.nixl import NIXL
+from tests.fakes.clock import later_turns
 from tests.fakes.registry import registry, unused_client
 
 SPLIT = (Role.PREFILL, Role.DECODE)
@@ -170,10 +171,10 @@ async def test_a_kept_task_ends_and_is_forgotten() -> None:
 
     failing = owner.keep(fail, "one")
     task = owner.keep(lambda: asyncio.sleep(60), "other")
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert (len(owner.shortcomings()), dict(owner.failures())) == (1, {"one": 1, "other": 0})
     owner.end(failing)
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert (owner.shortcomings(), dict(owner.failures()), len(owner)) == ([], {"other": 0}, 1)
     assert not task.cancelled()
     await owner.settle(0)
@@ -186,7 +187,7 @@ async def test_tasks_whose_long_names_begin_alike_end_each_by_itself() -> None:
     await asyncio.sleep(0)
     assert [count for _, count in owner.failures()] == [0]
     owner.end(one)
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert (one.done(), other.done(), len(list(owner.failures()))) == (True, False, 1)
     await owner.settle(0)
 
@@ -268,7 +269,7 @@ def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
     kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock())
     prefill, asked = engines["p"].node.run_number, engines["d"].node.run_number
     custody = kept.take(Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill))
-    custody.spend("d", asked)
+    custody.spend(asked)
     up(ledger, "d", started=2.0)
     assert engines["d"].node.run_number != asked
     custody.end(End.LOADED)

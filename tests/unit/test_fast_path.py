@@ -336,3 +336,16 @@ async def test_what_is_noted_of_events_with_several_ids_is_bounded_as_the_ids_ar
         found.keep_ids([b"1,2", b"3,4"])
     assert len(found.several) == noted == 2
     assert found.tokens == tokens.MAX_KEPT + 36
+
+
+@pytest.mark.parametrize("end", [b"\r", b"\n"])
+@pytest.mark.parametrize("takes_ids", [True, False])
+def test_a_line_end_within_a_chunk_of_a_known_size_is_left(takes_ids: bool, end: bytes) -> None:
+    """Clients would read another event, or another field, than the engine has sent."""
+    ids = (7,) if takes_ids else None
+    path, got = taught(event("x", ids), takes_ids=takes_ids)
+    plain = chunk(event("abc", ids))
+    assert [path.forward(plain), path.forward(plain)] == [len(plain)] * 2
+    del got[:]
+    assert path.forward(plain.replace(b"abc", b"a" + end + b"c")) == 0
+    assert not got

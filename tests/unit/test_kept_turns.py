@@ -518,3 +518,14 @@ def test_whatever_was_edited_the_text_is_one_engines(
     assert prefill.over == "length"
     assert engines.answer(d, following, 6, prefill.handle).tokens == plain(following, 6, **facts)
     assert engines.answer(p, following, 6).tokens == plain(following, 6, **facts), "P's cache is sound"
+
+
+def test_a_handle_that_came_before_an_unusable_one_is_released() -> None:
+    """The notice's, whose answer is not the one that the client gets."""
+    shelf = Shelf()
+    turn = opened(shelf)
+    shelf.open.receive("a", params(59, "cmpl-lost"))
+    turn.keeps(b"{}")
+    assert shelf.dropped == [("a", "unusable", True)]
+    turn.answered(ANSWER, 20)
+    assert shelf.open.size == len(shelf.open) == len(shelf.kept) == 0

@@ -370,3 +370,20 @@ def test_an_engine_that_takes_no_connection_is_lost() -> None:
     assert assignment is not None
     made.close(assignment.leases[0], Verdict.UNREACHABLE, 1.0)
     assert lost == [assignment.leases[0].node.url]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAILED, Verdict.GOOD])
+def test_legs_of_a_removed_engine_move_no_breaker(verdict: Verdict) -> None:
+    """They end as they may: the engine stays removed, and no engine looks as if it were out of use."""
+    made = ledger()
+    found = [made.assign(SPLIT, Ask("m", 1, 0.0)) for _ in range(8)]
+    leases = [lease for one in found if one is not None for lease in one.leases if lease.node.url == "p1"]
+    assert len(leases) > 2
+    made.close(leases.pop(), Verdict.FAILED, 0.0)
+    made.remove("p1")
+    for lease in leases:
+        assert not made.close(lease, verdict, 1.0)
+    node = leases[0].node
+    assert not made.breakers.opened
+    assert not node.usable(1e9)
+    assert (node.requests, node.trial_places) == (0, 0)

@@ -25,6 +25,7 @@ from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Facts, Node
 from pdproxy.transfer.contract import PushedToDecode
+from tests.fakes.clock import later_turns
 from tests.fakes.registry import unused_client
 
 A, B, C = (Node(url=f"http://{name}:8000", role="decode") for name in "abc")
@@ -160,9 +161,9 @@ async def test_it_stays_while_it_has_leases_and_kv(w: World) -> None:
     w.members.drain(A.url, "admin", removes=True)
     (text,) = w.members.shortcomings()
     assert text == f"decode {A.url} is being drained (by admin): 1 requests are left, for at most 30 s"
-    await asyncio.sleep(0.01)
+    await later_turns()
     w.close(mine)
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert w.members.state(A.url) is MemberState.DRAINING
     assert "KV of it is still to be read" in w.members.shortcomings()[0]
     w.held.clear()
@@ -178,7 +179,7 @@ async def test_what_is_late_ends(w: World) -> None:
     w.engines[A.url].open_legs.add(leg)
     w.members.drain(A.url, "admin", seconds=7, removes=True)
     w.time += 6.9
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert leg.errors == []
     w.time += 0.2
     await w.until(lambda: leg.errors)
@@ -349,7 +350,7 @@ async def test_one_that_leaves_is_wanted_again(w: World) -> None:
     w.members.remove(url, "settings")
     engine = w.engines[url]
     w.members.add(w.members.members[url].settings, "dns")
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert w.engines[url] is engine
     assert (w.members.state(url), w.members.members[url].source) == (MemberState.SERVING, "dns")
 
@@ -469,6 +470,6 @@ async def test_two_orders_at_the_same_time(w: World, how: str) -> None:
     if how == "both":
         w.members.drain(A.url, "admin", removes=True)
     w.held.clear()
-    await asyncio.sleep(0.02)
+    await later_turns()
     assert (A.url in w.engines) == (how == "undrain")
     assert not w.members._ending

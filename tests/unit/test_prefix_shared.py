@@ -28,6 +28,7 @@ from pdproxy.scheduling.prefix.shared import BATCH, MAX_WAITING, SharedKnowledge
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
+from tests.fakes.clock import later_turns
 
 UNIT = 16
 ENGINES, CAPACITY = 8, 1200
@@ -274,12 +275,12 @@ async def test_messages_are_sent_in_batches_and_taken_in_steps(monkeypatch: pyte
     behind = True
     sends.is_behind = lambda: behind
     first.routed(beginning([1, 2]), "a1", 11.0)
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert len(told) == 2  # it waits with what is to be told, not with messages
     behind = False
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert len(told) == 3
     sends.stop()
     first.routed(beginning([3, 4]), "a1", 11.0)
-    await asyncio.sleep(0.01)
+    await later_turns()
     assert len(told) == 3

@@ -151,3 +151,20 @@ async def test_half_of_a_thousand_requests_are_tried_again_within_the_share() ->
     assert all(await asyncio.gather(*(retry() for _ in range(500))))
     assert most == 200
     assert (made.budget.running, made.budget.refused) == (0, 0)
+
+
+async def test_a_turn_that_comes_with_the_deadline_is_taken() -> None:
+    """At the very moment at which the wait is over: the place is the request's, and is lost to nobody."""
+    made = Made(least=1)
+    slot = await made.budget.enter()
+    assert slot is not None
+    late = made.enter()
+    await turns()
+    ((timer,),) = made.clock._slots.values()
+    slot.leave()
+    timer.then()
+    taken = await late
+    assert taken is not None
+    assert (made.budget.running, made.budget.refused, made.budget.waiting) == (1, 0, 0)
+    taken.leave()
+    assert made.budget.running == 0

@@ -117,6 +117,18 @@ async def test_a_connection_counts_its_reads() -> None:
     await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize(("more", "status"), [(0, 200), (1, 413)])
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/chat/completions"])
+async def test_a_body_in_chunks_has_the_same_limit(path: bytes, more: int, status: int) -> None:
+    """To the byte, although no header announces its size."""
+    entry = Ingress(max_body=5000)
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path
+    chunks = [b"%x\r\n%b\r\n" % (size, b"x" * size) for size in (4000, 1000 + more)]
+    seen = await entry.connection([head, *chunks, b"0\r\n\r\n"])
+    assert seen.statuses == [status]
+    assert [len(body) for _, _, body in seen.served] == ([] if more else [5000])
+
+
 def test_every_name_used_is_named_here() -> None:
     """The modules use nothing else of uvicorn than its class, its cycle and its status lines."""
     modules = (protocol, client_connection, response_cycle, guard, cycle)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import weakref
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +21,12 @@ from pdproxy.serving.access.clients import Client
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.wire.body_bounds import LARGE, Bounds
 from pdproxy.wire.request import Route
+from tests.fakes.clock import ManualClock
 from tests.fakes.world import until
 
 MEMORY = 512 << 20
+SECONDS = 100.0
+"""The callers' deadline, which no test reaches that does not mean to."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +37,17 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def workers(**options: Any) -> AsyncIterator[Workers]:
-    given = {"max_workers": 1, "waiting": 4, "memory": MEMORY, "idle": 60.0, **options}
+    given = {"max_workers": 1, "waiting": 4, "memory": MEMORY, "idle": 60.0, "clock": Clock(), **options}
     made = Workers("tests.fakes.slow_worker", **given)
     try:
         yield made
     finally:
         await made.close()
         assert (made.busy, made.idle, made.waiting) == (0, 0, 0)
+
+
+def ask(w: Workers, question: bytes, data: bytes = b"", client: str = "me") -> asyncio.Task[bytes | memoryview]:
+    return asyncio.ensure_future(w.ask(client, question, data, w._clock.now() + SECONDS))
 
 
 def gone(pid: int) -> bool:
@@ -54,56 +63,117 @@ async def test_data_goes_there_and_back(size: int) -> None:
     """Of any size, by one process for all."""
     async with workers() as w:
         data = os.urandom(size)
-        assert [bytes(await w.ask("me", b"", data)) for _ in range(3)] == [data] * 3
+        assert [bytes(await ask(w, b"", data)) for _ in range(3)] == [data] * 3
         assert (w.busy, w.idle) == (0, 1)
 
 
 async def test_no_more_processes_than_allowed() -> None:
     """Others wait for their turn; all are answered."""
     async with workers(max_workers=2, waiting=20) as w:
-        answers = await asyncio.gather(*(w.ask("me", b"who", b"") for _ in range(12)))
+        answers = await asyncio.gather(*(ask(w, b"who") for _ in range(12)))
         assert len({bytes(one) for one in answers}) <= 2
 
 
 async def test_one_more_than_may_wait_is_refused() -> None:
     """At once, and the others keep their places; a place that was given up is free."""
     async with workers(waiting=2) as w:
-        first = asyncio.ensure_future(w.ask("me", b"sleep", b""))
+        first = ask(w, b"sleep")
         await until(lambda: w.busy)
-        others = [asyncio.ensure_future(w.ask("me", b"", b"x")) for _ in range(2)]
+        others = [ask(w, b"", b"x") for _ in range(2)]
         await until(lambda: w.waiting == 2)
         with pytest.raises(OverloadedError):
-            await w.ask("me", b"", b"y")
+            await ask(w, b"", b"y")
         others.pop().cancel()
         await until(lambda: w.waiting == 1)
-        first.cancel()
+        await w.close()
         assert await others[0] == b"x"
-        await asyncio.wait([first])
+        with pytest.raises(WorkerLostError):
+            await first
 
 
-async def test_who_stops_waiting_ends_the_work() -> None:
-    """The process is killed, and the next caller gets another one."""
+async def test_who_stops_waiting_leaves_the_process_to_the_next(tmp_path: Path) -> None:
+    """It ends the work that it has, and is not killed: the next caller needs no other one. Until then the place is taken."""
     async with workers() as w:
-        pid = int(await w.ask("me", b"who", b""))
-        asked = asyncio.ensure_future(w.ask("me", b"sleep", b""))
+        pid = int(await ask(w, b"who"))
+        go = tmp_path / "go"
+        for n in range(3):
+            asked = ask(w, b"until", str(go).encode())
+            await until(lambda: w.busy)
+            asked.cancel()
+            await asyncio.wait([asked])
+            assert asked.cancelled()
+            following = ask(w, b"who")
+            await until(lambda: w.waiting == 1)
+            go.touch()
+            assert int(await following) == pid, n
+            assert (w.busy, w.idle, w._turns.taken) == (0, 1, 0)
+            go.unlink()
+
+
+async def test_data_of_a_caller_that_has_left_is_not_kept(tmp_path: Path) -> None:
+    """Only until the process has it: nobody counts these bytes any more."""
+
+    class Data(bytearray):
+        pass
+
+    async with workers() as w:
+        go = tmp_path / "go"
+        data = Data(str(go).encode() + b" " * (4 << 20))
+        seen = weakref.ref(data)
+        asked = asyncio.ensure_future(w.ask("me", b"until", data, w._clock.now() + SECONDS))
         await until(lambda: w.busy)
         asked.cancel()
         await asyncio.wait([asked])
-        assert asked.cancelled()
+        del data, asked  # a task that was cancelled keeps its frames
+        await until(lambda: seen() is None)
+        assert w.busy == 1
+        go.touch()
+        await until(lambda: w.idle == 1)
+
+
+async def test_work_that_nobody_awaits_has_a_deadline() -> None:
+    """That of its caller. Then the process is killed, and the place free; it is counted."""
+    late: list[None] = []
+    clock = ManualClock()
+    async with workers(clock=clock, overdue=lambda: late.append(None)) as w:
+        pid = int(await ask(w, b"who"))
+        asked = ask(w, b"sleep")
+        await until(lambda: w.busy)
+        await clock.advance(SECONDS / 2)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await clock.advance(SECONDS / 2 - 1)
+        assert (w.busy, late, gone(pid)) == (1, [], False)
+        await clock.advance(1)
+        assert (w.busy, late) == (0, [None])
         await until(lambda: gone(pid))
-        assert int(await w.ask("me", b"who", b"")) != pid
+        assert int(await ask(w, b"who")) != pid
+
+
+async def test_work_that_has_missed_its_deadline_is_ended_at_once() -> None:
+    """Its caller has waited for as long as it may."""
+    clock = ManualClock()
+    async with workers(clock=clock) as w:
+        pid = int(await ask(w, b"who"))
+        asked = ask(w, b"sleep")
+        await until(lambda: w.busy)
+        await clock.advance(SECONDS)
+        asked.cancel()
+        await asyncio.wait([asked])
+        assert w.busy == 0
+        await until(lambda: gone(pid))
 
 
 async def test_who_stops_waiting_while_a_process_starts_leaves_it_to_the_next() -> None:
     """A client that comes and goes starts one process, not one each time."""
     async with workers() as w:
         for _ in range(5):
-            asked = asyncio.ensure_future(w.ask("me", b"who", b""))
+            asked = ask(w, b"who")
             await asyncio.sleep(0)
             asked.cancel()
             await asyncio.wait([asked])
         await until(lambda: w.idle)
-        assert await w.ask("me", b"", b"x") == b"x"
+        assert await ask(w, b"", b"x") == b"x"
         await until(lambda: w.busy == 0)
         assert w.idle == 1
 
@@ -113,23 +183,23 @@ async def test_a_process_that_ends_is_replaced(question: bytes, error: type[Exce
     """Its caller gets an error, the next one an answer."""
     async with workers() as w:
         with pytest.raises(error):
-            await w.ask("me", question, b"x" * 100_000)
-        assert await w.ask("me", b"", b"x") == b"x"
+            await ask(w, question, b"x" * 100_000)
+        assert await ask(w, b"", b"x") == b"x"
 
 
 async def test_memory_is_bounded() -> None:
     """Data that doesn't fit is refused, not kept."""
     async with workers(memory=128 << 20) as w:
         with pytest.raises(NoMemoryError):
-            await w.ask("me", b"", bytes(160 << 20))
+            await ask(w, b"", bytes(160 << 20))
 
 
 @pytest.mark.parametrize("state", ["idle", "at work", "starting"])
 async def test_another_bound_of_memory(state: str) -> None:
     """No question is lost, and the next ones get a process with the new bound."""
     async with workers() as w:
-        before = int(await w.ask("me", b"who", b"")) if state == "idle" else 0
-        asked = [] if state == "idle" else [asyncio.ensure_future(w.ask("me", b"who", b""))]
+        before = int(await ask(w, b"who")) if state == "idle" else 0
+        asked = [] if state == "idle" else [ask(w, b"who")]
         if state == "starting":
             for _ in range(3):  # to the wait for its pipes
                 await asyncio.sleep(0)
@@ -139,24 +209,24 @@ async def test_another_bound_of_memory(state: str) -> None:
         w.resize(1, 2 * MEMORY)
         before = before or int(await asked[0])
         await until(lambda: gone(before))
-        assert int(await w.ask("me", b"who", b"")) != before
+        assert int(await ask(w, b"who")) != before
         assert (w.busy, w.idle) == (0, 1)
 
 
 async def test_another_number_of_processes() -> None:
     """More of them serve those that wait; with fewer of them nothing that is at work ends."""
     async with workers() as w:
-        asked = [asyncio.ensure_future(w.ask("me", b"sleep", b"")) for _ in range(2)]
+        asked = [ask(w, b"sleep") for _ in range(2)]
         await until(lambda: (w.busy, w.waiting) == (1, 1))
         w.resize(2, MEMORY)
         await until(lambda: (w.busy, w.waiting) == (2, 0))
         w.resize(1, MEMORY)
-        next_one = asyncio.ensure_future(w.ask("me", b"", b"x"))
+        next_one = ask(w, b"", b"x")
         await until(lambda: w.waiting == 1)
-        asked[0].cancel()
-        await asyncio.wait(asked[:1])
-        assert (w.busy, w.waiting) == (1, 1)
-        asked[1].cancel()
+        next(iter(w._all)).kill()
+        await until(lambda: w.busy == 1)
+        assert w.waiting == 1
+        next(iter(w._all)).kill()
         assert await next_one == b"x"
         await asyncio.wait(asked)
 
@@ -164,19 +234,19 @@ async def test_another_number_of_processes() -> None:
 async def test_an_idle_process_ends() -> None:
     """After its time, and another is started when needed."""
     async with workers(idle=0.05) as w:
-        pid = int(await w.ask("me", b"who", b""))
+        pid = int(await ask(w, b"who"))
         await until(lambda: gone(pid))
         assert (w.busy, w.idle) == (0, 0)
-        assert int(await w.ask("me", b"who", b"")) != pid
+        assert int(await ask(w, b"who")) != pid
 
 
 async def test_a_process_that_was_killed_while_idle_is_not_asked() -> None:
     """By an operator, or for want of memory."""
     async with workers() as w:
-        pid = int(await w.ask("me", b"who", b""))
+        pid = int(await ask(w, b"who"))
         os.kill(pid, 9)
         await until(lambda: next(iter(w._all)).returncode is not None)
-        assert int(await w.ask("me", b"who", b"")) != pid
+        assert int(await ask(w, b"who")) != pid
 
 
 async def test_what_a_process_is_told() -> None:
@@ -184,8 +254,8 @@ async def test_what_a_process_is_told() -> None:
     os.environ["PDPROXY_AUTH__API_KEYS"] = "secret"
     try:
         async with workers() as w:
-            assert b"PDPROXY" not in bytes(await w.ask("me", b"environment", b""))
-            assert int(await w.ask("me", b"nice", b"")) >= 10
+            assert b"PDPROXY" not in bytes(await ask(w, b"environment"))
+            assert int(await ask(w, b"nice")) >= 10
     finally:
         del os.environ["PDPROXY_AUTH__API_KEYS"]
 
@@ -199,11 +269,14 @@ async def test_reading_a_body_has_a_deadline() -> None:
             events.append(event)
 
     class Asleep(Workers):
-        async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
-            return await super().ask(asker, b"sleep", data)
+        async def ask(
+            self, asker: Hashable, question: bytes, data: bytes | bytearray, end: float
+        ) -> bytes | memoryview:
+            return await super().ask(asker, b"sleep", data, end)
 
-    asleep = Asleep("tests.fakes.slow_worker", max_workers=1, waiting=1, memory=MEMORY, idle=60)
-    bodies = BodyReader(asleep, Clock(), Observers([Hears()]), seconds=0.3, bounds=Bounds())
+    clock = Clock()
+    asleep = Asleep("tests.fakes.slow_worker", max_workers=1, waiting=1, memory=MEMORY, idle=60, clock=clock)
+    bodies = BodyReader(asleep, clock, Observers([Hears()]), seconds=0.3, bounds=Bounds())
     with pytest.raises(OverloadedError, match=r"not read in 0\.3 s"):
         await bodies.request(Route.CHAT, b" " * (LARGE + 1), Client("a client"))
     assert events == [DeadlinePassed("read_body")]

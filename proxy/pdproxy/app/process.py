@@ -111,7 +111,7 @@ class Process:
             deadlines.retry,
         )
         bodies = BodyReader(
-            readers(limits.body_readers, limits.max_body_bytes),
+            readers(limits.body_readers, limits.max_body_bytes, clock, observers),
             clock,
             observers,
             seconds=deadlines.read_body,

@@ -1,7 +1,8 @@
 """Worker processes for work that would hold up the event loop: a few, started on demand, each with one question at a time.
 
 Owns the processes. They are not threads, since such work never releases the interpreter's lock. A worker whose caller stops
-waiting is killed: nothing else ends its work.
+waiting does its work to the end, and serves the next caller: to kill it and to start another takes longer than most work. Only
+one that takes too long is killed: nothing else ends its work.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import mmap
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, Reason
 from pdproxy.kit.fair_places import FairPlaces, NoPlaceError
 from pdproxy.kit.tasks import TaskOwner
@@ -40,11 +42,23 @@ class Workers:
     """At most `max_workers` processes that run a Python `module`, whose main is `kit.worker.work`.
 
     `waiting`: callers that may wait for one. `memory`: bytes of address space of each. A process that was idle for `idle` seconds
-    is ended.
+    is ended. `clock`: of the deadline of work whose caller has left. `overdue` is called when work has missed that.
     """
 
-    def __init__(self, module: str, *, max_workers: int, waiting: int, memory: int, idle: float) -> None:
+    def __init__(
+        self,
+        module: str,
+        *,
+        max_workers: int,
+        waiting: int,
+        memory: int,
+        idle: float,
+        clock: Clock,
+        overdue: Callable[[], None] = lambda: None,
+    ) -> None:
         self._module = module
+        self._clock = clock
+        self._overdue = overdue
         self._max_workers = max_workers
         self._memory = memory
         self._idle_seconds = idle
@@ -83,8 +97,10 @@ class Workers:
         self._max_workers = max_workers
         self._turns.resize(max_workers)
 
-    async def ask(self, client: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
-        """Return a worker's answer, once it is the client's turn. Cancellation ends the worker that is at work on it.
+    async def ask(self, client: Hashable, question: bytes, data: bytes | bytearray, end: float) -> bytes | memoryview:
+        """Return a worker's answer, once it is the client's turn. `end`: the caller's deadline, by the clock.
+
+        If the caller is cancelled before, the worker keeps the client's place until its work is done, or until `end`.
 
         Raises:
             OverloadedError: too many wait already, or a client with fewer of them took the place.
@@ -100,19 +116,38 @@ class Workers:
         except BaseException:
             self._turns.leave(client)
             raise
+        work = asyncio.ensure_future(_asked(process, question, data))
         try:
-            answer = await _asked(process, question, data)
+            return await asyncio.shield(work)
         except (OSError, EOFError):
-            self._end(process)
             raise WorkerLostError("the process that read the request ended") from None
-        except BaseException:
-            self._end(process)
-            raise
-        else:
-            self._keep(process)
-            return answer
         finally:
-            self._turns.leave(client)
+            left = end - self._clock.now()
+            if work.done() or left <= 0:
+                self._worked(client, process, work)
+            else:
+                self._ending.spawn(self._work_on(client, process, work, left), str(process.pid))
+
+    async def _work_on(
+        self, client: Hashable, process: Process, work: asyncio.Future[bytes | memoryview], seconds: float
+    ) -> None:
+        """Wait for work whose caller has left."""
+        try:
+            async with self._clock.within(seconds):
+                await asyncio.wait([work])
+        except TimeoutError:
+            self._overdue()
+        finally:
+            self._worked(client, process, work)
+
+    def _worked(self, client: Hashable, process: Process, work: asyncio.Future[bytes | memoryview]) -> None:
+        """Keep a process that has done its work, and end any other."""
+        if work.done() and not work.cancelled() and work.exception() is None:
+            self._keep(process)
+        else:
+            work.cancel()
+            self._end(process)
+        self._turns.leave(client)
 
     async def close(self) -> None:
         """End all workers."""
@@ -185,6 +220,7 @@ async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> 
         for at in range(0, len(view), _PIECE):
             stdin.write(view[at : at + _PIECE])
             await stdin.drain()
+    del data, view  # the caller may be gone, and nobody else counts these bytes
     enough, size = ANSWER.unpack(await stdout.readexactly(ANSWER.size))
     if not enough:
         raise NoMemoryError

@@ -84,7 +84,7 @@ EVICTED = (
     ("body", "a body that was not complete"),
     ("connection", "an idle connection"),
     ("reader", "a stream that was read too slowly"),
-    ("answer", "a whole answer that was not read"),
+    ("answer", "an answer that was not read"),
 )
 ENDS = (
     ("loaded", "the decode engine has it"),
@@ -323,7 +323,7 @@ HELD_BYTES = _gauge(
         (
             ("bodies", "of requests (limits.max_buffered_bytes)"),
             ("answers", "on their way from engines (limits.max_buffered_answer_bytes)"),
-            ("unread", "whole answers that are not read yet (limits.max_buffered_answer_bytes)"),
+            ("unread", "what was written and clients have not read yet (limits.max_buffered_answer_bytes)"),
             ("records", "of streams, so that other engines can go on with them (continuations.max_bytes)"),
         ),
     ),

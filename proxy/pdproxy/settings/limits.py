@@ -149,7 +149,7 @@ class Limits(Section, frozen=True):
 
     max_buffered_answer_bytes: Count = 268_435_456
     """Bytes of engines' answers that are held at once, 256 MiB. An answer that exceeds it is dropped, and its client gets a 503.
-    The same number again may wait for clients to read them."""
+    The same number again may wait for clients to read it, whatever pdproxy has written."""
 
     max_header_bytes: Count = 65_536
     """Largest request line with headers in bytes, 64 KiB: several times what other servers accept."""

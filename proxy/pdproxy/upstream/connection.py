@@ -371,7 +371,8 @@ class EngineConnection(asyncio.Protocol):
         self._forward = self._forward_next = None
         self._stopped_between = False
         self._complete = False
-        if keep:
+        # An engine may answer before it has read the whole request: the next one would wait behind the rest.
+        if keep and not self._transport.get_write_buffer_size():  # type: ignore[union-attr]  # the answer came over it
             self._on_free(self)
         else:
             self.close()

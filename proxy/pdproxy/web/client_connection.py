@@ -1,5 +1,8 @@
 """A client's connection: which client it belongs to, how it is counted, how it ends, and how fast the client reads.
 
+Owns what is written and not read yet. It is counted from the moment at which writing is paused, whoever wrote it. Until a
+complete answer is read, the next request of the connection does not begin.
+
 Owns the end of a connection. A connection that is refused gets one last answer, if the answers before it are complete. Then it
 is closed for writing, and what the client still sends is discarded for `LINGER` seconds. Without that, unread bytes would turn
 the close into a reset, and the client would lose the answer.
@@ -17,6 +20,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, address_name
 from pdproxy.web.connection_bounds import LINGER, MAX_REFUSED, MAX_UNSENT, ConnectionBounds
 from pdproxy.web.lean_flow_control import LeanFlowControl, LeanPipeline
+from pdproxy.web.piecewise_transport import PiecewiseTransport
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import ReadWatch
 from pdproxy.wire.errors import error_body, retry_headers
@@ -33,6 +37,7 @@ class ClientConnection(HttpToolsProtocol):
         "_lingering",
         "_read_watch",
         "_unread_client",
+        "_waits_for_reader",
         "active",
         "passthrough_client",
         "peer",
@@ -49,7 +54,9 @@ class ClientConnection(HttpToolsProtocol):
         self._lingering = False
         self._read_watch: ReadWatch | None = None
         self._unread_client: Client | None = None
-        """The client of a whole answer that is not read yet."""
+        """The client of what is not read yet."""
+        self._waits_for_reader = False
+        """Whether an answer is complete, and what follows it waits until it is read."""
         self.passthrough_client: Client | None = None
         """The client of the last request on a passed-through route."""
         self.peer: Client
@@ -113,17 +120,30 @@ class ClientConnection(HttpToolsProtocol):
 
     def _caught_up(self) -> None:
         self._read_watch = None
-        self.answer_read()
+        self._answer_read()
 
-    def hold_answer(self) -> None:
-        """Count what is left to be sent of a whole answer until its client has read it."""
-        if (left := self.transport.get_write_buffer_size()) and self._unread_client is None:
+    def _hold_unread(self) -> None:
+        """Count what is left to be sent until the client has read it."""
+        if self._unread_client is None:
             self._unread_client = self.request_client()
-            self.bounds.unread_answers.hold(self._unread_client, self, left)
-            self.watch_reading()
+        self.bounds.unread_answers.hold(self._unread_client, self, self.transport.get_write_buffer_size())
 
-    def answer_read(self) -> None:
-        """What was left of a whole answer was read, or never will be."""
+    def wait_for_reader(self) -> bool:
+        """An answer is complete, and not all of it is sent. Return whether what follows it has to wait until it is read."""
+        self.watch_reading()
+        if not self.flow.write_paused or self._lingering:
+            return False
+        self._hold_unread()  # more of it by now
+        self._waits_for_reader = True
+        return True
+
+    def written_in_pieces(self) -> None:
+        """More was written: count it, too."""
+        if self.flow.write_paused:
+            self._hold_unread()
+
+    def _answer_read(self) -> None:
+        """What was left was read, or never will be."""
         if self._unread_client is not None:
             self.bounds.unread_answers.release(self._unread_client, self)
             self._unread_client = None
@@ -134,6 +154,8 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = LeanFlowControl(self.transport)  # type: ignore[assignment]
         self.transport.set_write_buffer_limits(high=MAX_UNSENT)
+        if self.scheme == "https":
+            self.transport = PiecewiseTransport(self.transport)  # type: ignore[assignment]
         bounds = self.bounds
         address = self.client[0] if self.client else ""
         self.peer = bounds.clients.enter(address_name(address))
@@ -155,6 +177,20 @@ class ClientConnection(HttpToolsProtocol):
         self.bounds.connections.closed(self.peer, self)
         self.bounds.clients.leave(self.peer)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.watch_reading()
+        self._hold_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._answer_read()
+        if self._waits_for_reader:
+            self._waits_for_reader = False
+            if self.active is not None and not self.active.keep_alive and not self.transport.is_closing():
+                self.end(all_read=True)  # what came behind the answer was refused
+            self.on_response_complete()
 
     @property
     def idle(self) -> bool:

@@ -56,6 +56,7 @@ class GuardedProtocol(ClientConnection):
     _begin_message = HttpToolsProtocol.on_message_begin
     _keep_url = HttpToolsProtocol.on_url
     _keep_header = HttpToolsProtocol.on_header
+    _start_next = HttpToolsProtocol.on_response_complete
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -89,7 +90,8 @@ class GuardedProtocol(ClientConnection):
     @property
     def idle(self) -> bool:
         """Whether no engine works for the connection: it has no request, or one that is not complete."""
-        return self._discarding or self.nothing_to_answer() or (self._in_body and self.cycle is self.active)
+        answered = self._discarding or self._waits_for_reader or self.nothing_to_answer()
+        return answered or (self._in_body and self.cycle is self.active)
 
     def evict(self, error: PdproxyError) -> None:
         """Close an idle connection: another client needs its place."""
@@ -212,14 +214,20 @@ class GuardedProtocol(ClientConnection):
     # -- uvicorn
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: object) -> None:
+        if self._waits_for_reader:  # as if that answer were not complete
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, app))  # type: ignore[arg-type]
+            return
         self.active = cycle
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
+        if self.transport.get_write_buffer_size() and self.wait_for_reader():
+            return  # this is called again once the answer is read
         if self._lingering:
             return  # requests behind this one are not answered
-        super().on_response_complete()
-        if not self.transport.is_closing():
+        self._start_next()
+        if (self._in_head or self._in_body) and not self.transport.is_closing():
             self._set_deadline()
 
     def send_400_response(self, msg: str) -> None:

@@ -49,9 +49,6 @@ class PassthroughConnection(Protocol):
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         """Refuse a request whose body is not complete."""
 
-    def hold_answer(self) -> None:
-        """Count what is left to be sent of a whole answer until its client has read it."""
-
 
 @dataclass(slots=True)
 class PassthroughAsgi:
@@ -110,7 +107,7 @@ class PassthroughResponse(Response):
             self._size = 0
 
     async def _serve(self, headers: list[Line], receive: Receive, send: Send, *, has_key: bool) -> None:
-        passthrough, output = self._passthrough, _AsgiWriter(send, self._client, self._connection)
+        passthrough, output = self._passthrough, _AsgiWriter(send, self._client)
         try:
             body = await self._body(headers, receive) if has_key else b""
         except ClientLeftError:
@@ -182,9 +179,8 @@ async def _left(receive: Receive) -> None:
 class _AsgiWriter:
     """The client's end, over ASGI. `gone` is set by the task that watches the client."""
 
-    def __init__(self, send: Send, client: Client, connection: PassthroughConnection) -> None:
+    def __init__(self, send: Send, client: Client) -> None:
         self._send = send
-        self._connection = connection
         self.client = client
         self.begun = False
         self.gone = False
@@ -193,7 +189,6 @@ class _AsgiWriter:
         """Send a complete answer."""
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._body(body, more=False)
-        self._connection.hold_answer()
 
     async def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""

@@ -109,13 +109,11 @@ class DataPathProtocol(GuardedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.watch_reading()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=True)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.answer_read()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=False)
 

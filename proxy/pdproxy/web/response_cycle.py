@@ -17,7 +17,7 @@ from pdproxy.web.guard import GuardedProtocol
 from pdproxy.wire.chunks import chunk
 
 SMALL_ANSWER = 65_536
-"""A whole answer of up to so many bytes is written together with its head, and not counted in `UnreadAnswers`."""
+"""A whole answer of up to so many bytes is written together with its head: a larger one is not copied."""
 
 
 class ResponseCycle(RequestResponseCycle):
@@ -107,20 +107,17 @@ class ResponseCycle(RequestResponseCycle):
         head = self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
         if len(body) <= SMALL_ANSWER:
             self.transport.write(head + body)
-        else:  # not copied, and counted until its client has read it
+        else:
             self.transport.write(head)
             self.transport.write(body)
-            self._connection.hold_answer()
         self._complete()
 
     def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""
         if self._unwritable() or self.response_started:
             return
-        if self._chunked:
+        if self._chunked:  # else the end of the connection is the end of the body: HTTP/1.0 keeps none
             headers = [*headers, (b"transfer-encoding", b"chunked")]
-        else:
-            self.keep_alive = False  # HTTP/1.0: the end of the connection is the end of the body
         self.transport.write(self._head(200, headers))
 
     def write(self, data: bytes) -> None:
@@ -171,7 +168,6 @@ class ResponseCycle(RequestResponseCycle):
     def _complete(self) -> None:
         self.response_complete = True
         self._pause = self._resume = None
-        self._connection.watch_reading()
         if not self.keep_alive:
             self._connection.end(all_read=self._fed)
         self._connection.on_response_complete()

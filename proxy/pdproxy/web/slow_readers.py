@@ -6,9 +6,11 @@ engine: a client that reads only a few bytes from time to time must not hold the
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 from asyncio import Transport
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,7 +44,7 @@ class SlowReaderPolicy:
 class ReadWatch:
     """Measures a client's speed from time to time, from when it reads more slowly than we write until it has caught up."""
 
-    __slots__ = ("_caught_up", "_left", "_policy", "_slow_since", "_taken", "_timer", "_transport", "client")
+    __slots__ = ("_caught_up", "_left", "_policy", "_reads", "_taken", "_timer", "_transport", "client")
 
     def __init__(
         self, policy: SlowReaderPolicy, client: Client, transport: Transport, caught_up: Callable[[], None]
@@ -53,7 +55,8 @@ class ReadWatch:
         self._caught_up = caught_up
         self._left = transport.get_write_buffer_size()
         self._taken = bytes_taken(transport)
-        self._slow_since: float | None = None
+        self._reads: deque[float] = deque(maxlen=SAMPLES)
+        """Bytes that were read between two measurements, of the last `policy.seconds`."""
         self._timer: Timer = policy.clock.after(policy.seconds / SAMPLES, self._measure)
 
     def stop(self) -> None:
@@ -74,25 +77,24 @@ class ReadWatch:
             self.stop()
             self._caught_up()
             return
-        enough = left < self._left  # the system does not count: any progress is enough
-        if taken is not None and self._taken is not None:
-            enough = taken - self._taken >= max(1, policy.min_rate * window)
+        read: float = 0 if taken is None or self._taken is None else taken - self._taken
+        if taken is None and left < self._left:
+            read = math.inf  # the system does not count: any progress is enough
         self._left, self._taken = left, taken
-        now = policy.clock.now()
-        self._timer = policy.clock.after(window, self._measure)
-        if enough:
-            self._slow_since = None
-            policy.clients.unmark_slow(self.client, self)
-            return
-        if self._slow_since is None:
-            self._slow_since = now - window
-            policy.clients.mark_slow(self.client, self)
-        if now - self._slow_since >= policy.seconds - window / 2:
+        self._reads.append(read)
+        # The other side's system takes bytes in steps, which may be minutes apart: one step makes no fast reader.
+        if len(self._reads) == SAMPLES and sum(self._reads) < max(1, policy.min_rate * policy.seconds):
             policy.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
             self.stop()
             self._transport.abort()
+            return
+        self._timer = policy.clock.after(window, self._measure)
+        if read >= max(1, policy.min_rate * window):
+            policy.clients.unmark_slow(self.client, self)
         elif policy.over_share(self.client):
             self.evict(PdproxyError("others wait"))
+        else:
+            policy.clients.mark_slow(self.client, self)
 
 
 def bytes_taken(transport: Transport) -> int | None:

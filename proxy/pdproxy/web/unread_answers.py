@@ -1,7 +1,8 @@
-"""Whole answers that clients have not read yet: a limit on their bytes.
+"""What was written to clients and they have not read yet: a limit on its bytes.
 
-Owns that count. What the legs to engines hold is counted separately (`upstream.answer_budget`): a client that does not read must
-not make an engine's stream fail. If there is no space left, the client with the most unread bytes loses its oldest answer.
+Owns that count: of all answers, whoever writes them. What the legs to engines hold is counted separately
+(`upstream.answer_budget`): a client that does not read must not make an engine's stream fail. If there is no space left, the
+client with the most unread bytes loses its oldest answer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ class UnreadAnswers:
         return f"<UnreadAnswers {self.held} of {self.max_bytes} bytes>"
 
     def hold(self, client: Client, connection: DroppableConnection, size: int) -> None:
-        """Count the rest of an answer, until `release`. Answers without space are dropped, perhaps this one."""
-        self._by_client.setdefault(client, {})[connection] = size
-        self.held += size
+        """Count what waits on a connection, `size` bytes in all, until `release`. What has no space is dropped, perhaps this."""
+        own = self._by_client.setdefault(client, {})
+        self.held += size - own.get(connection, 0)
+        own[connection] = size
         while self.held > self.max_bytes:
             largest = max(self._by_client, key=self._bytes)
             oldest = next(iter(self._by_client[largest]))

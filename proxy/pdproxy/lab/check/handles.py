@@ -90,13 +90,17 @@ class Handles:
         return False
 
     async def freed(self, prefill: str, before: float, within: float) -> bool:
-        """Return whether a prefill engine comes to hold no more KV than `before` within `within` seconds."""
+        """Return whether a prefill engine comes to hold no more KV than `before` within `within` seconds.
+
+        It is asked once more behind them: this process itself may have stood still since the last answer.
+        """
         end = time.monotonic() + within
         while True:
+            is_last = time.monotonic() >= end
             metrics = await scrape(self._http, prefill)
             if metrics is not None and metrics.kv_usage <= before + _EPSILON:
                 return True
-            if time.monotonic() >= end:
+            if is_last:
                 return False
             await asyncio.sleep(self._options.poll)
 

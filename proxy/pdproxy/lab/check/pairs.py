@@ -134,8 +134,9 @@ class PairProbe:
         """Return the prompt tokens that D has received and the transfers that failed, since `before`; counters may lag."""
         end = time.monotonic() + self._options.settle
         while True:
+            is_last = time.monotonic() >= end
             moved, failed = _increase(before, await scrape(self._http, decode))
-            if moved >= due or before is None or time.monotonic() >= end:
+            if moved >= due or before is None or is_last:
                 return moved, failed
             await asyncio.sleep(self._options.poll)
 

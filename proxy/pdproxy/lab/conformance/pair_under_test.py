@@ -197,13 +197,14 @@ class PairUnderTest:
             return None
         end = time.monotonic() + self.options.settle
         while True:
+            is_last = time.monotonic() >= end
             after = await self.scraped(self.decode.url)
             if after is not None:
                 cached = after.by_source.get(LOCAL_HIT, 0.0) - before.by_source.get(LOCAL_HIT, 0.0)
                 found = ReceivedTokens(int(after.external - before.external), int(cached))
                 if found.all >= due:
                     return found
-            if time.monotonic() >= end:
+            if is_last:
                 return None if after is None else found
             await asyncio.sleep(self.options.poll)
 
@@ -215,12 +216,13 @@ class PairUnderTest:
         """
         end = time.monotonic() + self.options.settle
         while True:
+            is_last = time.monotonic() >= end
             prefill, decode = await asyncio.gather(self.scraped(self.prefill.url), self.scraped(self.decode.url))
             if prefill is None or decode is None:
                 raise NotJudgedError("the engines' /metrics can't be read")
             if not prefill.busy and not decode.busy:
                 return KvUsage(prefill.kv_usage, decode.kv_usage, prefill.expired)
-            if time.monotonic() >= end:
+            if is_last:
                 raise NotJudgedError(
                     "the engines have requests, from others or from a failed check: their KV comes and goes"
                 )
@@ -243,6 +245,7 @@ class PairUnderTest:
         end = time.monotonic() + self.options.settle
         back: float | None = None
         while True:
+            is_last = time.monotonic() >= end
             prefill, decode = await asyncio.gather(self.scraped(self.prefill.url), self.scraped(self.decode.url))
             now = time.monotonic()
             if prefill is not None and decode is not None:
@@ -262,6 +265,6 @@ class PairUnderTest:
                     return f"KV usage of both was back after {back - begun:.1f} s"
             else:
                 held, back = ["the engines' /metrics can no longer be read"], None
-            if back is None and now >= end:
+            if back is None and is_last:
                 raise FailedError(f"{' and '.join(held)} {now - begun:.1f} s later")
             await asyncio.sleep(self.options.poll)

@@ -110,6 +110,7 @@ class DecodeLeg:
         self._engine.open_legs.add(open_leg)
         try:
             if custody is not None:
+                custody.is_for(url)
                 custody.on_gone = self._kv_gone
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
@@ -249,7 +250,7 @@ class DecodeLeg:
         self._sent_at = attempt.resources.now()
         if custody is None:
             return alone_message(attempt, self._client, parsed, prompt)
-        handle = custody.spend(self._url, self._lease.node.run_number)
+        handle = custody.spend(self._lease.node.run_number)
         if attempt.resources.turns is not None and not custody.promised:
             self._turn = turn.opened(attempt, attempt.resources.turns, custody, handle, self._engine)
         assert prompt is not None

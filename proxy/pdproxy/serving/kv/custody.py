@@ -152,10 +152,14 @@ class Custody:
         else:
             self._over.append(then)
 
-    def spend(self, decode: str, run: int) -> Handle:
+    def is_for(self, decode: str) -> None:
+        """Note which decode engine is connected to: if it takes no connection, others should release the KV."""
+        self.decode = decode
+
+    def spend(self, run: int) -> Handle:
         """Give the handle to the decode leg whose request is written in this step, once. From now on its engine may read the KV.
 
-        `decode`: the engine; `run`: the number of its run.
+        `run`: the number of the engine's run.
 
         Raises:
             KvGoneError: the KV is gone, or is being released: a decode engine would read another prompt's KV.
@@ -166,7 +170,7 @@ class Custody:
         handle = self.handle
         if not isinstance(handle, Handle) or self.how is not None or self.state is State.RELEASING:
             raise KvGoneError(f"the KV at {self.prefill} is gone")
-        self.decode, self.decode_run, self.was_asked = decode, run, True
+        self.decode_run, self.was_asked = run, True
         self._decode_waits = self._custodian.decode_waits
         self.loses_closed = self._custodian.loses_closed(handle)
         if self.state is not None and not self.promised:

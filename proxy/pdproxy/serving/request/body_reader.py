@@ -35,9 +35,17 @@ def memory_for(max_body: int) -> int:
     return MEMORY + COPIES * max_body
 
 
-def readers(max_readers: int, max_body: int) -> Workers:
+def readers(max_readers: int, max_body: int, clock: Clock, observers: Observers) -> Workers:
     """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
-    return Workers(READER, max_workers=max_readers, waiting=WAITING, memory=memory_for(max_body), idle=IDLE)
+    return Workers(
+        READER,
+        max_workers=max_readers,
+        waiting=WAITING,
+        memory=memory_for(max_body),
+        idle=IDLE,
+        clock=clock,
+        overdue=lambda: observers.notify(DeadlinePassed(Wait.READ_BODY.value)),
+    )
 
 
 class BodyReader:
@@ -79,9 +87,10 @@ class BodyReader:
         return passed_body(dialect, fields_in(await self._in_process(question, body, client), body), name)
 
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
+        end = self._clock.now() + self._seconds
         try:
             async with self._clock.within(self._seconds):
-                return await self.workers.ask(client, msgspec.msgpack.encode(question), body)
+                return await self.workers.ask(client, msgspec.msgpack.encode(question), body, end)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))
             raise OverloadedError(f"the body was not read in {self._seconds:g} s", Reason.READERS) from None

@@ -64,10 +64,11 @@ async def _taken(pair: PairUnderTest) -> tuple[Handles, KvUsage, Handle]:
         raise FailedError(f"P returns no usable handle: {handle}")
     end = time.monotonic() + options.settle
     while True:
+        is_last = time.monotonic() >= end
         now = await pair.scraped(pair.prefill.url)
         if now is not None and now.kv_usage > before.prefill + _EPSILON:
             return handles, before, handle
-        if time.monotonic() >= end:
+        if is_last:
             raise FailedError("P returned a handle, but its KV usage does not show that it holds KV")
         await asyncio.sleep(options.poll)
 
