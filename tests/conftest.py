@@ -1,4 +1,5 @@
-"""What holds for all tests: no machine's clock judges them, each ends, and none changes how the next one's records are logged."""
+"""What holds for all tests: no machine's clock judges them, each ends, none changes how the next one's records are logged, and no
+simulated engine gets a body that is broken."""
 
 import gc
 import logging
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.failures import ends, recorder
+from tests.fakes.bodies import whole_bodies
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -70,3 +72,13 @@ def _logs_as_they_were() -> Iterator[None]:
     yield
     for one, state in zip(_LOGGERS, before, strict=True):
         one.handlers, one.propagate, one.level, one.disabled = state
+
+
+@pytest.fixture(autouse=True)
+def _whole_bodies(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No simulated engine gets a broken body. A test whose client sends such bodies on purpose has the mark `broken_bodies`."""
+    if request.node.get_closest_marker("broken_bodies"):
+        yield
+        return
+    with whole_bodies():
+        yield

@@ -210,6 +210,13 @@ def test_the_trace_tells_runs_apart() -> None:
     assert len(set(digests)) == len(digests)
 
 
+def test_a_body_that_is_no_json() -> None:
+    engines: list[Any] = [SimpleNamespace(name=name, sim=SimpleNamespace(defective=[])) for name in ("P0", "D0")]
+    assert invariants.bodies(engines) == []
+    engines[1].sim.defective.append("POST /v1/completions: no JSON")
+    assert invariants.bodies(engines) == [Finding("each body is JSON", "D0: POST /v1/completions: no JSON")]
+
+
 def test_what_only_leases_free() -> None:
     """A client of nixl-push that leaves before a decode engine is asked leaves KV that nothing else frees."""
     events = [HandleEnded(end, "http://p:1", 1.0) for end in ("lost", "loaded", "lost", "stuck")]

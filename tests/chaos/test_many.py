@@ -7,6 +7,7 @@ import pytest
 from pdproxy.lab.chaos.course import Result
 from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.options import Options
+from pdproxy.lab.chaos.setup import unsuitable
 from tests.chaos import many
 
 FINE = Result([], "digest", {"right": 3, "error event 502": 1}, {"kill": 2}, cpu=2.0)
@@ -26,12 +27,23 @@ def test_seeds_are_summed_up(second: Result, code: int, said: str, capsys: pytes
 
 
 def test_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    asked: list[tuple[list[Options], int]] = []
 
-    def run_all(options: Options, seeds: range, jobs: int) -> list[tuple[Options, Result]]:
-        asked.append((options.seconds, options.faults, seeds, jobs))
-        return [(options, FINE)]
+    def run_each(runs: list[Options], jobs: int) -> list[tuple[Options, Result]]:
+        asked.append((runs, jobs))
+        return [(runs[0], FINE)]
 
-    monkeypatch.setattr(many, "run_all", run_all)
+    monkeypatch.setattr(many, "run_each", run_each)
     assert many.main(["--first", "50", "--seconds", "9", "--jobs", "3"]) == 0
-    assert asked == [(9.0, 1.5, range(50, 100), 3)]
+    ((runs, jobs),) = asked
+    assert jobs == 3
+    assert [(one.seed, one.seconds, one.faults) for one in runs] == [(seed, 9.0, 1.5) for seed in range(50, 100)]
+    kinds = {(one.connector, one.notices) for one in runs[:6]}
+    assert kinds == {
+        ("nixl", "none"),
+        ("nixl", "notifier"),
+        ("nixl", "early"),
+        ("nixl-push", "none"),
+        ("mooncake", "none"),
+    }
+    assert all(unsuitable(one) is None for one in runs)

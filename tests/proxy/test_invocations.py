@@ -117,6 +117,7 @@ async def test_what_fits_none_is_answered_as_by_one_engine(body: dict[str, Any])
         await w.quiet()
 
 
+@pytest.mark.broken_bodies("an engine reads and refuses what the client sends, in its own words")
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b'"x"', b"null", b"3", b"true", b"1.5", b"\xff\xfe{}", b'{"a":1}{"b":2}', b'{"a":"\xff"}'],
@@ -241,6 +242,7 @@ async def test_the_limits_of_lists_hold() -> None:
         assert not asked(w.decode[0], INVOCATIONS)
 
 
+@pytest.mark.broken_bodies("one that is not read here is passed on as it came")
 async def test_large_bodies() -> None:
     """They are read in another process, with the same result."""
     text = "x" * (LARGE + 1000)

@@ -29,7 +29,12 @@ NOT_SPOKEN = {
 """Recordings that are not kept here: the simulator has no such contract, or there is nothing to send."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+def _marked(name):
+    broken = pytest.mark.broken_bodies("recorded to see how engines refuse it")
+    return pytest.param(name, marks=broken) if "bad_json" in name else name
+
+
+@pytest.mark.parametrize("name", map(_marked, NAMES))
 async def test_the_simulator_answers_as_recorded(name):
     async with AsyncExitStack() as stack:
         await scene_of(name)(Stage(stack), name)

@@ -11,6 +11,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.journal import Journal, Request
 from pdproxy.sim.server import SimServer
+from tests.fakes.bodies import whole_bodies
 from tests.sim.moments import FAST
 from tests.sim.raw import CHAT, COMPLETIONS, PATIENCE, Raw, ask, chat, completion, get, post, turns, until
 
@@ -374,3 +375,54 @@ async def test_the_journal_forgets_what_is_old():
 def test_a_body_that_is_no_object_reads_as_an_empty_one(body):
     request = Request("POST", COMPLETIONS, [], body, 1)
     assert (request.json, request.kv, request.stream, request.release) == ({}, None, False, False)
+
+
+_BROKEN = [
+    (b'{"prompt": "a", "kv_transfer_params":}', "no JSON"),
+    (b"{", "no JSON"),
+    (b"\xff", "no JSON"),
+    (b'{"prompt": "a", "max_tokens": 0, "kv_transfer_params": {}}', "empty kv_transfer_params"),
+]
+_WHOLE = [b"", b"{}", b"[1]", b'{"prompt": "a", "kv_transfer_params": null}', '{"prompt": "ä"}'.encode("utf-16")]
+
+
+def raw_post(body: bytes) -> bytes:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: sim\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.broken_bodies("sent to see that they are noted")
+@pytest.mark.parametrize(("body", "what"), _BROKEN)
+async def test_a_body_that_is_broken_is_noted_with_its_end_and_fails_a_test(sim, body, what):
+    with pytest.raises(pytest.fail.Exception) as failed, whole_bodies():
+        await ask(sim.port, raw_post(b" " * 200 + body))
+    (defect,) = sim.defective
+    assert defect.startswith(f"POST {COMPLETIONS}: {what}")
+    assert defect.endswith(f": ...{(b' ' * 200 + body)[-120:]!r}")
+    assert f"aggregated engine {sim.url}: {defect}" in str(failed.value)
+
+
+@pytest.mark.parametrize("body", _WHOLE)
+async def test_other_bodies_are_not_noted(sim, body):
+    await ask(sim.port, raw_post(body))
+    assert not sim.defective
+
+
+# -- the API server alone
+
+
+@pytest.mark.parametrize("down", [0.0, 0.05])
+async def test_an_api_server_that_starts_again_has_the_same_core(sim, down):
+    name = sim.engine.engine_id
+    await ask(sim.port, completion(prompt=list(range(300, 400))))
+    kept = await Raw.connect(sim.port)
+    restart = asyncio.ensure_future(sim.restart_api(down))
+    await until(lambda: kept.ended)
+    if down:
+        with pytest.raises(ConnectionRefusedError):
+            await Raw.connect(sim.port)
+    await restart
+    again = await ask(sim.port, completion(prompt=list(range(300, 400))))
+    assert again.answer.status == 200
+    assert sim.engine.engine_id == name
+    assert sim.engine.stats.prefix_cache_hits == 96

@@ -67,6 +67,12 @@ def add(commands: Commands) -> None:
         help="how KV moves: nixl, nixl-push, mooncake, cpu, shared, lmcache-mp or kvstore-keys (default: nixl)",
     )
     parser.add_argument(
+        "--notices",
+        choices=("none", "notifier", "early"),
+        default="none",
+        help="with nixl: engines have the notifier; early: decode engines are asked at its notice (default: none)",
+    )
+    parser.add_argument(
         "--pool",
         choices=("roles", "any"),
         default="roles",
@@ -123,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         prefill=arguments.prefill,
         decode=arguments.decode,
         connector=arguments.connector,
+        notices=arguments.notices,
         pool=arguments.pool,
         rate=arguments.rate,
         faults=arguments.faults,

@@ -44,6 +44,9 @@ class Host(ProcessControls, Protocol):
     def faults(self) -> FaultBook:
         """The armed faults."""
 
+    def got_defective(self, defect: str) -> None:
+        """Take note of a body that can't be what its sender wanted to send."""
+
 
 class FaultMiddleware:
     """The ASGI application that uvicorn serves."""
@@ -60,6 +63,8 @@ class FaultMiddleware:
         headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
         request = Request(scope["method"], scope["path"], headers, body, connection.number)
         self._host.journal.note(request)
+        if request.defect is not None:
+            self._host.got_defective(request.defect)
         handled = HandledRequest(self._app, self._host, connection, request, scope, receive, send)
         connection.observe(handled)
         try:

@@ -15,6 +15,8 @@ from typing import Any
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 _STREAMED = (*GENERATING, "/v1/responses", "/v1/messages")
 """Routes whose answers may be streams."""
+_SHOWN = 120
+"""Bytes at the end of a body that can't be used, which are shown."""
 
 
 @dataclass(eq=False)
@@ -36,14 +38,23 @@ class Request:
     """The whole answer was sent, or the engine itself ended it."""
     json: dict[str, Any] = field(init=False)
     """The body as JSON; empty if it is not an object."""
+    defect: str | None = field(init=False, default=None)
+    """What is wrong with the body, with its end: it is announced as JSON and is none, or its `kv_transfer_params` are empty."""
 
     def __post_init__(self) -> None:
         """Read the body."""
         try:
             found = json.loads(self.body) if self.body else {}
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
             found = {}
+            if "json" in (self.header("content-type") or ""):
+                self._note(f"no JSON ({error})")
         self.json = found if isinstance(found, dict) else {}
+        if self.generating and self.json.get("kv_transfer_params") == {}:
+            self._note("empty kv_transfer_params")
+
+    def _note(self, what: str) -> None:
+        self.defect = f"{self.method} {self.path}: {what}: ...{self.body[-_SHOWN:]!r}"
 
     @property
     def generating(self) -> bool:

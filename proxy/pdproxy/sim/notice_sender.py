@@ -67,7 +67,7 @@ class NoticeSender:
             return
         message = dict(notice.message)
         if message.get("type") == notifier.TYPE:
-            message |= {"t": time.monotonic(), "wall": time.time()}
+            message |= {"t": asyncio.get_running_loop().time(), "wall": time.time()}
             if missed := self._missed[notice.rank]:
                 message["dropped"] = missed
         delivery = Delivery()

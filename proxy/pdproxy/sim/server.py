@@ -41,6 +41,7 @@ AppFactory = Callable[[WatchedEngine], ASGIApp]
 
 _CANCEL_TIMEOUT = 2.0
 """Seconds that cancelled requests get to end when the process is killed."""
+_DEFECTIVE = 100
 _THAW, _THAW_CORE = -1, -2
 """The keys of the timers that thaw; those of faults have the fault's number."""
 
@@ -97,6 +98,8 @@ class SimServer:
         self.journal = Journal()
         self.crashes: list[str] = []
         """Mistakes in scripts or in the simulator itself."""
+        self.defective: deque[str] = deque(maxlen=_DEFECTIVE)
+        """The last bodies that it got and that no sender can have meant: as of `Request.defect`."""
         self.connections = 0
         """Connections accepted so far."""
         self.life: Life = "down"
@@ -240,6 +243,21 @@ class SimServer:
             self._listener.open()
             await self._come_up()
 
+    async def restart_api(self, down: float = 0.0) -> None:
+        """Kill the API server alone and start it again after `down` seconds: all connections end, the port refuses meanwhile.
+
+        The engine core lives on, and goes on with KV that it has begun to read.
+        """
+        async with self._changing:
+            if self.life != "up":
+                return
+            self._listener.close()
+            for connection in self._open():
+                connection.drop()
+            if down:
+                await asyncio.sleep(down)
+            self._open_or_close_port()
+
     async def freeze(self) -> None:
         """SIGSTOP: sockets stay open, the kernel accepts connections, nothing answers."""
         self.freeze_now(0.0)
@@ -318,7 +336,11 @@ class SimServer:
         """Restart it from within one of its own requests."""
         self._tasks.spawn(self.restart(down), "restart")
 
-    # -- connections
+    # -- requests and connections
+
+    def got_defective(self, defect: str) -> None:
+        """Keep what is wrong with a body."""
+        self.defective.append(defect)
 
     def _protocol(self) -> asyncio.Protocol:
         return self._connection(self._config, self._state, {})

@@ -32,7 +32,11 @@ class NoticeSocket(InboundSocket):
         self._undecodable = undecodable
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        notice = decode(frames[0].bytes) if len(frames) == 1 else None
+        self.take(frames[0].bytes if len(frames) == 1 else b"")
+
+    def take(self, message: bytes) -> None:
+        """Handle a message, however it came."""
+        notice = decode(message)
         if notice is None:
             self._undecodable()
         else:

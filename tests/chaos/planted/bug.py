@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 import pdproxy
 from tests.chaos.planted import bugs
@@ -39,11 +41,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """One bug: what is wrong, the changes that make it so, and the rules of chaos of which at least one must be broken by it."""
+    """One bug: what is wrong, the changes that make it so, and the rules of chaos of which at least one must be broken by it.
+
+    `options`: those of chaos (`Options`) without which it can't show.
+    """
 
     what: str
     rules: tuple[str, ...]
     changes: tuple[Change, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def plant(self, package: Path) -> None:
         """Change a copy of the package.

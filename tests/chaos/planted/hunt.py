@@ -69,6 +69,7 @@ def hunt(name: str, bug: Bug | None, seeds: Sequence[int], options: Options) -> 
         package = copy_package(Path(folder))
         if bug is not None:
             bug.plant(package)
+            options = msgspec.structs.replace(options, **bug.options)
         for seed in seeds:
             result = run_seed(package, msgspec.structs.replace(options, seed=seed))
             found.seeds.append(seed)

@@ -124,6 +124,7 @@ class _Course:
         left = sorted(task.get_name() for task in asyncio.all_tasks() if task is not own)
         self.findings += invariants.ended(left, [repr(one) for one in self._network.open])
         self.findings += invariants.logged(world.errors)
+        self.findings += invariants.bodies(world.engines)
 
     def _visitors(self, asked: list[Body]) -> Visitors:
         return Visitors(self._network, (PROXY, PORT), asked, PATIENCE)

@@ -15,7 +15,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.kit.tasks import Failures
 from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.lab.chaos.finding import Finding, shortened
-from pdproxy.lab.chaos.world import DEADLINES, LIMITS, World
+from pdproxy.lab.chaos.world import DEADLINES, LIMITS, ChaosEngine, World
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
 from pdproxy.serving.kv.custody import End
 from pdproxy.transfer.contract import Contract, PushedToDecode
@@ -203,6 +203,12 @@ def quiet(world: World) -> list[Finding]:
             found.append(Finding("blocks are freed", text))
         if crashes := engine.sim.crashes:
             found.append(Finding("the simulator works", f"{engine.name}: {crashes[0]}"))
+    return shortened(found)
+
+
+def bodies(engines: Iterable[ChaosEngine]) -> list[Finding]:
+    """Every body that an engine gets is JSON, and names KV only where there is some."""
+    found = [Finding("each body is JSON", f"{one.name}: {defect}") for one in engines for defect in one.sim.defective]
     return shortened(found)
 
 

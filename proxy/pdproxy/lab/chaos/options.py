@@ -19,6 +19,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 3
     connector: ConnectorName = "nixl"
     """How KV gets from prefill to decode engines."""
+    notices: Literal["none", "notifier", "early"] = "none"
+    """Whether engines of connector nixl have the notifier, and whether the decode engine is asked at the notice (`early`)."""
     pool: Literal["roles", "any"] = "roles"
     """Whether engines have a role each, or all of them (`prefill` and `decode` together) any role."""
     rate: float = 8.0
@@ -32,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command line that repeats the run, with these items only."""
         words = ["pdproxy chaos", f"--seed {self.seed}", f"--seconds {self.seconds:g}"]
         usual = Options()
-        for name in ("prefill", "decode", "connector", "pool", "rate", "faults"):
+        for name in ("prefill", "decode", "connector", "notices", "pool", "rate", "faults"):
             value = getattr(self, name)
             if value != getattr(usual, name):
                 words.append(f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}")

@@ -55,9 +55,13 @@ def run_one(options: Options, trace: str | None = None) -> Result:
 
 def run_all(options: Options, seeds: Sequence[int], jobs: int) -> Iterator[tuple[Options, Result]]:
     """Run seeds, so many at once, and yield each with its result, in their order."""
+    yield from run_each([msgspec.structs.replace(options, seed=seed) for seed in seeds], jobs)
+
+
+def run_each(runs: Sequence[Options], jobs: int) -> Iterator[tuple[Options, Result]]:
+    """Run all of them, so many at once, and yield each with its result, in their order."""
     with ThreadPoolExecutor(jobs) as pool:
-        made = [msgspec.structs.replace(options, seed=seed) for seed in seeds]
-        yield from zip(made, pool.map(run_one, made), strict=True)
+        yield from zip(runs, pool.map(run_one, runs), strict=True)
 
 
 def shortest(options: Options, first: Result, say: Callable[[str], None]) -> Shortest | None:

@@ -32,10 +32,12 @@ Trouble = Literal[
     "half_cut",
     "slow_link",
     "remove",
+    "api_restart",
+    "slow_connect",
 ]
 _TROUBLES: dict[Trouble, int] = {
     "arm": 60, "restart": 6, "kill": 6, "terminate": 5, "freeze": 6, "core_freeze": 6, "dead_core": 4, "cut": 4, "half_cut": 3,
-    "slow_link": 4, "remove": 2,
+    "slow_link": 4, "remove": 2, "api_restart": 5, "slow_connect": 4,
 }  # fmt: skip
 ANSWERS = {
     "D": (
@@ -54,6 +56,12 @@ ANSWERS = {
 }
 ANSWERS["E"] = tuple(dict.fromkeys((*ANSWERS["P"], *ANSWERS["D"])))
 """Faults of answers, by the first letter of an engine's name: what the simulator calls them."""
+NOTICES = ("late_notice@notice", "late_notice@notice", "lost_notice@notice", "double_notice@notice")
+"""Faults of the notices of engines that have the notifier."""
+
+
+_NOTICE_SHARE = 0.3
+_DELAYS = (0.002, 0.02, 0.1, 0.6, 3.0)
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
@@ -129,8 +137,13 @@ def _fault(number: int, options: Options) -> Fault:
     engine = chance.choice(engines)
     seconds = chance.choice((0.1, 0.5, 1.5, 4.0, 8.0)) * chance.uniform(0.8, 1.2)
     if what == "arm":
-        spec = chance.choice(ANSWERS[engine[0]])
+        notices = NOTICES if options.notices != "none" and chance.random() < _NOTICE_SHARE else ()
+        spec = chance.choice(notices or ANSWERS[engine[0]])
         extra = [f"next={chance.randint(1, 2)}"]
+        if spec in NOTICES:
+            extra = [f"next={chance.randint(2, 12)}"]
+        if spec == NOTICES[0]:
+            extra.append(f"delay={chance.choice(_DELAYS)}")
         if spec.endswith("@mid_stream"):
             extra.append(f"events={chance.randint(1, 8)}")
         return Fault(number, at, what, engine, seconds, spec=f"{spec}:{','.join(extra)}")

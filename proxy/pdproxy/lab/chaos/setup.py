@@ -20,6 +20,7 @@ JUDGE = "10.0.3.1"
 """The host of the engine that is asked what is right. The proxy does not know it."""
 PORT = 8000
 MODEL = "tiny"
+NOTICES = 7500
 LEASE = 10.0
 """Seconds for which a prefill engine keeps KV that nobody fetches."""
 STORED: tuple[ConnectorName, ...] = ("shared", "lmcache-mp", "kvstore-keys")
@@ -74,6 +75,8 @@ def unsuitable(options: Options) -> str | None:
         return (
             f"--pool any: engines of connector {options.connector} have one role; those of {', '.join(ANY)} can be any"
         )
+    if options.notices != "none" and options.connector != "nixl":
+        return f"--notices {options.notices}: only engines of connector nixl have the notifier"
     if options.connector == "cpu" and options.prefill < options.decode:
         return "--connector cpu: each decode engine needs a prefill engine of its own: --prefill is less than --decode"
     return None
@@ -84,9 +87,11 @@ def quiet_for(options: Options) -> float:
     return _QUESTION if options.connector == "mooncake" else _QUIET
 
 
-def facts(place: Place, connector: ConnectorName) -> Facts:
-    """Return how the engine at a place is configured."""
+def facts(place: Place, connector: ConnectorName, *, notifies: bool = False) -> Facts:
+    """Return how the engine at a place is configured. `notifies`: it has the notifier."""
     notify = f"http://{PROXY}:{PORT}/api/v1/telemetry" if connector == "lmcache-mp" and place.role != "decode" else None
+    if notifies:
+        notify = f"tcp://{PROXY}:{NOTICES}"
     cpu_host = place.host if place.role == "decode" else place.pushes_to
     return Facts(
         role=place.role,

@@ -14,7 +14,7 @@ from pdproxy.lab.chaos.virtual.transport import Link
 from pdproxy.lab.chaos.world import ChaosEngine, World
 
 _SLOW = 0.4
-"""Seconds that a slow link takes more."""
+"""Seconds that a slow link takes more, and that a slow connect takes."""
 
 
 class Troubles:
@@ -64,6 +64,12 @@ class Troubles:
                 await engine.run(engine.sim.thaw_core())
             case "cut" | "half_cut" | "slow_link":
                 await self._disturb(fault, engine)
+            case "api_restart":
+                await engine.run(engine.sim.restart_api(min(fault.seconds, 1.0) if fault.number % 2 else 0.0))
+            case "slow_connect":
+                self._world.network.connects[engine.host] = _SLOW
+                await asyncio.sleep(fault.seconds)
+                self._world.network.connects.pop(engine.host, None)
             case "remove":
                 await self._remove(engine, fault)
 

@@ -27,6 +27,7 @@ from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.setup import JUDGE, PORT, PROXY, STORED, Place, facts, nodes, places, pool
 from pdproxy.lab.chaos.virtual.connector import VirtualConnector
 from pdproxy.lab.chaos.virtual.network import HOST, VirtualNetwork
+from pdproxy.lab.chaos.virtual.notices import VirtualNotices
 from pdproxy.lab.chaos.virtual.ports import VirtualPorts
 from pdproxy.observe.events import Observer
 from pdproxy.settings.health import Health
@@ -36,7 +37,9 @@ from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.overload import Overload
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Auth, Settings
+from pdproxy.settings.sockets import KvReady
 from pdproxy.sim.facts import ConnectorName
+from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage, Storage
 from pdproxy.web.app import create_app
@@ -72,12 +75,26 @@ class ChaosEngine:
     """One simulated engine on a host of its own."""
 
     def __init__(
-        self, place: Place, ports: VirtualPorts, chance: int, connector: ConnectorName, storage: Storage | None = None
+        self,
+        place: Place,
+        ports: VirtualPorts,
+        chance: int,
+        connector: ConnectorName,
+        storage: Storage | None = None,
+        notices: NoticeSender | None = None,
     ) -> None:
         self.name, self.role, self.host = place.name, place.role, place.host
         self.sim = SimServer(
-            facts(place, connector), host=place.host, port=PORT, chance=chance, network=ports, storage=storage
+            facts(place, connector, notifies=notices is not None),
+            host=place.host,
+            port=PORT,
+            chance=chance,
+            network=ports,
+            storage=storage,
         )
+        if notices is not None:
+            notices.faults = self.sim.engine.notice_sender.faults
+            self.sim.engine.notice_sender = notices
         self._context = _context_of(place.host)
 
     def __repr__(self) -> str:
@@ -101,8 +118,9 @@ class World:
         self.network = network
         ports = VirtualPorts(network)
         storage = MemoryStorage() if options.connector in STORED else None
+        self._context = _context_of(PROXY)
         self.engines = [
-            ChaosEngine(place, ports, options.seed * 100 + number, options.connector, storage)
+            ChaosEngine(place, ports, options.seed * 100 + number, options.connector, storage, self._notices(place))
             for number, place in enumerate(places(options))
         ]
         self.judge = ChaosEngine(Place("judge", "aggregated", JUDGE), ports, options.seed * 100 + 99, "none")
@@ -112,9 +130,16 @@ class World:
         self.errors: list[str] = []
         """What the proxy logged as an error, and what the loop could not deliver to anybody."""
         self.state = ServerState()
-        self._context = _context_of(PROXY)
         self._lines = _Errors(self.errors)
         self._keys = Path(tempfile.mkstemp(prefix="pdproxy-chaos-")[1])
+
+    def _notices(self, place: Place) -> NoticeSender | None:
+        if self.options.notices == "none":
+            return None
+        return VirtualNotices(self.network.link(place.host, PROXY), self._noticed, self._context)
+
+    def _noticed(self, payload: bytes) -> None:
+        self.proxy.notices.socket.take(payload)
 
     async def begin(self) -> None:
         """Start engines and proxy, and wait until the proxy has probed all engines."""
@@ -136,6 +161,7 @@ class World:
             auth=Auth(api_keys_file=str(self._keys)),
             overload=Overload(tenant_header=TENANT_HEADER, weights=dict(WEIGHTS)),
             pools=(pool(self.options, self.nodes),),
+            kv_ready=KvReady(notifier=self.options.notices != "none", early=self.options.notices == "early"),
             deadlines=DEADLINES,
             limits=LIMITS,
             health=HEALTH,
@@ -208,6 +234,7 @@ def begin_proxy(
     loop = asyncio.get_running_loop()
     watch = Watch(observers=observers, connector=VirtualConnector, now=loop.time, chance=chance.random)
     proxy = Proxy.build(settings, watch=watch)
+    proxy.notices.socket.bind = lambda *place: None  # type: ignore[method-assign] # notices come through the network
     config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     state.connections, state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]

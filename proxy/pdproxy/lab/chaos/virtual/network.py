@@ -90,6 +90,8 @@ class VirtualNetwork:
     def __init__(self, delivered: Delivered = lambda number, size: None) -> None:
         self.delivered = delivered
         self.names: dict[str, list[str]] = {"localhost": ["127.0.0.1"]}
+        self.connects: dict[str, float] = {}
+        """Seconds that connects to a host take longer."""
         self._listening: dict[tuple[str, int], Listening] = {}
         self._reserved: dict[tuple[str, int], int] = {}
         self._links: dict[tuple[str, str], Link] = {}
@@ -172,6 +174,8 @@ class VirtualNetwork:
             ConnectionRefusedError: nothing listens there.
         """
         source = source or HOST.get()
+        if (longer := self.connects.get(host)) is not None:
+            await asyncio.sleep(longer)
         there, back = self.link(source, host), self.link(host, source)
         waiter: asyncio.Future[bool] = self.loop.create_future()
         names = ((source, self.free_port()), (host, port))
