@@ -36,8 +36,8 @@ class Answer:
 
     @property
     def events(self) -> list[bytes]:
-        """The stream's events, whole."""
-        return [part + b"\n\n" for part in self.body.split(b"\n\n") if part]
+        """The stream's events, whole, without comments."""
+        return [part + b"\n\n" for part in self.body.split(b"\n\n") if part and not part.startswith(b":")]
 
     @property
     def text(self) -> str:
@@ -46,7 +46,7 @@ class Answer:
 
     def text_of(self, index: int) -> str:
         """The text of one choice, put together where streamed."""
-        if not self.body.startswith(b"data:"):
+        if not self.body.startswith((b"data:", b":")):
             choice = next(choice for choice in self.json["choices"] if choice["index"] == index)
             return str(choice.get("text", (choice.get("message") or {}).get("content")))
         found = ""

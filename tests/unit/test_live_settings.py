@@ -87,6 +87,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         lambda p: (p.pools[0].resources.deadlines.between_tokens, p.pools[0].resources.derendering.deadline),  # type: ignore[union-attr]
         (9.5, 9.5),
     ),
+    "deadlines.stream_comment": (9.5, _resource("stream_comment"), 9.5),
     "deadlines.continuation": (9.5, _resource("continuation"), 9.5),
     "deadlines.client_write": (9.5, lambda p: p.front.bounds.slow_readers.seconds, 9.5),
     "deadlines.abandoned_prefill": (9.5, lambda p: p.custodian.orphans._timeout(), 9.5),  # type: ignore[misc]

@@ -27,6 +27,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
+from pdproxy.fleet.works import Works
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.models import PoolModels
@@ -161,6 +162,7 @@ class PoolParts:
             answer_budget=process.answer_budget,
             retries=process.retries,
             outliers=outliers,
+            works=Works(engines.known, admin.scrape, observers, lambda: watching.stalls.stalled_after > 0).on_all,
             is_alive=partial(admin.answers, path="/health"),
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,

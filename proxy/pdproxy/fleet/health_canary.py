@@ -50,6 +50,7 @@ class HealthCanary:
         model = min(evidence.models - evidence.adapters or evidence.models)
         ids = next((ids for ids in evidence.canary if ids), (1,))[:_IDS]
         body = msgspec.json.encode({"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0})
+        engine.open_legs.canaries += 1
         try:
             answer = await self._admin.canary(engine.url, _PATH, body, rank, timeout=self.timeout)
         except EngineRefusedError as error:
@@ -61,6 +62,8 @@ class HealthCanary:
             return False
         except OverloadedError:
             return None
+        finally:
+            engine.open_legs.canaries -= 1
         found = prefill_answer(answer)
         return found is not None and bool(found.choices)
 

@@ -37,7 +37,7 @@ class OpenLeg(Protocol):
 class OpenLegs:
     """The open legs of one engine, in the order in which they were sent."""
 
-    __slots__ = ("busy_since", "last_sign", "legs", "pace")
+    __slots__ = ("busy_since", "canaries", "last_sign", "legs", "life", "pace", "shows_nothing")
 
     def __init__(self) -> None:
         self.legs: dict[OpenLeg, None] = {}
@@ -46,6 +46,12 @@ class OpenLegs:
         self.last_sign = 0.0
         """When a leg that is over has shown its last sign, or ended well."""
         self.pace = Pace()
+        self.canaries = 0
+        """Requests for one token that are under way, by which the engine is asked whether it works."""
+        self.life = 0.0
+        """When the engine has shown last that its core works. Written by the watch over it."""
+        self.shows_nothing = False
+        """Whether it has shown nothing for as long as it may. Written by the watch over it, which may leave it in use."""
 
     def __repr__(self) -> str:
         return f"<OpenLegs {len(self.legs)}>"

@@ -106,7 +106,8 @@ class StallWatch:
     def _begin(self, now: float) -> None:
         """Begin with a run of which nothing is known."""
         self._run = self.engine.node.run_number
-        self._life = now
+        self._life = self.engine.open_legs.life = now
+        self.engine.open_legs.shows_nothing = False
         self._suspected: float | None = None
         self._enquiry: Enquiry | None = None
         self._silent_from = now
@@ -154,12 +155,16 @@ class StallWatch:
         legs = [*self.engine.open_legs.legs]
         self._note_signs(legs, now)
         since = self._silent_since(legs)
+        open_legs = self.engine.open_legs
+        open_legs.life = self._life
         if since is None:
+            open_legs.shows_nothing = False
             self.close()
             return
         size = max((leg.prompt_bytes for leg in legs), default=0)
         pace, most = self.engine.open_legs.pace, self._verdicts.longest
         allowed, silence = pace.allowed(self._verdicts.stalled_after, most, size, now), now - since
+        open_legs.shows_nothing = open_legs.shows_nothing and silence >= VERDICT * allowed
         if silence < SUSPECT * allowed:
             self.close()
             return
@@ -174,6 +179,7 @@ class StallWatch:
         if not self._is_telling(enquiry, legs):
             allowed = max(allowed, most)
         if silence >= VERDICT * allowed and now - enquiry.began >= SUSPECT * allowed:
+            open_legs.shows_nothing = True
             self._stall(legs, silence, now)
 
     def _is_telling(self, enquiry: Enquiry, legs: list[OpenLeg]) -> bool:
@@ -223,8 +229,11 @@ class StallWatch:
         return self._verdicts.can_ask(self.engine) if enquiry is None else not enquiry.refused
 
     def _stall(self, legs: list[OpenLeg], silence: float, now: float) -> None:
-        if not self._can_ask and self._verdicts.is_last(self.engine):
-            return  # silence alone takes no role its last engine
+        answers = (
+            self.engine.node.role is not Role.PREFILL
+        )  # without a prefill engine, others compute prompts themselves
+        if (answers or not self._can_ask) and self._verdicts.is_last(self.engine):
+            return  # silence alone takes no role its last engine: requests wait for it, each until its own deadline
         why = f"stands still: no sign of its core for {silence:.1f} s"
         if not self._verdicts.stalled(self.engine, why):
             return

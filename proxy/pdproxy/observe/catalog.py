@@ -186,6 +186,12 @@ ALONES = _counter(
     Label("reason", ALONE),
 )
 DEADLINES = _counter("pdproxy_deadline_total", "waits", "Waits ended by their deadline", Label("wait", WAITS))
+SILENCES_ALLOWED = _counter(
+    "pdproxy_silences_allowed_total",
+    "waits",
+    "Waits for a silent engine that went on behind their deadline, because it was seen to work",
+    Label("wait", tuple(one for one in WAITS if one[0] in ("prefill", "first_token", "between_tokens"))),
+)
 EVICTIONS = _counter(
     "pdproxy_evicted_total",
     "evictions",

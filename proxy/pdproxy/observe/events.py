@@ -128,6 +128,13 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
     node: str | None = None
 
 
+class SilenceAllowed(msgspec.Struct, frozen=True):
+    """A deadline on an engine's silence has come, and the engine was seen to work: the wait goes on for as long again."""
+
+    wait: str
+    node: str
+
+
 class HandleEnded(msgspec.Struct, frozen=True):
     """A KV handle has ended. `end`: one of `catalog.ENDS`."""
 
@@ -331,6 +338,7 @@ Event = (
     | ServedAlone
     | Decided
     | DeadlinePassed
+    | SilenceAllowed
     | StreamContinued
     | HandleEnded
     | LegFailed

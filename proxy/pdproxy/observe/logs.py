@@ -32,6 +32,7 @@ from pdproxy.observe.events import (
     Refused,
     RequestEnded,
     ServedAlone,
+    SilenceAllowed,
     StreamContinued,
     Tokenized,
     TokenizerJudged,
@@ -147,7 +148,16 @@ class LogObserver:
                     _TOKENIZER_LINES[agrees],
                     _fields(event),
                 )
-            case HandleEnded() | ServedAlone() | Decided() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
+            case (
+                HandleEnded()
+                | ServedAlone()
+                | Decided()
+                | DeadlinePassed()
+                | SilenceAllowed()
+                | KvCounted()
+                | Tokenized()
+                | Evicted()
+            ):
                 _debug(event)
             case StreamContinued():
                 _debug(event)

@@ -48,6 +48,7 @@ from pdproxy.observe.events import (
     RegistrationSeen,
     RequestEnded,
     ServedAlone,
+    SilenceAllowed,
     StreamContinued,
     Tokenized,
     TokenizerJudged,
@@ -179,6 +180,8 @@ class Metrics:
                 self._decided(choice, reason)
             case DeadlinePassed(wait):
                 self._count(catalog.DEADLINES, wait)
+            case SilenceAllowed(wait):
+                self._count(catalog.SILENCES_ALLOWED, wait)
             case LegFailed(node=node, phase=phase):
                 self._count(catalog.LEG_FAILURES, self._node(node), phase)
             case MemberChanged(change=change):

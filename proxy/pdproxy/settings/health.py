@@ -5,14 +5,7 @@ Owns names, units, bounds and defaults.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from msgspec import Meta
-
-from pdproxy.settings.section import Seconds, Section
-
-OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
-"""Seconds; 0 turns it off."""
+from pdproxy.settings.section import OffOrSeconds, Seconds, Section
 
 
 class Health(Section, frozen=True):

@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from pdproxy.settings.section import Count, Seconds, Section
+from pdproxy.settings.section import Count, OffOrSeconds, Seconds, Section
 
 AUTO: Final = "auto"
 EngineRequests = Literal["auto"] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -38,7 +38,8 @@ class Deadlines(Section, frozen=True):
     """Making the token ids of a prompt. After that the engines make them, unless the connector needs them before."""
 
     prefill: Seconds = 120.0
-    """The prefill leg, from its request to its whole answer. Long prompts in an engine's queue take a minute."""
+    """The prefill leg, from its request to its whole answer. Long prompts in an engine's queue take a minute. While the engine is
+    seen to work (`health.stalled_after`), the wait goes on."""
 
     kv_ready: Seconds = 10.0
     """Notices that KV is ready, from the prefill's answer on. They come within milliseconds, or not at all."""
@@ -47,10 +48,17 @@ class Deadlines(Section, frozen=True):
     """The answer of an engine that is asked for KV events again. It answers between two steps."""
 
     first_token: Seconds = 60.0
-    """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch."""
+    """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch. While the engine is
+    seen to work (`health.stalled_after`), the wait goes on; not where it may wait for KV that a prefill engine pushes."""
 
     between_tokens: Seconds = 30.0
-    """Between two pieces of a stream. A batch that was preempted pauses for seconds; a longer pause is a failure."""
+    """Between two pieces of a stream. Behind it the engine is looked at: while it is seen to work (`health.stalled_after`), the
+    wait goes on. Parsers of tool calls send nothing for a minute."""
+
+    stream_comment: OffOrSeconds = 15.0
+    """A stream that has sent its client nothing, before it gets a comment, within twice that time at most: balancers close a
+    connection that is silent for a minute. The first comment sends the status: what fails behind it is an event of the stream.
+    0: no comments."""
 
     continuation: Seconds = 30.0
     """From the failure of a stream's engine to the first data of the one that goes on. To a client, more is a failure, too."""

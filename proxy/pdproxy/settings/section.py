@@ -31,6 +31,10 @@ NAMES = "names"
 """The key of that table in a type's `Meta.extra`."""
 
 
+OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
+"""Seconds; 0 turns it off."""
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A section: immutable, filled by name, without unknown fields."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+_STREAMED = (*GENERATING, "/v1/responses", "/v1/messages")
+"""Routes whose answers may be streams."""
 _SHOWN = 120
 """Bytes at the end of a body that can't be used, which are shown."""
 
@@ -72,7 +74,7 @@ class Request:
     @property
     def stream(self) -> bool:
         """Whether it asks for a stream."""
-        return self.generating and bool(self.json.get("stream"))
+        return self.path in _STREAMED and bool(self.json.get("stream"))
 
     @property
     def usage_at_end(self) -> bool:

@@ -33,6 +33,11 @@ _MAX_TINY_LINES = 512
 _TINY_LINE = 32
 
 
+def is_comment(batch: bytes) -> bool:
+    """Return whether a batch has comments alone."""
+    return batch.startswith(b":") and all(line[:1] in (b":", b"") for line in batch.split(b"\n"))
+
+
 def is_spaced(batch: bytes) -> bool:
     """Return whether a batch begins with data whose JSON has spaces. vLLM writes none, but for its errors."""
     return batch.startswith(_SPACED)

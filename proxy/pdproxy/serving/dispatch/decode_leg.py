@@ -46,12 +46,14 @@ class DecodeLeg:
     """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone."""
 
     __slots__ = (
+        "_asking",
         "_attempt",
         "_client",
         "_custody",
         "_ended_by",
         "_engine",
         "_expected",
+        "_first_token_s",
         "_first_token_timer",
         "_lease",
         "_leg",
@@ -78,6 +80,10 @@ class DecodeLeg:
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
         self._first_token_timer: Timer | None = None
+        self._first_token_s = attempt.resources.deadlines.first_token
+        """Seconds that it has for its first data, before it is asked whether its engine works."""
+        self._asking: asyncio.Task[None] | None = None
+        """The question whether its engine works, although its deadline has come."""
         self._ended_by: EngineError | None = None
         """Why it was ended from outside, before any data."""
         self._lost = False
@@ -160,6 +166,8 @@ class DecodeLeg:
                     late_close.close(self._leg, None if data_came else custody)
             if self._first_token_timer is not None:
                 self._first_token_timer.cancel()
+            if self._asking is not None:
+                self._asking.cancel()
             if self._turn is not None:
                 self._turn.close()
             if custody is not None:
@@ -179,10 +187,34 @@ class DecodeLeg:
         count_cached(relay, custody)
         self._expect(custody.handle.prompt_tokens)
         if not self._starts_in_silence and awaits_data(relay):
-            self._first_token_timer = resources.clock.after(resources.deadlines.first_token, self._first_token_late)
+            self._first_data_within(resources.deadlines.first_token)
 
-    def _first_token_late(self) -> None:
-        seconds = self._attempt.resources.deadlines.first_token
+    def _first_data_within(self, seconds: float) -> None:
+        """Begin the deadline of the first data, in place of the one before."""
+        if self._first_token_timer is not None:
+            self._first_token_timer.cancel()
+        self._first_token_s = seconds
+        self._first_token_timer = self._attempt.resources.clock.after(seconds, self._first_data_late)
+
+    def _first_data_late(self) -> None:
+        """The deadline has come. A stream's engine may be seen to work: then it gets as long again."""
+        custody, relay = self._custody, self._attempt.relay
+        if self._starts_in_silence or relay is None or (relay.status == 0 and self._leg is None):
+            self._end_late()
+        elif custody is not None and custody.awaits_push and not custody.promised:
+            self._end_late()  # it may wait for KV that does not come, in an engine that works on others
+        else:
+            self._asking = asyncio.get_running_loop().create_task(self._ask_engine(), name="does a silent engine work")
+
+    async def _ask_engine(self) -> None:
+        resources = self._attempt.resources
+        if await resources.works(self._url, Wait.FIRST_TOKEN.value):
+            self._first_data_within(resources.deadlines.first_token)
+        else:
+            self._end_late()
+
+    def _end_late(self) -> None:
+        seconds = self._first_token_s
         self._end(EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN))
 
     def give_up(self) -> None:
@@ -237,15 +269,12 @@ class DecodeLeg:
             timeout += 2 * resources.deadlines.prefill  # the prefill engine may be asked twice
         relay, node = attempt.relay, self._lease.node
         assert relay is not None
-        try:
-            async with resources.clock.within(timeout):
-                # Nothing here may refer to the request any longer than until it is written.
-                message = partial(self._message, request.parsed, request.prompt)
-                self._leg = await self._client.send(message, sink(attempt, relay))
-                del message
-                return await first_data(resources, relay, node, in_silence=in_silence)
-        except TimeoutError:
-            raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
+        self._first_data_within(timeout)
+        # Nothing here may refer to the request any longer than until it is written.
+        message = partial(self._message, request.parsed, request.prompt)
+        self._leg = await self._client.send(message, sink(attempt, relay))
+        del message
+        return await first_data(resources, relay, node, in_silence=in_silence)
 
     # -- what came of it
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.one_shot_event import OneShotEvent
@@ -53,4 +54,5 @@ async def pass_on(attempt: Attempt, leg: Leg | None, url: str) -> None:
     def passed(wait: Wait) -> None:
         resources.observers.notify(DeadlinePassed(wait.value, url))
 
-    await relay.watch(resources.clock, resources.deadlines.between_tokens, passed)
+    works = partial(resources.works, url, Wait.BETWEEN_TOKENS.value)
+    await relay.watch(resources.clock, resources.deadlines.between_tokens, passed, works)

@@ -40,6 +40,7 @@ from pdproxy.serving.dispatch.recovery import (
     Progress,
     Retry,
     after,
+    has_stalled,
 )
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -88,6 +89,7 @@ class Exchange:
         "_request",
         "_served_alone",
         "_slot",
+        "_stalled",
         "_without",
     )
 
@@ -106,6 +108,8 @@ class Exchange:
         self._served_alone: Alone | None = None
         """Why one engine served the last attempt that had engines; None: it was split."""
         self._prefill_failed: Alone | None = None
+        self._stalled = 0
+        """Engines that stood still while they had it, before their data."""
         self._slot: RetrySlot | None = None
         """Of the next attempt, if it is a retry."""
         self._following: Following | None = None
@@ -125,6 +129,11 @@ class Exchange:
         relay = self.relay
         own = Streams() if relay is None else Streams([relay.fast_path], relay.usage, 0, relay.filter.keeps_usage)
         return own if self._following is None else self._following.streams(own)
+
+    @property
+    def events(self) -> int:
+        """How many events were sent to the client so far."""
+        return sum(path.events for path in self.streams.paths)
 
     @property
     def usage_event(self) -> bytes | None:
@@ -258,8 +267,9 @@ class Exchange:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
         most, continues = resources.limits.attempts, resources.records is not None
-        progress = Progress(self._number, most, self._alone is not None, self._prefill_failed, continues)
+        progress = Progress(self._number, most, self._alone is not None, self._prefill_failed, continues, self._stalled)
         action = after(outcome, progress)
+        self._stalled += has_stalled(outcome)
         if isinstance(action, Continue):
             return action
         will_retry = not isinstance(action, Fail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -134,8 +135,7 @@ class PrefillLeg:
                 self._turn = await turn_before(self._attempt, resources.turns, self._sent_ids)
             while True:
                 try:
-                    async with resources.clock.within(seconds):
-                        answer = await self._answer_or_handle()
+                    answer = await self._in_time(seconds)
                     return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
                 except EngineError as error:
                     if not self._may_ask_again(error):
@@ -224,11 +224,29 @@ class PrefillLeg:
         own = headers.headers if leg_id is None else headers.named(leg_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
+    async def _in_time(self, seconds: float) -> Answer | Handle:
+        """Send the request. Return the answer, or the handle if a notice has brought that first.
+
+        Raises:
+            TimeoutError: neither came in time, and the engine is not seen to work.
+        """
+        resources = self._attempt.resources
+        try:
+            async with resources.clock.within(seconds):
+                self._pending = await self._client.ask(self._message, max_bytes=largest_answer(self._parsed))
+                if self.sent is not None:
+                    self.sent.set()
+                return await self._answer_or_handle()
+        except TimeoutError:
+            while self._pending is not None and await resources.works(self._url, Wait.PREFILL.value):
+                with suppress(TimeoutError):
+                    async with resources.clock.within(seconds):
+                        return await self._answer_or_handle()
+            raise
+
     async def _answer_or_handle(self) -> Answer | Handle:
-        """Send the request. Return the answer, or the handle if a notice has brought that first."""
-        self._pending = await self._client.ask(self._message, max_bytes=largest_answer(self._parsed))
-        if self.sent is not None:
-            self.sent.set()
+        """Wait for the answer, or for the handle if a notice brings that first."""
+        assert self._pending is not None
         answer = await self._first()
         if answer is not None:
             return answer

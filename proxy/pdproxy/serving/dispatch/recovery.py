@@ -11,6 +11,7 @@ from pdproxy.kit.errors import (
     AnswerBudgetError,
     EngineError,
     EngineRefusedError,
+    EngineTimeoutError,
     KvGoneError,
     OverloadedError,
     OwnBodyRefusedError,
@@ -18,6 +19,7 @@ from pdproxy.kit.errors import (
     Reason,
     StaleConnectionError,
     UnparsedError,
+    Wait,
 )
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
@@ -130,7 +132,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The progress of an exchange: the attempt's number (from 1), the limit of attempts, and whether one engine served it alone.
 
     `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed. `continues`: whether streams
-    are continued at all.
+    are continued at all. `stalled`: engines that stood still while they had the request, before this attempt.
     """
 
     number: int
@@ -138,10 +140,24 @@ class Progress(msgspec.Struct, frozen=True):
     alone: bool
     prefill_failed: Alone | None = None
     continues: bool = False
+    stalled: int = 0
+
+
+MOST_STALLED = 2
+"""Engines that may stand still under one request: the request may be the cause, and would stop a third engine, too."""
+
+
+def has_stalled(outcome: Failure) -> bool:
+    """Return whether an attempt has failed because its engine stood still before its data."""
+    failed = isinstance(outcome, PrefillFailed) or (isinstance(outcome, DecodeFailed) and not outcome.data_sent)
+    return failed and isinstance(outcome.error, EngineTimeoutError) and outcome.error.wait is Wait.STALLED
 
 
 def after(outcome: Failure, progress: Progress) -> Action:
     """Return what is done after an attempt that did not answer the client."""
+    if progress.stalled + 1 >= MOST_STALLED and has_stalled(outcome):
+        assert isinstance(outcome, PrefillFailed | DecodeFailed)
+        return Fail(outcome.error)
     match outcome:
         case NoEngines() if progress.alone:
             return Fail(OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE))

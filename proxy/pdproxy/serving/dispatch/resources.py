@@ -70,6 +70,8 @@ class ExchangeResources:
     answer_budget: AnswerBudget
     retries: RetryBudget
     outliers: Outliers
+    works: Callable[[str, str], Awaitable[bool]]
+    """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None

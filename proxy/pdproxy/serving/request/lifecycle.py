@@ -43,6 +43,7 @@ from pdproxy.wire.errors import retry_headers
 logger = logging.getLogger("pdproxy")
 
 JSON_TYPE = (b"content-type", b"application/json")
+STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 Writer = TypeVar("Writer", ResponseWriter, AsyncResponseWriter)
 Serve = Callable[[], Awaitable[None]]

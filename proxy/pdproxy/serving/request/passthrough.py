@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from pdproxy.kit.errors import (
@@ -18,6 +18,7 @@ from pdproxy.kit.errors import (
     ClientLeftError,
     EngineError,
     EngineTimeoutError,
+    Fault,
     OverloadedError,
     PdproxyError,
     Reason,
@@ -30,6 +31,7 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
+from pdproxy.serving.dispatch.recovery import MOST_STALLED
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
@@ -37,9 +39,11 @@ from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
-from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
+from pdproxy.serving.stream.comments import Comments
+from pdproxy.serving.stream.failures import as_event
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
@@ -79,7 +83,19 @@ class Passthrough:
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole."""
 
-    __slots__ = ("_asked", "_attempts", "_forward", "_incoming", "_service", "_slot", "_stream", "_url", "_whole")
+    __slots__ = (
+        "_asked",
+        "_attempts",
+        "_commenting",
+        "_events",
+        "_forward",
+        "_incoming",
+        "_service",
+        "_slot",
+        "_stream",
+        "_url",
+        "_whole",
+    )
 
     def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
@@ -97,6 +113,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._slot: RetrySlot | None = None
         """The place of an attempt behind the first one, until its first data."""
         self._stream: WholeEvents | None = None
+        self._events = 0
+        """Writes of events so far."""
+        self._commenting: asyncio.Task[None] | None = None
+        """The write of the last comment."""
 
     async def read(self) -> Serve:
         """Check and read the request."""
@@ -122,12 +142,28 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
     async def serve(self, body: PassedBody) -> None:
         """Ask engines one after the other, until one has sent data. Raises the last one's EngineError."""
+        resources = self._service.resources
+        comments = Comments(
+            resources.clock,
+            resources.deadlines.stream_comment if body.stream else 0.0,
+            lambda: self._events,
+            self._comment,
+        )
+        try:
+            await self._ask_engines(body)
+        finally:
+            comments.stop()
+            if self._commenting is not None:
+                self._commenting.cancel()
+
+    async def _ask_engines(self, body: PassedBody) -> None:
         incoming, resources, size = self._incoming, self._service.resources, len(body.data)
         authorization = self._service.keys.to_engine(incoming.authorization)
         own = [JSON_TYPE] if incoming.entry.has_body else []
         headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
         leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
+        stalled = 0
         while True:
             ask = Ask(body.model, size, resources.now(), session=incoming.session)
             lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
@@ -147,14 +183,18 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 return
             except EngineError as error:
                 verdict = verdict_of(error)
+                stalled += isinstance(error, EngineTimeoutError) and error.wait is Wait.STALLED
                 again = (
-                    not self.writer.begun
+                    self.first is None
+                    and stalled < MOST_STALLED
                     and self._attempts < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
+                    and error.fault is not Fault.CLIENT
                 )
                 if (wait := getattr(error, "wait", None)) is not None:
                     resources.observers.notify(DeadlinePassed(wait.value, url))
-                resources.report_failure(leg_headers, url, "alone", error, will_retry=again)
+                if error.fault is not Fault.CLIENT:
+                    resources.report_failure(leg_headers, url, "alone", error, will_retry=again)
                 if not again:
                     raise
                 without.add(url)
@@ -164,6 +204,20 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self._slot = await resources.retry_slot()
             if self._slot is None:
                 raise resources.not_retried()
+
+    def _comment(self, comment: bytes) -> None:
+        """Send a comment, unless the client has not taken the last one."""
+        if self._commenting is None or self._commenting.done():
+            self._commenting = asyncio.ensure_future(self._write_comment(comment))
+
+    async def _write_comment(self, comment: bytes) -> None:
+        """Send a comment. The first one sends the status: what fails from then on is an event of the stream."""
+        output = self.writer
+        with suppress(ClientLeftError):
+            if not output.begun:
+                self.status = 200
+                await output.begin(self.answer_headers([STREAM_TYPE], _PASSED_HEADERS))
+            await output.write(comment)
 
     def _leave_slot(self) -> None:
         slot, self._slot = self._slot, None
@@ -200,6 +254,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if answer.status == 404 and body.unknown_id is not None and body.unknown_id.encode() in answer.body:
             why = "no response is stored to be fetched later"
             raise BadRequestError(f"`background` is not supported: {why}", param="background")
+        if self.writer.begun:
+            raise as_event(answer)
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
         await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
@@ -213,7 +269,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         first_by = now() + deadlines.first_token
         held = b""
         while True:
-            if output.begun:
+            if self.first is not None:
                 wait, seconds = Wait.BETWEEN_TOKENS, deadlines.between_tokens
             else:
                 wait, seconds = Wait.FIRST_TOKEN, max(first_by - now(), 0)
@@ -221,6 +277,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 async with resources.clock.within(seconds):
                     data = await leg.chunk()
             except TimeoutError:
+                if await resources.works(url, wait.value):
+                    first_by = now() + deadlines.first_token
+                    continue
                 raise EngineTimeoutError(f"{url} sent no data in time", wait=wait) from None
             if not data:
                 break
@@ -228,14 +287,16 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             held += stream.feed(data)
             leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
-                if not output.begun:
+                if self.first is None:
                     self.first, self.status = now(), 200
                     self._leave_slot()
-                    await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
+                    if not output.begun:
+                        await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
+                self._events += 1
                 await output.write(held)
                 held = b""
             open_leg.paused = False
-        if not stream.ended or stream.rest or not output.begun:
+        if not stream.ended or stream.rest or self.first is None:
             raise EngineError(f"{url} ended its stream before it was complete")
         await output.finish()
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.errors import EngineRefusedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback
-from pdproxy.serving.dispatch.exchange import Dispatcher
+from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
 from pdproxy.serving.request.totals import RequestTotals
@@ -54,6 +54,14 @@ class PromptList:
         self._begin = begin
         self._totals = totals
         self._stream = MergedStream(output)
+        self._running: dict[int, Exchange] = {}
+        self._events = 0
+        """Of those that have ended."""
+
+    @property
+    def events(self) -> int:
+        """How many events were sent to the client so far."""
+        return self._events + sum(exchange.events for exchange in self._running.values())
 
     async def run(self) -> None:
         """Serve all prompts: begun in order, some at once. The first failure or refusal ends the others and is raised."""
@@ -72,9 +80,12 @@ class PromptList:
             self._begin(relay.headers)
             return channel
 
+        self._running[index] = exchange
         try:
             answer = await exchange.run(stream_to)
         finally:
+            del self._running[index]
+            self._events += exchange.events
             channel.close()
             self._totals.add(index, exchange)
         if answer is None:

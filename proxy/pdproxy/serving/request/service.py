@@ -5,7 +5,7 @@ Owns the answer to the client. The request's steps are those of `lifecycle`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -27,10 +27,12 @@ from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
-from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.lifecycle import STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
+from pdproxy.serving.stream.comments import Comments, write_comment
+from pdproxy.serving.stream.failures import as_event
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.waiting_writer import WaitingWriter
@@ -155,6 +157,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             budget=service.resources.answer_budget,
             templates=service.resources.templates,
             now=service.resources.now,
+            comment=partial(write_comment, self.writer, self.answer_headers([STREAM_TYPE], ())),
         )
         self._exchange = service.dispatcher.exchange(parsed, prompt, leg_headers, new_relay)
         return self._serve_one
@@ -185,7 +188,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self._begin(relay.headers)
             return output
 
-        answer = await exchange.run(begin)
+        comments = self._comments(lambda: exchange.events)
+        try:
+            answer = await exchange.run(begin)
+        finally:
+            comments.stop()
         if answer is None:
             output.finish()
         elif self._whole is not None and is_clients_fault(answer):
@@ -201,22 +208,25 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 self._begin(headers)
 
         prompts = PromptList(self._service.dispatcher, parsed, leg_headers, output, begin, self.totals)
+        comments = self._comments(lambda: prompts.events)
         try:
             await prompts.run()
         except EngineRefusedError as error:
-            if self._whole is None or output.begun or error.fault is not Fault.CLIENT:
+            if self._whole is None or self.first is not None or error.fault is not Fault.CLIENT:
                 raise
             drop_traceback(error)  # its frames refer to the tasks of the list, which refer to it
             refused = True
         else:
             refused = False
+        finally:
+            comments.stop()
         if refused:
             del prompts  # with the answers to the other conversations
             await self._serve_whole()
             return
         if output.gone:
             return
-        if not output.begun:
+        if self.first is None:
             self._answer(prompts.answer.whole())
         elif prompts.answer:
             raise EngineError("an engine answered one prompt of a streamed list whole")
@@ -260,6 +270,16 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.writer.write(sse.DONE + sse.END)
         self.writer.finish()
 
+    def _comments(self, sent: Callable[[], int]) -> Comments:
+        """Return the comments of the answer, if it is a stream; stop them. `sent` changes with each event."""
+        resources, wanted = self._service.resources, self.stream
+        return Comments(resources.clock, resources.deadlines.stream_comment if wanted else 0.0, sent, self._comment)
+
+    def _comment(self, comment: bytes) -> None:
+        """Send a comment. The first one sends the status: what fails from then on is an event of the stream."""
+        self.status = 200
+        write_comment(self.writer, self.answer_headers([STREAM_TYPE], _PASSED_HEADERS), comment)
+
     def _begin(self, headers: Headers) -> None:
         self._whole = None
         self.first = self._service.resources.now()
@@ -268,6 +288,13 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.writer.begin([*lines, *self._decision()] if self._incoming.hints else lines)
 
     def _answer(self, answer: Answer) -> None:
+        """Send a whole answer. Behind a comment it is an event: an engine's error, since a stream was asked for.
+
+        Raises:
+            EngineError: the answer of an engine, in a stream that has begun.
+        """
+        if self.writer.begun:
+            raise as_event(answer)
         self.status = answer.status
         lines = self.answer_headers(answer.headers, _PASSED_HEADERS)
         self.writer.whole(answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, answer.body)
@@ -284,6 +311,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             return
         body = error_body(error)
         if self.writer.begun:
+            self.status = 200
             self.writer.write(sse.data(body))
             self.writer.break_off()
             return

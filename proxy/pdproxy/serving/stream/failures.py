@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
+from pdproxy.upstream.client import Answer
 from pdproxy.wire import sse
 from pdproxy.wire.engine import error_of
 
@@ -20,6 +21,13 @@ def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
     if sse.is_aborted(event):
         return _refusal(event)
     return next((_refusal(line) for line in lines if sse.is_error(line)), None)
+
+
+def as_event(answer: Answer) -> EngineError:
+    """Return the error for an engine's whole answer to a client whose stream has begun: the client gets it as an event."""
+    if answer.status < 400:
+        return EngineError("an engine answered a stream with a whole answer")
+    return EngineRefusedError(f"an engine answered {answer.status}", status=answer.status, body=answer.body)
 
 
 def tiny_lines() -> EngineError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
@@ -41,10 +41,12 @@ class Relay:
     `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller that stops waiting for one of
     them closes the connection. `takes_ids`: whether the engine was asked for token ids that the client did not ask for; they are
     kept in `fast_path.ids`; `shows_ids`: that it asked for. `budget`, `templates`: those of the process; without them, the relay
-    has its own. All other parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
+    has its own. `comment` gets the engine's comments before its data: they pass at once. All other parameters are those of
+    `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
     __slots__ = (
+        "_comment",
         "_ending",
         "_held",
         "_is_stream",
@@ -79,6 +81,7 @@ class Relay:
         budget: AnswerBudget | None = None,
         templates: EventTemplates | None = None,
         now: Callable[[], float] = time.monotonic,
+        comment: Callable[[bytes], None] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
@@ -101,6 +104,7 @@ class Relay:
             creation_time=creation_time,
         )
         self._time = now
+        self._comment = comment
         self._phase = Phase.HOLDING
         self._is_stream = False
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
@@ -156,24 +160,53 @@ class Relay:
             self.fast_path.write_to(write)
             leg.offer_reads(self.fast_path.forward)
 
-    async def watch(self, clock: Clock, between_tokens: float, passed: Callable[[Wait], None]) -> None:
+    async def watch(
+        self,
+        clock: Clock,
+        between_tokens: float,
+        passed: Callable[[Wait], None],
+        works: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
         """Wait until the stream is over. The client's connection checks how slowly its client may read.
+
+        `works` returns whether the engine is seen to work although it sends nothing: then the wait goes on.
 
         Raises:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
         """
+        asking: asyncio.Task[None] | None = None
 
-        def stalled() -> None:
+        def last() -> float | None:
+            return None if self.paused else self.fast_path.last
+
+        def late() -> None:
             passed(Wait.BETWEEN_TOKENS)
             self._fail(
                 EngineTimeoutError(f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS)
             )
 
-        timer = StallTimer(clock, between_tokens, lambda: None if self.paused else self.fast_path.last, stalled)
+        async def ask(works: Callable[[], Awaitable[bool]]) -> None:
+            nonlocal timer
+            before = last()
+            if await works() or last() != before:
+                timer = StallTimer(clock, between_tokens, last, silent, excused=True)
+            else:
+                late()
+
+        def silent() -> None:
+            nonlocal asking
+            if works is None:
+                late()
+            else:
+                asking = asyncio.get_running_loop().create_task(ask(works), name="does a silent engine work")
+
+        timer = StallTimer(clock, between_tokens, last, silent)
         try:
             await self.done
         finally:
             timer.cancel()
+            if asking is not None:
+                asking.cancel()
 
     # -- for the connection
 
@@ -226,7 +259,10 @@ class Relay:
         self.fast_path.enabled = self._phase is Phase.FLOWING and not held
 
     def _hold(self, batch: bytes) -> None:
-        """Keep events until one of them is real data."""
+        """Keep events until one of them is real data. Comments are not kept: whoever sends them wants to be heard now."""
+        if self._comment is not None and sse.is_comment(batch):
+            self._comment(batch)
+            return
         self._held.add(batch)
         if self._phase is Phase.PROVEN:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from pdproxy.kit.clock import Clock
@@ -10,17 +11,25 @@ from pdproxy.kit.clock import Clock
 class StallTimer:
     """Calls `stalled` once, when nothing has come for `seconds`. Runs until it is cancelled.
 
-    `last` returns when something came last (the clock's time, s), None while the stream is paused.
+    `last` returns when something came last (the clock's time, s), None while the stream is paused. `excused`: a silence that has
+    lasted up to now does not count.
     """
 
-    __slots__ = ("_clock", "_last", "_seconds", "_stalled", "_suspected", "_timer")
+    __slots__ = ("_clock", "_excused", "_last", "_seconds", "_stalled", "_suspected", "_timer")
 
     def __init__(
-        self, clock: Clock, seconds: float, last: Callable[[], float | None], stalled: Callable[[], None]
+        self,
+        clock: Clock,
+        seconds: float,
+        last: Callable[[], float | None],
+        stalled: Callable[[], None],
+        *,
+        excused: bool = False,
     ) -> None:
         self._clock = clock
         self._seconds = seconds
         self._last = last
+        self._excused = clock.now() if excused else -math.inf
         self._stalled = stalled
         self._suspected: float | None = None
         self._timer = clock.after(seconds, self._look)
@@ -36,6 +45,8 @@ class StallTimer:
         last, now = self._last(), self._clock.now()
         if last is None:
             wait = self._seconds
+        elif now < self._excused + self._seconds:
+            wait = self._excused + self._seconds - now
         elif now < last + self._seconds:
             wait = last + self._seconds - now
         elif self._suspected != last:

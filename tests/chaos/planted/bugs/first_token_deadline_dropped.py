@@ -11,12 +11,8 @@ BUG = Bug(
     changes=(
         Change(
             "serving/dispatch/decode_leg.py",
-            """\
-            async with resources.clock.within(timeout):
-""",
-            """\
-            async with resources.clock.within(resources.deadlines.total):
-""",
+            "        self._first_data_within(timeout)\n        # Nothing",
+            "        self._first_data_within(resources.deadlines.total)\n        # Nothing",
         ),
     ),
 )

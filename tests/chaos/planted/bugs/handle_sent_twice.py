@@ -22,16 +22,16 @@ BUG = Bug(
         Change(
             "serving/dispatch/decode_leg.py",
             """\
-                del message
-                return await first_data(resources, relay, node, in_silence=in_silence)
+        del message
+        return await first_data(resources, relay, node, in_silence=in_silence)
 """,
             """\
-                try:
-                    return await first_data(resources, relay, node, in_silence=in_silence)
-                except StaleConnectionError:
-                    relay = new_relay(attempt)
-                    self._leg = await self._client.send(message, sink(attempt, relay), fresh=True)
-                    return await first_data(resources, relay, node, in_silence=in_silence)
+        try:
+            return await first_data(resources, relay, node, in_silence=in_silence)
+        except StaleConnectionError:
+            relay = new_relay(attempt)
+            self._leg = await self._client.send(message, sink(attempt, relay), fresh=True)
+            return await first_data(resources, relay, node, in_silence=in_silence)
 """,
         ),
         Change(

@@ -1,0 +1,69 @@
+"""Whether an engine is seen to work on what it was sent, although a leg to it is silent.
+
+Engines withhold events while they work: a parser of tool calls sends nothing for a whole argument, a grammar is compiled,
+reasoning is left out, a prompt waits for its turn. So silence alone is no failure. Silence is a failure if the engine shows
+nothing (`fleet.stall_watch`), or if the engine reports fewer requests than were sent to it: then the silent request is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.kit.errors import EngineError, OverloadedError
+from pdproxy.observe.events import Observers, SilenceAllowed
+from pdproxy.upstream.metrics_page import Scrape
+
+COUNTED = 1.0
+"""Seconds before an engine's last sign: what was sent earlier is in the numbers that it reports."""
+LOOKS, BETWEEN = 5, 0.1
+"""How often these numbers are read while the engine is asked for a token, and the seconds between."""
+
+
+class Works:
+    """Looks at the engines of a pool. `is_watched`: whether engines are watched at all; if not, nothing excuses a silence."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        scrape: Callable[[str], Awaitable[Scrape]],
+        observers: Observers,
+        is_watched: Callable[[], bool],
+    ) -> None:
+        self._engines = engines
+        self._scrape = scrape
+        self._observers = observers
+        self._is_watched = is_watched
+
+    async def on_all(self, url: str, wait: str) -> bool:
+        """Return whether an engine works on all that it was sent. `wait`: the wait that may go on, for the metric."""
+        engine = self._engines.get(url)
+        if engine is None or not self._is_watched():
+            return False
+        if not self._shows_work(engine) or await self._has_lost(engine) or not self._shows_work(engine):
+            return False
+        self._observers.notify(SilenceAllowed(wait, url))
+        return True
+
+    def _shows_work(self, engine: Engine) -> bool:
+        node = engine.node
+        return node.up and node.stalled is None and not engine.open_legs.shows_nothing
+
+    async def _has_lost(self, engine: Engine) -> bool:
+        """Return whether an engine reports fewer requests than were sent to it."""
+        legs = engine.open_legs
+        for _ in range(LOOKS):
+            sent, canaries = [leg for leg in legs.legs if leg.since <= legs.life - COUNTED], legs.canaries
+            try:
+                found = await self._scrape(engine.url)
+            except (EngineError, OverloadedError):
+                return False  # whether it shows anything is the watch's to judge
+            if found.waiting is None:
+                return False
+            if found.running + found.waiting < sum(leg in legs.legs for leg in sent):
+                return True
+            if not canaries:
+                return False
+            await asyncio.sleep(BETWEEN)  # what it reports may be our own question
+        return False

@@ -1,0 +1,224 @@
+"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every route.
+
+The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence take seconds here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.observe.events import LegFailed, SilenceAllowed
+from pdproxy.serving.stream.comments import COMMENT
+from pdproxy.sim.faults.book import Fault
+from tests.fakes.client import Answer
+from tests.fakes.clock import ManualClock
+from tests.fakes.pool import Pair, pool
+from tests.fakes.world import until
+from tests.proxy.test_both_legs import known
+from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, chat, completion
+from tests.proxy.test_stalls import AFTER, LOOK, Watched
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+SLOW = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.02, transfer_latency_s=0.0)}
+"""An engine that takes two seconds for a hundred tokens."""
+DEADLINES = {"first_token": 4.0, "between_tokens": 3.0, "prefill": 4.0, "total": 600.0, "stream_comment": 0.0}
+TOKENS = 100
+BODIES: dict[str, dict[str, Any]] = {
+    COMPLETIONS: completion(max_tokens=TOKENS, stream=True),
+    CHAT: chat(max_tokens=TOKENS, stream=True),
+    MESSAGES: {
+        "model": "tiny",
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "messages": [{"role": "user", "content": TEXT}],
+    },
+    RESPONSES: {"model": "tiny", "max_output_tokens": TOKENS, "temperature": 0, "stream": True, "input": TEXT},
+}
+
+
+@asynccontextmanager
+async def watched(**more: Any) -> AsyncIterator[Watched]:
+    """A pair whose engines are watched."""
+    clock = ManualClock()
+    health = {"stalled_after": AFTER, "canary_timeout": 60.0}
+    async with pool("nixl", clock=clock, health=health, **more) as pair:
+        await known(pair)
+        try:
+            yield Watched(pair, clock)
+        finally:
+            for sim in [pair.p, pair.d, *pair.more]:
+                await sim.thaw_core()
+
+
+async def while_it_works(w: Watched, asked: asyncio.Future[Answer], most: int = 400) -> Answer:
+    """Let time pass much faster than engines work, until the answer is there."""
+    for _ in range(most):
+        if asked.done():
+            break
+        await w.pass_(LOOK)
+        await asyncio.sleep(0.02)
+    return await asked
+
+
+def on_all(w: Watched, fault: Fault) -> None:
+    """Arm a fault of streams on both engines: either may serve a route alone."""
+    for sim in w.sims:
+        sim.faults.add(fault)
+
+
+def data(answer: Answer) -> list[bytes]:
+    """The events of a stream without comments, and without what differs from answer to answer."""
+    return [event for event in answer.body.split(b"\n\n") if event and not event.startswith(b":")]
+
+
+def said(answer: Answer) -> str:
+    """The text of a stream of any route."""
+    found = ""
+    for event in data(answer):
+        line = event.split(b"data: ", 1)[-1]
+        if line == b"[DONE]":
+            continue
+        body = json.loads(line)
+        for choice in body.get("choices", ()):
+            found += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        delta = body.get("delta")
+        found += delta if isinstance(delta, str) else (delta or {}).get("text") or ""
+    return found
+
+
+def failures(pair: Pair) -> list[LegFailed]:
+    return pair.world.events(LegFailed)
+
+
+@pytest.mark.parametrize(
+    ("path", "moment"),
+    [*((path, moment) for path in (COMPLETIONS, CHAT) for moment in ("head", "before_first_token", "mid_stream"))]
+    + [(MESSAGES, "head"), (MESSAGES, "mid_stream"), (RESPONSES, "head")],
+)
+async def test_an_engine_that_works_and_says_nothing(path: str, moment: str) -> None:
+    """As a parser of tool calls does for a whole argument: the answer is whole and right, and no failure is counted."""
+    async with watched(everybody=SLOW, deadlines=DEADLINES) as w:
+        plain = await w.pair.asked_plain(path, BODIES[path])
+        on_all(w, Fault(kind="join", at=moment, path=path, stream=True, args={"count": 0}))
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
+        assert answer.status == 200
+        assert said(answer) == said(plain)
+        assert w.world.events(SilenceAllowed)
+        assert not failures(w.pair)
+        assert [engine.node.failures for engine in w.world.proxy.engines.values()] == [0, 0]
+        assert w.stalled == []
+
+
+@pytest.mark.parametrize(
+    ("path", "moment", "wait"),
+    [(COMPLETIONS, "mid_stream", "between_tokens"), (CHAT, "head", "first_token"), (RESPONSES, "head", "first_token")],
+)
+async def test_an_answer_that_was_lost_in_an_engine_that_works(path: str, moment: str, wait: str) -> None:
+    """The engine reports that it has nothing to do: the deadline stands."""
+    async with watched(everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}) as w:
+        on_all(w, Fault(kind="stall", at=moment, path=path, stream=True))
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
+        assert b"error" in answer.body
+        assert w.world.metric("pdproxy_deadline_total", wait=wait) == 1
+        assert len(failures(w.pair)) == 1
+
+
+async def test_an_engine_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last engine of its role is not taken out of use; its silent streams have their deadlines."""
+    async with watched(everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}) as w:
+        frozen, asked = await w.frozen_by("decode", "mid_stream", BODIES[COMPLETIONS])
+        answer = await while_it_works(w, asked)
+        assert b"error" in answer.body
+        assert w.stalled == []
+        await frozen.thaw_core()
+
+
+async def test_a_prefill_that_takes_longer_than_its_deadline() -> None:
+    """One long prompt behind others: the prefill engine works on."""
+    slow = {"hardware": Hardware(prefill_tokens_per_s=60.0, decode_step_s=0.0, transfer_latency_s=0.0)}
+    async with watched(p=slow, deadlines=DEADLINES) as w:
+        plain = await w.pair.asked_plain(COMPLETIONS, completion(stream=True))
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True))))
+        assert answer.text == plain.text
+        assert {event.wait for event in w.world.events(SilenceAllowed)} == {"prefill"}
+        assert not failures(w.pair)
+
+
+async def test_a_request_under_which_two_engines_stand_still_gets_no_third() -> None:
+    """The request may be the cause. Others are served meanwhile."""
+    async with watched(decodes=3, deadlines=DEADLINES | {"first_token": 60.0}, limits={"attempts": 5}) as w:
+        decodes = [sim for sim in w.sims if sim.facts.role == "decode"]
+        for sim in decodes:
+            sim.faults.add("core_freeze@prefilling:next=1")
+        asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True, user="poison")))
+        answer = await while_it_works(w, asked)
+        assert answer.status == 504
+        frozen = [sim for sim in decodes if sim.engine.stops.any]
+        assert len(frozen) == 2
+        for sim in decodes:
+            sim.faults.clear()
+        plain = await w.pair.asked_plain(COMPLETIONS, completion())
+        assert (await w.pair.ask(COMPLETIONS, completion())).text == plain.text
+        for sim in frozen:
+            await sim.thaw_core()
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_comments_while_nothing_else_comes(path: str) -> None:
+    """Before the first data and between events, at most twice the setting apart; the events are as without."""
+    async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 2.0}) as w:
+        plain = await w.pair.asked_plain(path, BODIES[path])
+        on_all(w, Fault(kind="join", at="head", path=path, stream=True, args={"count": 0}))
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
+        assert answer.status == 200
+        assert answer.header("content-type").startswith("text/event-stream")
+        assert answer.body.count(COMMENT) >= 2
+        assert said(answer) == said(plain)
+        assert data(answer)[-1] == data(plain)[-1] or path in (MESSAGES, RESPONSES)
+
+
+REFUSED: dict[str, Callable[[Answer], bytes]] = {
+    COMPLETIONS: lambda answer: data(answer)[-1],
+    CHAT: lambda answer: data(answer)[-1],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+async def test_an_error_behind_a_comment_is_an_event(path: str) -> None:
+    """The status was sent with the comment."""
+    async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 1.0}, limits={"attempts": 1}) as w:
+        gate = asyncio.Event()
+
+        async def refuses(reply: Any) -> None:
+            await gate.wait()
+            await reply.whole(b'{"error":{"message":"no","type":"BadRequestError","param":"top_p","code":400}}', 400)
+
+        w.pair.d.faults.script(refuses)
+        before = len(w.pair.d.requests)
+        asked = asyncio.ensure_future(w.pair.ask(path, BODIES[path]))
+        await until(lambda: len(w.pair.d.requests) > before)
+        for _ in range(3):
+            await w.pass_(LOOK)
+        gate.set()
+        answer = await asked
+        assert answer.status == 200
+        assert answer.body.startswith(COMMENT)
+        assert json.loads(data(answer)[0].removeprefix(b"data: "))["error"]["message"] == "no"
+        assert b"[DONE]" not in answer.body
+
+
+async def test_a_whole_answer_gets_no_comment() -> None:
+    async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 1.0}) as w:
+        body = completion(max_tokens=TOKENS)
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, body)))
+        assert answer.status == 200
+        assert answer.body[:1] != b":"
+        assert answer.json["usage"]["completion_tokens"] == TOKENS
