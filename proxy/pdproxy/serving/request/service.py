@@ -10,7 +10,15 @@ from functools import partial
 
 import msgspec
 
-from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, ModelNotFoundError, PdproxyError
+from pdproxy.kit.errors import (
+    ClientLeftError,
+    EngineError,
+    EngineRefusedError,
+    Fault,
+    ModelNotFoundError,
+    PdproxyError,
+    Reason,
+)
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import LegTimes, ServedAlone
@@ -285,7 +293,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         body = error_body(error)
         if self.writer.begun:
             self.writer.write(sse.data(body))
-            self.writer.break_off()
+            if error.reason is Reason.DRAINING:
+                self.writer.break_off()  # the connection ends as well: its client must not send the next request there
+            else:
+                self.writer.finish()
             return
         self.status = error.status
         self.writer.whole(error.status, [*self.error_headers(error), *self._decision()], body)
