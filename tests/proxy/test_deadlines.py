@@ -8,8 +8,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
+from pdproxy.app.server import uvicorn_config
+from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
@@ -91,6 +94,21 @@ async def test_a_connection_that_never_asks_anything() -> None:
         assert await mute.closed()
         kept.post(COMPLETIONS, completion())
         assert (await kept.answer()).status == 200
+
+
+async def test_a_connection_without_a_request_is_kept_for_long() -> None:
+    """Longer than any balancer keeps its own ones: for 75 s, or what the settings say. Then it is closed."""
+    async with world() as w:
+        assert uvicorn_config(w.proxy).timeout_keep_alive == 75
+
+    def shorter(settings: Settings) -> Settings:
+        return msgspec.structs.replace(settings, listen=msgspec.structs.replace(settings.listen, keep_alive=0.2))
+
+    async with world(adjust=shorter) as w:
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        assert (await client.answer()).status == 200
+        assert await client.closed()
 
 
 @pytest.mark.parametrize("stream", [False, True])

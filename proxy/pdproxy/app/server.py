@@ -171,6 +171,7 @@ def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         ws="none",
+        timeout_keep_alive=proxy.settings.listen.keep_alive,  # type: ignore[arg-type]  # it is passed on to the event loop
         timeout_graceful_shutdown=1,
         ssl_context_factory=None if tls is None else lambda config, make: tls,
     )

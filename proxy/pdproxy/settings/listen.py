@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from pdproxy.settings.admin import AdminAddress
-from pdproxy.settings.section import File, Host, Port, Section, Text
+from pdproxy.settings.section import File, Host, Port, Seconds, Section, Text
 
 Workers = Annotated[int, Meta(ge=1, le=64)]
 
@@ -58,6 +58,10 @@ class Listen(Section, frozen=True):
 
     workers: Workers = 1
     """Processes that serve clients: each uses one core at most. With several, a further process supervises them."""
+
+    keep_alive: Seconds = 75.0
+    """A connection without a request, before it is closed. It must be longer than balancers in front keep theirs (60 s is usual):
+    else they send requests on connections that are just being closed."""
 
     trusted_proxies: tuple[Text, ...] = ()
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
