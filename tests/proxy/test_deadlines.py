@@ -4,6 +4,7 @@ the abandoned prefill are reached beside what they end: test_prefill_fails, test
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,64 @@ async def test_client_body() -> None:
         assert await client.closed()
         assert w.metric("pdproxy_deadline_total", wait="client_body") == 1
         assert not w.prefill[0].requests
+
+
+def _uploads(path: str, size: int) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return head.encode()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+async def test_a_large_body_over_a_slow_network(path: str) -> None:
+    """It takes as long as it takes while enough of it comes; nothing is counted as late."""
+    clock = ManualClock()
+    content = json.dumps(completion(user="x" * 300_000)).encode()
+    async with world(clock=clock, deadlines={"client_body": 60, "total": 3600}) as w:
+        client = await w.client()
+        client.send(_uploads(path, len(content)))
+        for start in range(0, len(content), 80_000):
+            before = w.body_bytes
+            client.send(content[start : start + 80_000])
+            if start + 80_000 < len(content):
+                await until(lambda before=before: w.body_bytes >= before + 80_000)  # type: ignore[misc]
+                await clock.advance(59)
+        assert (await client.answer()).status == 200
+        assert w.metric("pdproxy_deadline_total", wait="client_body") == 0
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+@pytest.mark.parametrize(("rate", "piece"), [(1024, 60_000), (0, 0)])
+async def test_a_body_that_trickles(path: str, rate: int, piece: int) -> None:
+    """Too few bytes in `client_body`: 408, whatever came before. With a rate of 0, one byte is enough, none is not."""
+    clock = ManualClock()
+    async with world(clock=clock, deadlines={"client_body": 60, "total": 3600}, limits={"min_send_rate": rate}) as w:
+        client = await w.client()
+        client.send(_uploads(path, 1_000_000))
+        for size in (70_000 if rate else 1, piece):
+            before = w.body_bytes
+            client.send(b" " * size)
+            await until(lambda before=before, size=size: w.body_bytes >= before + size)  # type: ignore[misc]
+            await clock.reach(60)
+        answer = await client.answer()
+        assert (answer.status, answer.header("connection")) == (408, "close")
+        assert f"{piece} bytes in 60 s" in answer.json["error"]["message"]
+        assert await client.closed()
+        assert w.metric("pdproxy_deadline_total", wait="client_body") == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+async def test_a_body_that_is_never_complete(path: str) -> None:
+    """A client that sends just enough in each `client_body` holds its connection for no longer than a request may take."""
+    clock = ManualClock()
+    async with world(clock=clock, deadlines={"client_body": 60, "total": 150}, limits={"min_send_rate": 1}) as w:
+        client = await w.client()
+        client.send(_uploads(path, 1_000_000))
+        for number, seconds in enumerate((60, 60, 30), 1):
+            client.send(b" " * 60)
+            await until(lambda number=number: w.body_bytes == 60 * number)  # type: ignore[misc]
+            await clock.reach(seconds)
+        answer = await client.answer()
+        assert (answer.status, answer.json["error"]["message"]) == (408, "The body was not complete in 150 s")
 
 
 async def test_a_connection_that_never_asks_anything() -> None:

@@ -79,6 +79,8 @@ class Front:
             self.clients,
             self.connections,
             self.unread_answers,
+            limits.min_send_rate,
+            deadlines.total,
         )
         self.path = DataPath(
             self.service.generate,
@@ -107,6 +109,7 @@ class Front:
         self.tenants.configure(overload.tenant_header, overload.weights)
         bounds = self.bounds
         bounds.head_timeout, bounds.body_timeout = deadlines.client_head, deadlines.client_body
+        bounds.min_send_rate, bounds.longest_body = limits.min_send_rate, deadlines.total
         bounds.max_header_bytes = limits.max_header_bytes
         bounds.slow_readers.min_rate, bounds.slow_readers.seconds = limits.min_read_rate, deadlines.client_write
         self.path.max_body = self.asgi.max_body = limits.max_body_bytes

@@ -28,6 +28,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.web.client_connection import ClientConnection
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
+from pdproxy.web.slow_senders import SendWatch
 
 _LINE = len(b": \r\n")
 """Bytes of a header line besides its name and value."""
@@ -66,7 +67,7 @@ class GuardedProtocol(ClientConnection):
         """Whether the parser has called back during this read."""
         self._refusal: PdproxyError | None = None
         """Why the parser was stopped."""
-        self._deadline: Timer | None = None
+        self._deadline: Timer | SendWatch | None = None
         """The deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
 
     # -- for the rest of the package
@@ -242,7 +243,7 @@ class GuardedProtocol(ClientConnection):
         if self._in_body:
             if self.active is self.cycle:  # else reading is paused until its turn comes
                 self._unset_keepalive_if_required()
-                self._call_after(self.bounds.body_timeout, self._body_is_late)
+                self._deadline = SendWatch(self.bounds, lambda: self._part_bytes, self._body_is_late)
         elif self.nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
             self._unset_keepalive_if_required()
             self._call_after(self.bounds.head_timeout, self._head_is_late)
@@ -262,9 +263,9 @@ class GuardedProtocol(ClientConnection):
         else:
             self.transport.close()
 
-    def _body_is_late(self) -> None:
+    def _body_is_late(self, error: BodyTimeoutError) -> None:
         self.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
-        self._refuse(BodyTimeoutError(f"The body was not complete in {self.bounds.body_timeout:g} s", param="body"))
+        self._refuse(error)
 
     # -- refusals
 
