@@ -137,7 +137,7 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.schema import Deadlines, Node, Pool, Settings
     port, prefill, decode = sys.argv[1:]
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
-    sys.exit(run(Settings(listen=Listen(port=int(port)), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))
+    sys.exit(run(Settings(listen=Listen(port=int(port), linger=0), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))
     """
 )
 

@@ -52,6 +52,8 @@ class ReadinessCheck:
         self._now = now
         self._why_no_key = why_no_key
         self._sources = list(sources)
+        self.leaving = False
+        """Whether the process is about to stop."""
 
     def show(self, source: Callable[[], Sequence[str]]) -> None:
         """Show what one more source says is wrong."""
@@ -64,7 +66,7 @@ class ReadinessCheck:
         return State.DEGRADED if self._why_degraded() else State.OK
 
     def _why_not(self) -> str | None:
-        if self._admission.closed:
+        if self.leaving or self._admission.closed:
             return "shutting down"
         reasons = [pool.ledger.not_ready() for pool in self._pools]
         if (reason := self._why_no_key()) is not None or None in reasons:

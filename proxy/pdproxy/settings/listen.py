@@ -63,6 +63,10 @@ class Listen(Section, frozen=True):
     """A connection without a request, before it is closed. It must be longer than balancers in front keep theirs (60 s is usual):
     else they send requests on connections that are just being closed."""
 
+    linger: Annotated[float, Meta(ge=0, le=604_800)] = 5.0
+    """After SIGTERM, seconds in which new requests are still served while `/ready` says no: balancers take that long to notice.
+    0: they are refused at once."""
+
     trusted_proxies: tuple[Text, ...] = ()
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
     `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address."""

@@ -42,6 +42,8 @@ class ConnectionBounds:
     """Bytes per second of a body that is not complete within `body_timeout`. Infinity: each must be."""
     longest_body: float = math.inf
     """Seconds for a whole body."""
+    leaving: bool = False
+    """Whether the process is about to stop: answers that begin from now on close their connections."""
 
 
 def small_parts_error() -> BadRequestError:

@@ -101,6 +101,11 @@ class GuardedProtocol(ClientConnection):
         else:
             self.refuse_body(self.cycle, error)
 
+    def leave(self) -> None:
+        """Close behind the answer that is due, if its head can still say so."""
+        if self.active is not None and not self.active.response_started:
+            self.active.keep_alive = False
+
     def nothing_to_answer(self) -> bool:
         """Return whether every request that was read was answered."""
         return self.cycle is None or self.cycle.response_complete

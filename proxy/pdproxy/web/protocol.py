@@ -46,6 +46,7 @@ class DataPathProtocol(GuardedProtocol):
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passthrough_asgi`
             super().on_headers_complete()
+            self.cycle.keep_alive = self.cycle.keep_alive and not self.bounds.leaving
             return
         http_1_1 = self.parser.get_http_version() == "1.1"
         existing = self.cycle
@@ -56,7 +57,7 @@ class DataPathProtocol(GuardedProtocol):
             self,
             self.headers,
             chunked=http_1_1,
-            keep_alive=http_1_1 and self.parser.should_keep_alive(),
+            keep_alive=http_1_1 and self.parser.should_keep_alive() and not self.bounds.leaving,
             expect_100_continue=self.expect_100_continue,
         )
         # The cycle has what it needs of the head, and drops that early.

@@ -1,7 +1,7 @@
 """Clients that send a body too slowly: a minimum speed, and a time for the whole body.
 
-A body on a slow network is large and takes minutes. A client that sends a few bytes from time to time holds a connection, and space
-for bodies, without end.
+A body on a slow network is large and takes minutes. A client that sends a few bytes from time to time holds a connection, and
+space for bodies, without end.
 """
 
 from __future__ import annotations
