@@ -32,7 +32,18 @@ async def test_who_connects_as_soon_as_that_is_possible_is_served(workers: int) 
         engine.admin = {"/health": _slow}
     port = free_port()
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SERVE, str(port), *(one.url for one in engines), "text", "4096", str(workers), "2", "0"),
+        *(
+            sys.executable,
+            "-c",
+            SERVE,
+            str(port),
+            *(one.url for one in engines),
+            "text",
+            "4096",
+            str(workers),
+            "2",
+            "0",
+        ),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stderr=asyncio.subprocess.DEVNULL,
     )

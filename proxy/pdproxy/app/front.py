@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -51,6 +52,7 @@ class Front:
     clock: Clock
     observers: Observers
     shown: Shown
+    readiness: ReadinessCheck
     models: Callable[[bytes | None], Awaitable[bytes]]
     telemetry: Callable[[bytes], bool] | None
     tenants: Tenants = field(init=False)
@@ -132,6 +134,8 @@ class Front:
             self.shown.metrics,
             self.asgi,
             self.settings.listen.cors,
+            self.readiness.not_taking,
+            self.readiness.engines,
             self.telemetry,
             refused=partial(report_refusal, self.observers),
         )

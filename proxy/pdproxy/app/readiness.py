@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.app import Readiness, State
 
@@ -64,6 +65,19 @@ class ReadinessCheck:
         if self._why_not() is not None:
             return State.NOT_READY
         return State.DEGRADED if self._why_degraded() else State.OK
+
+    def not_taking(self) -> str | None:
+        """Return why this process takes no requests, whatever its engines do: for balancers. None: it takes some.
+
+        At the start nobody gets an answer before the engines were probed.
+        """
+        return "shutting down" if self.leaving or self._admission.closed else self._why_no_key()
+
+    def engines(self) -> tuple[int, int]:
+        """Return how many engines make KV for others, and how many use it."""
+        roles = [node.role for pool in self._pools for node in pool.ledger.nodes]
+        makes, uses = (Role.PREFILL, Role.ANY), (Role.DECODE, Role.ANY)
+        return sum(role in makes for role in roles), sum(role in uses for role in roles)
 
     def _why_not(self) -> str | None:
         if self.leaving or self._admission.closed:

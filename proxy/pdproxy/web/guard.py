@@ -26,8 +26,8 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.web.client_connection import ClientConnection
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
+from pdproxy.web.ignored_offer import OfferIgnoringConnection
 from pdproxy.web.slow_senders import SendWatch
 
 _LINE = len(b": \r\n")
@@ -36,7 +36,7 @@ _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """The characters of a URI's host and port (RFC 3986, 3.2.2); empty where the target has none."""
 
 
-class GuardedProtocol(ClientConnection):
+class GuardedProtocol(OfferIgnoringConnection):
     """A client's connection with bounds on what the client sends."""
 
     __slots__ = (
@@ -126,6 +126,8 @@ class GuardedProtocol(ClientConnection):
         self._progress = False
         self._parse(data)
         if self._discarding or self.transport.is_closing():
+            if self._stopped_at is not None:
+                self.ignore_offer(data)
             return
         # The parser keeps a header's value until it is complete.
         self._unparsed = 0 if self._progress else self._unparsed + len(data)
@@ -176,16 +178,19 @@ class GuardedProtocol(ClientConnection):
 
     def on_headers_complete(self) -> None:
         self.check_host()
+        if self.parser.should_upgrade():
+            self.note_offer()
         super().on_headers_complete()
-        self.begin_body()  # not before there is a request: uvicorn may still refuse the head
+        self.begin_body()  # behind uvicorn, which may still refuse the head
 
     def on_body(self, body: bytes) -> None:
         self.count_part(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.end_body()
-        super().on_message_complete()
+        if self._offer is None:
+            self.end_body()
+            super().on_message_complete()
 
     # -- what the parser has found
 
@@ -232,17 +237,15 @@ class GuardedProtocol(ClientConnection):
         self._refuse(self._refusal or BadRequestError(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        # The parser has stopped at the bytes of the other protocol: the request is served as one without an upgrade.
-        self._discarding = True
-        self._in_body = False
-        self._cancel_deadline()
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
+        if not self.has_stopped():  # CONNECT: what follows is no HTTP
+            self._discarding, self._in_body = True, False
+            self._cancel_deadline()
+            if self.cycle is not None:
+                self.cycle.keep_alive = False
 
     # -- deadlines
 
     def _set_deadline(self) -> None:
-        """Set a deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
         if self._deadline is not None or self._discarding:
             return
         if self._in_body:

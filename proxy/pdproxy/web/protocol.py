@@ -43,11 +43,13 @@ class DataPathProtocol(GuardedProtocol):
     def on_headers_complete(self) -> None:
         self.check_host()
         route = self._route() if self.parser.get_method() == b"POST" else None
-        if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
+        if route is None:
             self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passthrough_asgi`
             super().on_headers_complete()
             self.cycle.keep_alive = self.cycle.keep_alive and not self.bounds.leaving
             return
+        if self.parser.should_upgrade():
+            self.note_offer()
         http_1_1 = self.parser.get_http_version() == "1.1"
         existing = self.cycle
         closing = existing is not None and existing.response_complete and not existing.keep_alive
@@ -88,8 +90,9 @@ class DataPathProtocol(GuardedProtocol):
 
     def on_message_complete(self) -> None:
         if isinstance(self.cycle, GenerateCycle):
-            self.end_body()
-            self.cycle.fed()
+            if self._offer is None:
+                self.end_body()
+                self.cycle.fed()
         else:
             super().on_message_complete()
 

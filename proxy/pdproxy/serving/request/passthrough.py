@@ -231,7 +231,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if not output.begun:
                     self.first, self.status = now(), 200
                     self._leave_slot()
-                    await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
+                    await output.begin(self.stream_headers(leg.headers, _PASSED_HEADERS))
                 await output.write(held)
                 held = b""
             open_leg.paused = False

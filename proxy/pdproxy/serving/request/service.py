@@ -272,7 +272,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._whole = None
         self.first = self._service.resources.now()
         self.status = 200
-        lines = self.answer_headers(headers, _PASSED_HEADERS)
+        lines = self.stream_headers(headers, _PASSED_HEADERS)
         self.writer.begin([*lines, *self._decision()] if self._incoming.hints else lines)
 
     def _answer(self, answer: Answer) -> None:
