@@ -122,7 +122,7 @@ class Front:
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
-        return protocol_class(self.path)
+        return protocol_class(self.path, self.settings.listen.root_path)
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
@@ -136,6 +136,7 @@ class Front:
             self.settings.listen.cors,
             self.readiness.not_taking,
             self.readiness.engines,
+            self.settings.listen.root_path,
             self.telemetry,
             refused=partial(report_refusal, self.observers),
         )

@@ -12,6 +12,14 @@ from msgspec import Meta
 from pdproxy.settings.admin import AdminAddress
 from pdproxy.settings.section import File, Host, Port, Seconds, Section, Text
 
+RootPath = Annotated[
+    str,
+    Meta(
+        pattern=r"\A(/[A-Za-z0-9._~-]+)*\Z",
+        max_length=128,
+        description="a path such as /llm, without a slash at its end",
+    ),
+]
 Workers = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -55,6 +63,9 @@ class Listen(Section, frozen=True):
 
     port: Port = 8000
     """TCP port. The default of `vllm serve`, so that clients need no change."""
+
+    root_path: RootPath = ""
+    """The path before all routes, if a proxy in front serves this one below it: whether that one strips it or leaves it."""
 
     workers: Workers = 1
     """Processes that serve clients: each uses one core at most. With several, a further process supervises them."""

@@ -61,6 +61,8 @@ class Answers:
     """Returns why this process takes no requests, whatever its engines do; None: it takes some."""
     engines: Callable[[], tuple[int, int]] = lambda: (0, 0)
     """Returns how many engines make KV, and how many use other engines' KV."""
+    root_path: str = ""
+    """The path before all routes, which a balancer in front may strip."""
     telemetry: Callable[[bytes], bool] | None = None
     """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
@@ -76,6 +78,7 @@ def create_app(answers: Answers) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.root_path = answers.root_path
     add_docs(app)
 
     @app.exception_handler(PdproxyError)
