@@ -61,7 +61,10 @@ class Proxy:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
-                env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
+                env={
+                    **{name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
+                    "PDPROXY_LISTEN__LINGER": "0",
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

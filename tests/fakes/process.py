@@ -30,7 +30,7 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.listen import Listen
     from pdproxy.settings.probes import Probes
     from pdproxy.settings.schema import Auth, Deadlines, Node, Observe, Pool, Settings
-    port, prefill, decode, log_format, max_bytes, workers, interval = sys.argv[1:]
+    port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
     supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
     if int(workers) > 1:
         from pdproxy.app.workers import run
@@ -39,7 +39,7 @@ SERVE = textwrap.dedent(
     logs.LineWriter = partial(logs.LineWriter, max_bytes=int(max_bytes))
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
     sys.exit(run(Settings(
-        listen=Listen(port=int(port), workers=int(workers)),
+        listen=Listen(port=int(port), workers=int(workers), linger=float(linger)),
         pools=(Pool(nodes=nodes),),
         deadlines=Deadlines(drain=5),
         probes=Probes(interval=float(interval)),
@@ -117,10 +117,11 @@ async def served(
     workers: int = WORKERS,
     interval: float = 2.0,
     facts: Mapping[str, Any] | None = None,
+    linger: float = 0.0,
 ) -> AsyncIterator[Served]:
     """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed.
 
-    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual ones.
+    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual ones; `linger`: after SIGTERM.
     """
     books = Books()
     engines = [FakeEngine(role, books, **(facts or {})) for role in ("prefill", "decode")]
@@ -128,6 +129,7 @@ async def served(
         await engine.listen()
     port = free_port()
     given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers), str(interval)]
+    given.append(str(linger))
     arguments = [sys.executable, "-c", SERVE, *given]
     if stderr is None:
         arguments = ["sh", "-c", 'exec "$@" 2>&-', "sh", *arguments]

@@ -87,7 +87,10 @@ async def _rest(reply: Reply) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None:
-    """A request that does not end gets an error: an event without an end mark, or a 503; its leg is closed."""
+    """A request that does not end gets an error: an event without an end mark, or a 503; its leg is closed.
+
+    The connection ends in the middle of the stream: no client's pool takes it for the next request.
+    """
     async with world(deadlines={"drain": 0.15}) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
         client = await w.client()
@@ -101,6 +104,8 @@ async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None
         assert b"shutting down" in answer.body
         assert b"[DONE]" not in answer.body
         assert answer.status == (200 if stream else 503)
+        assert answer.ended is not stream
+        assert not stream or await client.closed()
         assert w.metric("pdproxy_deadline_total", wait="drain") == 1
         await asyncio.wait_for(w.decode[0].requests[0].left.wait(), LONG)
         assert (await w.ended()).outcome == "capacity"
@@ -132,7 +137,7 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.schema import Deadlines, Node, Pool, Settings
     port, prefill, decode = sys.argv[1:]
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
-    sys.exit(run(Settings(listen=Listen(port=int(port)), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))
+    sys.exit(run(Settings(listen=Listen(port=int(port), linger=0), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))
     """
 )
 

@@ -361,7 +361,11 @@ async def test_the_exit_code_is_2_with_a_line_for_each_engine() -> None:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "pdproxy", "serve", "--connector", AUTO, "--port", str(free_port())),
             *("--prefill", p.url, "--decode", d.url),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                **os.environ,
+                "PDPROXY_LISTEN__LINGER": "0",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -378,7 +382,11 @@ async def test_sigterm_while_engines_are_awaited() -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pdproxy", "serve", "--connector", AUTO, "--port", str(free_port())),
         *("--prefill", f"127.0.0.1:{free_port()}", "--decode", f"127.0.0.1:{free_port()}"),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={
+            **os.environ,
+            "PDPROXY_LISTEN__LINGER": "0",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None

@@ -4,12 +4,16 @@ the abandoned prefill are reached beside what they end: test_prefill_fails, test
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
+from pdproxy.app.server import uvicorn_config
+from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.engine import FakeEngine, Reply
@@ -82,6 +86,64 @@ async def test_client_body() -> None:
         assert not w.prefill[0].requests
 
 
+def _uploads(path: str, size: int) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return head.encode()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+async def test_a_large_body_over_a_slow_network(path: str) -> None:
+    """It takes as long as it takes while enough of it comes; nothing is counted as late."""
+    clock = ManualClock()
+    content = json.dumps(completion(user="x" * 300_000)).encode()
+    async with world(clock=clock, deadlines={"client_body": 60, "total": 3600}) as w:
+        client = await w.client()
+        client.send(_uploads(path, len(content)))
+        for start in range(0, len(content), 80_000):
+            before = w.body_bytes
+            client.send(content[start : start + 80_000])
+            if start + 80_000 < len(content):
+                await until(lambda before=before: w.body_bytes >= before + 80_000)  # type: ignore[misc]
+                await clock.advance(59)
+        assert (await client.answer()).status == 200
+        assert w.metric("pdproxy_deadline_total", wait="client_body") == 0
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+@pytest.mark.parametrize(("rate", "piece"), [(1024, 60_000), (0, 0)])
+async def test_a_body_that_trickles(path: str, rate: int, piece: int) -> None:
+    """Too few bytes in `client_body`: 408, whatever came before. With a rate of 0, one byte is enough, none is not."""
+    clock = ManualClock()
+    async with world(clock=clock, deadlines={"client_body": 60, "total": 3600}, limits={"min_send_rate": rate}) as w:
+        client = await w.client()
+        client.send(_uploads(path, 1_000_000))
+        for size in (70_000 if rate else 1, piece):
+            before = w.body_bytes
+            client.send(b" " * size)
+            await until(lambda before=before, size=size: w.body_bytes >= before + size)  # type: ignore[misc]
+            await clock.reach(60)
+        answer = await client.answer()
+        assert (answer.status, answer.header("connection")) == (408, "close")
+        assert f"{piece} bytes in 60 s" in answer.json["error"]["message"]
+        assert await client.closed()
+        assert w.metric("pdproxy_deadline_total", wait="client_body") == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+async def test_a_body_that_is_never_complete(path: str) -> None:
+    """A client that sends just enough in each `client_body` holds its connection for no longer than a request may take."""
+    clock = ManualClock()
+    async with world(clock=clock, deadlines={"client_body": 60, "total": 150}, limits={"min_send_rate": 1}) as w:
+        client = await w.client()
+        client.send(_uploads(path, 1_000_000))
+        for number, seconds in enumerate((60, 60, 30), 1):
+            client.send(b" " * 60)
+            await until(lambda number=number: w.body_bytes == 60 * number)  # type: ignore[misc]
+            await clock.reach(seconds)
+        answer = await client.answer()
+        assert (answer.status, answer.json["error"]["message"]) == (408, "The body was not complete in 150 s")
+
+
 async def test_a_connection_that_never_asks_anything() -> None:
     """It is closed after `client_head`; one that has asked is kept for the next request."""
     async with world(deadlines={"client_head": 0.15}) as w:
@@ -93,9 +155,24 @@ async def test_a_connection_that_never_asks_anything() -> None:
         assert (await kept.answer()).status == 200
 
 
+async def test_a_connection_without_a_request_is_kept_for_long() -> None:
+    """Longer than any balancer keeps its own ones: for 75 s, or what the settings say. Then it is closed."""
+    async with world() as w:
+        assert uvicorn_config(w.proxy).timeout_keep_alive == 75
+
+    def shorter(settings: Settings) -> Settings:
+        return msgspec.structs.replace(settings, listen=msgspec.structs.replace(settings.listen, keep_alive=0.2))
+
+    async with world(adjust=shorter) as w:
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        assert (await client.answer()).status == 200
+        assert await client.closed()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_total(stream: bool) -> None:
-    """A request that takes too long in all: 504 before data, an error event and a closed connection after."""
+    """A request that takes too long in all: 504 before data, an error event after, on a connection that is kept."""
     clock = ManualClock()
     async with world(deadlines={"total": 7}, clock=clock) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
@@ -110,7 +187,9 @@ async def test_total(stream: bool) -> None:
             assert answer.events[0] == WORD
             assert b'"code":504' in answer.events[1]
             assert len(answer.events) == 2
-            assert await client.closed()
+            assert answer.ended
+            client.send(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await client.answer()).status == 200
         else:
             assert answer.json["error"]["type"] == "GatewayTimeoutError"
         assert w.metric("pdproxy_deadline_total", wait="total") == 1

@@ -11,7 +11,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
 from tests.fakes.scripts import WORD, streams
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, chat, completion, until, world
+from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, TEXT, chat, completion, until, world
 
 ROLE = answers.role()
 ERROR = answers.error_event()
@@ -171,7 +171,7 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
 
 @pytest.mark.parametrize("bad", BAD_ENDS)
 async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark(bad: str) -> None:
-    """The client keeps what came, then gets one OpenAI error event, no [DONE], and a closed connection."""
+    """The client keeps what came, then gets one OpenAI error event, and no [DONE]. Its connection takes the next request."""
     script, message = BAD_ENDS[bad]
     async with world(decode=2, deadlines={"between_tokens": 0.2 if "stall" in bad else LONG}) as w:
         seen = asyncio.Event()
@@ -190,7 +190,7 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
         assert last.startswith(b'data: {"error":') or last == ERROR
         assert message in last.decode()
         assert len(answer.events) == (2 if "behind" in bad else 1)
-        assert await client.closed()
+        assert answer.ended
         assert sum(len(engine.requests) for engine in w.decode) == 1, "not tried again: data had gone out"
         assert (await w.ended()).outcome == "engine"
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (1 if "stall" in bad else 0)
@@ -200,6 +200,10 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
         assert w.metric("pdproxy_leg_failures_total", node=node, phase="decode") == 1
         await w.quiet()
         assert w.books.endings == {"loaded": 1}
+        for engine in w.decode:
+            engine.scripts.clear()
+        client.post(COMPLETIONS, completion())
+        assert (await client.answer()).text == TEXT
 
 
 async def test_done_and_then_nothing() -> None:

@@ -291,7 +291,7 @@ ADDED = "http://127.0.0.1:9"
             "http://127.0.0.1:8 is no prefill engine of this pool",
         ),
         (Node(url=ADDED, role="decoder"), "role: expected prefill or decode or aggregated"),  # type: ignore[arg-type]
-        (Node(url="http://127.0.0.1:9/v1", role="prefill"), "nothing may follow them"),
+        (Node(url="http://127.0.0.1:9/v1", role="prefill"), "nothing may follow"),
         (Node(url="http://u:secret@127.0.0.1:9", role="prefill"), "user and password aren't supported"),
         (Node(url=ADDED, role="prefill", api_key="a", api_key_file="b"), "exclude each other"),
     ],

@@ -61,6 +61,7 @@ def chunks(name: str, data: bytes, body: bytes | None = None) -> Case:
     return Case(name, CHUNKED + data, body, body is not None)
 
 
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA"
 V1_0 = START.replace(b"1.1", b"1.0")
 RIGHT = [
     Case("a length", START + END),
@@ -83,6 +84,11 @@ RIGHT = [
     Case("empty lines before", b"\r\n\r\n" + START + END),
     headed("Expect", b"expect: 100-Continue"),
     headed("another expectation", b"expect: 200-ok"),
+    headed("h2c without a body", OFFER, b"", end=b"\r\n"),
+    headed("h2c with a body", OFFER),
+    headed("h2c in chunks", OFFER, end=b"transfer-encoding: chunked\r\n\r\n" + CHUNKS),
+    headed("h2c that expects", OFFER + b"\r\nexpect: 100-continue"),
+    headed("a websocket", b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13", b"", end=b"\r\n"),
     headed("Upgrade without Connection", b"upgrade: h2c"),
     headed("Connection without Upgrade", b"connection: upgrade"),
     headed("bytes beyond ASCII in a value", b"x: \xff"),
@@ -95,14 +101,7 @@ LAST = [
     Case("HTTP/1.0 that asks for keep-alive", V1_0 + b"connection: keep-alive\r\n" + END, kept=False),
     Case("HTTP/1.0 that expects", V1_0 + b"expect: 100-continue\r\n" + END, kept=False),
     Case("HTTP/1.0 in chunks", V1_0 + b"transfer-encoding: chunked\r\n\r\n" + CHUNKS, kept=False),
-    headed("h2c without a body", b"connection: upgrade\r\nupgrade: h2c", b"", kept=False, end=b"\r\n"),
-    headed(
-        "a websocket",
-        b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13",
-        b"",
-        kept=False,
-        end=b"\r\n",
-    ),
+    headed("h2c and close", b"connection: upgrade, close\r\nupgrade: h2c", kept=False),
 ]
 """Served, and what follows is not: neither answered nor taken for a body."""
 WRONG = [

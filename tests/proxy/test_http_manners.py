@@ -14,7 +14,7 @@ from pdproxy.settings.listen import Cors
 from pdproxy.web.cors import CorsHeaders, middleware_options
 from tests.fakes import scripts
 from tests.fakes.client import Answer
-from tests.fakes.world import COMPLETIONS, World, chat, completion, world
+from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
 SITE = "https://site.example"
 RULES = [
@@ -92,6 +92,29 @@ async def test_an_allowed_site_may_read_every_answer() -> None:
                     "access-control-allow-credentials": "true",
                 },
             )
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/invocations"])
+async def test_streams_are_not_buffered_on_their_way(path: str) -> None:
+    """Balancers in between pass each event on as it comes; whole answers have no such headers."""
+    body = {COMPLETIONS: completion, "/invocations": completion}.get(path, chat)
+    fields = {"input": "hi"} if path == "/v1/responses" else {}
+    async with world() as w:
+        for stream in (True, False):
+            answer = await w.ask(path, {**body(stream=stream), **fields})
+            assert answer.status == 200, answer.body
+            found = (answer.header("cache-control"), answer.header("x-accel-buffering"))
+            assert found == (("no-cache", "no") if stream else (None, None))
+
+
+async def test_a_list_and_a_continued_stream_are_not_buffered_either() -> None:
+    async with world(decode=2) as w:
+        answer = await w.ask(COMPLETIONS, completion(prompt=["a" * 40, "b" * 40], stream=True))
+        assert answer.header("x-accel-buffering") == "no"
+        for engine in w.decode:
+            engine.script(scripts.streams(scripts.WORD))
+        answer = await w.ask(COMPLETIONS, completion(stream=True))
+        assert answer.header("x-accel-buffering") == "no"
 
 
 async def test_a_preflight_is_answered_on_every_route() -> None:
@@ -185,7 +208,11 @@ async def test_a_clients_rank_is_dropped(rank: str) -> None:
 
 async def test_traces_go_on_to_both_legs() -> None:
     """Both engines join the client's trace."""
-    sent = [("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"), ("tracestate", "a=b")]
+    sent = [
+        ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ("tracestate", "a=b"),
+        ("baggage", "tenant=x"),
+    ]
     async with world() as w:
         assert (await w.ask("/v1/chat/completions", chat(), sent)).status == 200
         for engine in (w.prefill[0], w.decode[0]):

@@ -53,7 +53,7 @@ async def test_more_clients_than_open_files() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", BOUND(FILES), "serve", "--port", str(port),
         "--prefill", engines[0].url, "--decode", engines[1].url,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, "PDPROXY_LISTEN__LINGER": "0", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

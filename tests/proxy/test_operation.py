@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,6 +42,36 @@ async def test_ready_while_starting_and_after() -> None:
         await w.probe()
         ready = await w.get("/ready")
         assert (ready.status, ready.json) == (200, {"ready": True, "state": "ok", "reason": None, "details": []})
+
+
+async def test_a_balancer_keeps_a_proxy_whose_engines_load() -> None:
+    """`/ready/proxy` asks for no engine: a Service would be empty, and an upgrade stop, whenever engines load."""
+    async with world() as w:
+        w.decode[0].stop()
+        await w.probe()
+        assert (await w.get("/ready")).status == 503
+        for route, wanted in (
+            ("/ready/proxy", {"ready": True, "reason": None}),
+            ("/healthcheck", {"status": "ok", "prefill_instances": 1, "decode_instances": 1}),
+        ):
+            answer = await w.get(route)
+            assert (answer.status, answer.json) == (200, wanted)
+        w.proxy.leave()
+        answer = await w.get("/ready/proxy")
+        assert (answer.status, answer.json) == (503, {"ready": False, "reason": "shutting down"})
+        assert (await w.get("/healthcheck")).status == 200
+
+
+async def test_a_proxy_without_keys_takes_no_requests(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    async with world(auth={"api_keys_file": str(keys)}) as w:
+        assert (await w.get("/ready/proxy")).status == 200
+        keys.write_text("\n")
+        async with asyncio.timeout(60):
+            while (answer := await w.get("/ready/proxy")).status == 200:
+                await asyncio.sleep(0.05)
+        assert answer.json["reason"]
 
 
 async def test_an_engine_that_was_never_up_is_logged_once() -> None:

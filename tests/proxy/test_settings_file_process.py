@@ -36,6 +36,7 @@ async def test_a_process_follows_its_file(tmp_path: Path) -> None:
 
     write(old)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
+    environment["PDPROXY_LISTEN__LINGER"] = "0"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

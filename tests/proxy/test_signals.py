@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.app.signals import HANGUP_LINES_EVERY, Hangups
+from pdproxy.app.signals import HANGUP_LINES_EVERY, Ending, Hangups
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply
@@ -89,3 +89,65 @@ def test_many_hangups_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
         hangups.signalled()
     counts = [record.args for record in caplog.records if record.levelno == logging.WARNING]
     assert counts == [(1,), (26,), (51,), (76,)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_new_requests_are_served_while_balancers_notice(workers: int) -> None:
+    """After SIGTERM: not ready, and requests are served, on connections that end. A second SIGTERM begins the drain."""
+    async with served(asyncio.subprocess.DEVNULL, workers=workers, linger=600) as proxy:
+        go = asyncio.Event()
+        proxy.decode.script(scripts.after_word(go, scripts.one_more_word))
+        stream, kept = await Client.connect(proxy.port), await Client.connect(proxy.port)
+        stream.post(COMPLETIONS, completion(stream=True))
+        head = await stream.head()
+        kept.post(COMPLETIONS, completion())
+        assert (await kept.answer()).header("connection") is None
+        proxy.process.send_signal(signal.SIGTERM)
+        for _ in range(4 * workers):
+            async with asyncio.timeout(PATIENCE):
+                while (ready := await proxy.ask("GET", "/ready")).status == 200:
+                    await asyncio.sleep(0.02)
+            assert ready.json["reason"] == "shutting down"
+        kept.post(COMPLETIONS, completion())
+        for answer in (await kept.answer(), await proxy.ask("POST", COMPLETIONS, completion(stream=True)), ready):
+            assert (answer.header("connection"), answer.status) == ("close", 503 if answer is ready else 200)
+        assert await kept.closed()
+        proxy.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE):
+            while (await proxy.ask("POST", COMPLETIONS, completion())).status == 200:
+                await asyncio.sleep(0.02)
+        go.set()
+        assert (await stream.rest(head)).body == WORD + WORD + answers.end()
+        assert await proxy.process.wait() == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_after_a_while_the_process_ends_by_itself(workers: int) -> None:
+    async with served(asyncio.subprocess.DEVNULL, workers=workers, linger=0.3) as proxy:
+        proxy.process.send_signal(signal.SIGTERM)
+        assert await proxy.process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("signals", "is_draining", "is_at_once"),
+    [
+        ([signal.SIGTERM], False, False),
+        ([signal.SIGTERM, signal.SIGTERM], True, False),
+        ([signal.SIGTERM, signal.SIGINT], True, False),
+        ([signal.SIGTERM, signal.SIGINT, signal.SIGINT], True, True),
+        ([signal.SIGTERM] * 3, True, False),
+        ([signal.SIGINT], True, False),
+        ([signal.SIGINT, signal.SIGTERM], True, False),
+        ([signal.SIGINT, signal.SIGINT], True, True),
+    ],
+)
+async def test_what_signals_ask_for(signals: list[signal.Signals], is_draining: bool, is_at_once: bool) -> None:
+    """Who presses Ctrl-C waits for no balancer."""
+    ending = Ending()
+    for number in signals:
+        ending.signalled(number)
+    assert (ending.requested.is_set(), ending.draining.is_set(), ending.at_once.is_set()) == (
+        True,
+        is_draining,
+        is_at_once,
+    )

@@ -100,8 +100,11 @@ def failures(pair: Pair) -> list[LegFailed]:
 
 @pytest.mark.parametrize(
     ("path", "moment"),
-    [*((path, moment) for path in (COMPLETIONS, CHAT) for moment in ("head", "before_first_token", "mid_stream"))]
-    + [(MESSAGES, "head"), (MESSAGES, "mid_stream"), (RESPONSES, "head")],
+    [
+        *((path, moment) for path in (COMPLETIONS, CHAT) for moment in ("head", "before_first_token", "mid_stream")),
+        *((MESSAGES, moment) for moment in ("head", "mid_stream")),
+        (RESPONSES, "head"),
+    ],
 )
 async def test_an_engine_that_works_and_says_nothing(path: str, moment: str) -> None:
     """As a parser of tool calls does for a whole argument: the answer is whole and right, and no failure is counted."""

@@ -15,6 +15,7 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.name_server import name_server
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
+from tests.fakes.served_workers import ENVIRONMENT
 from tests.fakes.world import COMPLETIONS, TEXT, completion, until
 
 NAME = "_vllm._tcp.example"
@@ -25,7 +26,7 @@ async def _serving(path: Path, port: int, engines: list[FakeEngine]) -> AsyncIte
     """Run `pdproxy serve` with the settings of a file. It must end with 0."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdproxy", "serve", "--config", str(path),
-        env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
+        env=ENVIRONMENT,
         stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -100,7 +100,11 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.drain": (9.5, lambda p: p.settings.deadlines.drain, 9.5),
     "deadlines.engine_drain": (9.5, lambda p: p.membership.seconds, 9.5),
     "deadlines.unacknowledged": (9.5, _client("_unacknowledged"), 9.5),
-    "deadlines.total": (9.5, _resource("total"), 9.5),
+    "deadlines.total": (
+        9.5,
+        lambda p: (p.pools[0].resources.deadlines.total, p.front.bounds.longest_body),
+        (9.5, 9.5),
+    ),
     "deadlines.probe": (9.5, lambda p: p.admin.timeout, 9.5),
     "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries._most), (7, 7)),
     "limits.max_queue": (7, lambda p: p.admission._queue.max_waiting, 7),
@@ -118,6 +122,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (2**28 + 1, 2**28 + 1),
     ),
     "limits.max_header_bytes": (999, lambda p: p.front.bounds.max_header_bytes, 999),
+    "limits.min_send_rate": (7, lambda p: p.front.bounds.min_send_rate, 7),
     "limits.min_read_rate": (7, lambda p: p.front.bounds.slow_readers.min_rate, 7),
     "limits.continuations": (7, lambda p: p.pools[0].resources.limits.continuations, 7),
     "limits.engine_requests": (7, lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed), (1024, 7)),  # type: ignore[union-attr]

@@ -67,9 +67,18 @@ def test_one_spelling(url: str, spelling: str) -> None:
         ("http://a..:1", "its host name can't exist"),
         (f"http://{'a' * 64}:1", "its host name can't exist"),
         (f"http://{'.'.join(['a' * 63] * 4)}:1", "its host name can't exist"),
-        ("http://host:1/v1", "an engine is a host and a port: nothing may follow them, not even /v1"),
-        ("http://host:1?a", "an engine is a host and a port: nothing may follow them, not even /v1"),
-        ("http://host:1/#", "an engine is a host and a port: nothing may follow them, not even /v1"),
+        (
+            "http://host:1/v1",
+            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1",
+        ),
+        (
+            "http://host:1?a",
+            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1",
+        ),
+        (
+            "http://host:1/#",
+            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1",
+        ),
         ("http://ho st:1", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
         ("http://host:1\n", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
         ("http://höst:1", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),

@@ -55,7 +55,10 @@ def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
             'got "nixel" (did you mean nixl?) (--connector)'
         ),
         f'pools[0].nodes[1].url: "b:2": expected http://host:port or https://host:port {file}',
-        'pools[0].nodes[3].url: "http://d/v1": an engine is a host and a port: nothing may follow them, not even /v1 (--decode)',
+        (
+            'pools[0].nodes[3].url: "http://d/v1": an engine is a host and a port, and perhaps a path before its routes: '
+            "nothing may follow, not even /v1 (--decode)"
+        ),
         f"auth: engine_api_key and engine_api_key_file exclude each other: give one {file}",
     ]
 

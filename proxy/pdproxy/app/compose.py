@@ -76,6 +76,7 @@ class Proxy(Parts):
             clock=proxy.clock,
             observers=proxy.observers,
             models=proxy.list_models,
+            readiness=readiness,
             shown=share.shown(proxy.admission, readiness, metrics),
             telemetry=build_telemetry([pool.notices for pool in pools], proxy),
         )

@@ -44,10 +44,10 @@ async def drain(
     await asyncio.gather(*(_release(custodian, turns) for custodian, turns in kept))
 
 
-def longest_drain(deadlines: Deadlines) -> float:
-    """Return within how many seconds a worker that drains must have ended: each wait of a drain has a deadline."""
+def longest_drain(deadlines: Deadlines, linger: float = 0.0) -> float:
+    """Return within how many seconds a worker that lingers and drains must have ended: each wait of a drain has a deadline."""
     release = deadlines.abandoned_prefill + deadlines.prefill + deadlines.kv_ready + deadlines.first_token
-    return deadlines.drain + release + deadlines.release + MARGIN
+    return linger + deadlines.drain + release + deadlines.release + MARGIN
 
 
 async def _release(custodian: Custodian, turns: Turns | None) -> None:

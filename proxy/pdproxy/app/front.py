@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -51,6 +52,7 @@ class Front:
     clock: Clock
     observers: Observers
     shown: Shown
+    readiness: ReadinessCheck
     models: Callable[[bytes | None], Awaitable[bytes]]
     telemetry: Callable[[bytes], bool] | None
     tenants: Tenants = field(init=False)
@@ -79,6 +81,8 @@ class Front:
             self.clients,
             self.connections,
             self.unread_answers,
+            limits.min_send_rate,
+            deadlines.total,
         )
         self.path = DataPath(
             self.service.generate,
@@ -107,6 +111,7 @@ class Front:
         self.tenants.configure(overload.tenant_header, overload.weights)
         bounds = self.bounds
         bounds.head_timeout, bounds.body_timeout = deadlines.client_head, deadlines.client_body
+        bounds.min_send_rate, bounds.longest_body = limits.min_send_rate, deadlines.total
         bounds.max_header_bytes = limits.max_header_bytes
         bounds.slow_readers.min_rate, bounds.slow_readers.seconds = limits.min_read_rate, deadlines.client_write
         self.path.max_body = self.asgi.max_body = limits.max_body_bytes
@@ -117,7 +122,7 @@ class Front:
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
-        return protocol_class(self.path)
+        return protocol_class(self.path, self.settings.listen.root_path)
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
@@ -129,6 +134,9 @@ class Front:
             self.shown.metrics,
             self.asgi,
             self.settings.listen.cors,
+            self.readiness.not_taking,
+            self.readiness.engines,
+            self.settings.listen.root_path,
             self.telemetry,
             refused=partial(report_refusal, self.observers),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from pdproxy.app.drain import drain
@@ -33,6 +33,7 @@ from pdproxy.serving.request.service import Service
 from pdproxy.settings.errors import naming_pool
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.passthrough import PassthroughLegs
+from pdproxy.web.guard import GuardedProtocol
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +105,13 @@ class Parts(Process):
         self.credentials.start(self.tasks)
         for pool in self.pools:
             pool.start()
+
+    def leave(self, connections: Iterable[object] = ()) -> None:
+        """Be ready no more, and have connections of clients close behind the answers that begin from now on."""
+        self.readiness.leaving = self.front.bounds.leaving = True
+        for connection in connections:
+            if isinstance(connection, GuardedProtocol):
+                connection.leave()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.app import Readiness, State
 
@@ -52,6 +53,8 @@ class ReadinessCheck:
         self._now = now
         self._why_no_key = why_no_key
         self._sources = list(sources)
+        self.leaving = False
+        """Whether the process is about to stop."""
 
     def show(self, source: Callable[[], Sequence[str]]) -> None:
         """Show what one more source says is wrong."""
@@ -63,8 +66,21 @@ class ReadinessCheck:
             return State.NOT_READY
         return State.DEGRADED if self._why_degraded() else State.OK
 
+    def not_taking(self) -> str | None:
+        """Return why this process takes no requests, whatever its engines do: for balancers. None: it takes some.
+
+        At the start nobody gets an answer before the engines were probed.
+        """
+        return "shutting down" if self.leaving or self._admission.closed else self._why_no_key()
+
+    def engines(self) -> tuple[int, int]:
+        """Return how many engines make KV for others, and how many use it."""
+        roles = [node.role for pool in self._pools for node in pool.ledger.nodes]
+        makes, uses = (Role.PREFILL, Role.ANY), (Role.DECODE, Role.ANY)
+        return sum(role in makes for role in roles), sum(role in uses for role in roles)
+
     def _why_not(self) -> str | None:
-        if self._admission.closed:
+        if self.leaving or self._admission.closed:
             return "shutting down"
         reasons = [pool.ledger.not_ready() for pool in self._pools]
         if (reason := self._why_no_key()) is not None or None in reasons:

@@ -1,8 +1,9 @@
 """The server process: checks limits, handles signals, drains in order, and returns one exit code.
 
-Owns the order of the end. At the first SIGTERM or SIGINT `/ready` becomes 503 and new requests are refused; when streams have
-ended and KV is released, the process ends with 0. A second SIGINT ends it at once. SIGHUP has the settings read again: by default
-it would end the process, and all streams with it.
+Owns the order of the end. At the first SIGTERM `/ready` becomes 503, and answers close their connections; new requests are still
+served for `listen.linger` seconds, until balancers send no more. Then, or at a second signal, or at a SIGINT, new requests are
+refused; when streams have ended and KV is released, the process ends with 0. A SIGINT after that ends it at once. SIGHUP has the
+settings read again: by default it would end the process, and all streams with it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pdproxy.app.begin import cant_listen, run_logged
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, settled
 from pdproxy.app.dns import Names, follow_names
+from pdproxy.app.first_probes import first_probes
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.replicas import follow_replicas
@@ -171,6 +173,7 @@ def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
         lifespan="off",
         server_header=False,
         ws="none",
+        timeout_keep_alive=proxy.settings.listen.keep_alive,  # type: ignore[arg-type]  # it is passed on to the event loop
         timeout_graceful_shutdown=1,
         ssl_context_factory=None if tls is None else lambda config, make: tls,
     )
@@ -192,7 +195,7 @@ async def _serve_until_signalled(
     if source is not None and source.paths:
         hangups.then = asked_early.set
 
-    def started(proxy: Proxy) -> None:
+    async def started(proxy: Proxy) -> None:
         serve_admin(proxy, admin, log)
         names = follow_names(proxy)
         follow_replicas(proxy)
@@ -201,6 +204,7 @@ async def _serve_until_signalled(
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
+        await first_probes(proxy, names.sources, ending)
 
     return await serve(settings, listener, ending, log, started)
 
@@ -263,18 +267,24 @@ async def serve(
     logger.info("pdproxy %s listens on %s://%s:%d", __version__, scheme, settings.listen.host, port)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
     end_requested = asyncio.create_task(ending.requested.wait(), name="ending")
+    at_once = asyncio.create_task(ending.at_once.wait(), name="at once")
     await asyncio.wait({serving, end_requested}, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        proxy.leave(server.server_state.connections)
+        logger.info("not ready any more: serving new requests for up to %g s", settings.listen.linger)
+        lingering = asyncio.create_task(ending.lingered(settings.listen.linger), name="linger")
+        await asyncio.wait({serving, lingering, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        lingering.cancel()
     if not serving.done():
         logger.info("shutting down: %d requests in flight", proxy.admission.inflight)
         draining = asyncio.create_task(proxy.drain(server.server_state.tasks), name="drain")
-        at_once = asyncio.create_task(ending.at_once.wait(), name="at once")
         await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
-        at_once.cancel()
         server.should_exit = True
         server.force_exit = ending.at_once.is_set()
         await serving
     end_requested.cancel()
+    at_once.cancel()
     share.stop()
     await proxy.stop()
     if not ending.requested.is_set():

@@ -6,6 +6,7 @@ Owns the count of the requests to stop. All other signals keep the behaviour of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -18,18 +19,32 @@ HANGUP_LINES_EVERY = 10.0
 
 
 class Ending:
-    """Counts the requests to stop."""
+    """Counts the requests to stop. `requested`: the first one has come; `draining`: no new requests are served any more."""
 
     def __init__(self, at_once: asyncio.Event | None = None) -> None:
         """Make one without requests. `at_once` may be shared with others that must end at once then."""
         self.requested = asyncio.Event()
+        self.draining = asyncio.Event()
         self.at_once = at_once or asyncio.Event()
 
     def signalled(self, number: int) -> None:
-        """Count a signal: the first one asks for the end, a SIGINT after it asks for the end at once."""
-        if self.requested.is_set() and number == signal.SIGINT:
+        """Count a signal.
+
+        The first SIGTERM asks for the end, and leaves time for balancers to notice. SIGINT, or another signal, asks for the drain
+        now. A SIGINT after that asks for the end at once.
+        """
+        if self.draining.is_set() and number == signal.SIGINT:
             self.at_once.set()
+        if self.requested.is_set() or number == signal.SIGINT:
+            self.draining.set()
         self.requested.set()
+
+    async def lingered(self, seconds: float) -> None:
+        """Wait until the drain is to begin: for so many seconds, if nobody asks for it earlier."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.draining.wait()
+        self.draining.set()
 
     def take_signals(self, *numbers: signal.Signals) -> None:
         """Handle these signals in the running loop."""

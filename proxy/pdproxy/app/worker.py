@@ -12,7 +12,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import uvloop
@@ -22,17 +22,17 @@ from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
 from pdproxy.app.dns import follow_names
 from pdproxy.app.drain import longest_drain
+from pdproxy.app.first_probes import first_probes
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
 from pdproxy.app.share import Shared
 from pdproxy.app.signals import Ending, Hangups
-from pdproxy.fleet.dns_source import DnsSource
 from pdproxy.kit.forked import flush_output
 from pdproxy.kit.frames import frames
 from pdproxy.kit.ids import name_worker
 from pdproxy.kit.links import Link, LinkError, Message, TooLongError
-from pdproxy.kit.supervisor import DRAIN, END, ENDS_WITHIN, PING, PONG, READY, REFUSED, RELOAD
+from pdproxy.kit.supervisor import DRAIN, END, ENDS_WITHIN, LEAVE, PING, PONG, READY, REFUSED, RELOAD
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
@@ -41,8 +41,6 @@ from pdproxy.settings.worker_limits import of_worker
 
 logger = logging.getLogger("pdproxy.workers")
 
-LOOK_EVERY = 0.01
-"""Seconds between two looks whether the engines were probed."""
 LAST_WORDS = 2.0
 """Seconds for the last report to be sent: of hundreds of engines a socket does not take it at once."""
 MAX_BEHIND = 8 << 20
@@ -112,11 +110,14 @@ class Orders:
             match message.kind:
                 case kind if kind == PING:
                     self.send(Message(PONG))
-                case kind if kind == DRAIN:
+                case kind if kind in (LEAVE, DRAIN):
                     self._ending.requested.set()
+                    if kind == DRAIN:
+                        self._ending.draining.set()
                     self.send(Message(ENDS_WITHIN, math.ceil(self.ends_within())))
                 case kind if kind == END:
                     self._ending.at_once.set()
+                    self._ending.draining.set()
                     self._ending.requested.set()
                 case kind if kind == RELOAD:
                     self._hangups.signalled()
@@ -191,13 +192,14 @@ async def _serve(
     share = shared.of(number, orders.send)
     orders.then = share.received
     share.siblings.is_behind = lambda: orders.is_behind
-    ending.take_signals(signal.SIGTERM)
+    # It may go to the whole group: then a second one skips nothing here, since the supervisor sends `DRAIN`.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.requested.set)
     asked_early = asyncio.Event()
     if source is not None and source.paths:
         hangups.then = asked_early.set
 
     async def started(proxy: Proxy) -> None:
-        orders.ends_within = lambda: longest_drain(proxy.settings.deadlines)
+        orders.ends_within = lambda: longest_drain(proxy.settings.deadlines, proxy.settings.listen.linger)
         names = follow_names(proxy)
         follow_replicas(proxy)
         if source is not None and source.paths:
@@ -210,28 +212,9 @@ async def _serve(
         for pool in proxy.pools:  # those that have come since the start of the first worker
             pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(settings.deadlines.probe):
-                await _probed(proxy, names.sources, ending)
+        await first_probes(proxy, names.sources, ending)
         orders.send(Message(READY))
 
     code = await serve(settings, listener, ending, log, started, share)
     await orders.all_sent()
     return code
-
-
-async def _probed(proxy: Proxy, names: Sequence[DnsSource], ending: Ending) -> None:
-    """Wait until all engines were probed, also those that DNS names, and until it is known who has registered.
-
-    A name that can't be answered is not waited for.
-    """
-    registered = [pool.registrations.known for pool in proxy.pools if pool.registrations is not None]
-    while not (
-        all(name.counts for name in names)
-        and all(node.probed for node in proxy.ledger.nodes)
-        and all(one.complete for one in registered)
-    ):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_EVERY):
-                await ending.requested.wait()
-                return

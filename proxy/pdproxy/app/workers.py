@@ -86,7 +86,8 @@ def _listen_and_supervise(
     def parent(supervisor: Supervisor) -> Parent:
         return Parent(shared, supervisor, listeners, address)
 
-    supervisor = Supervisor(count, work, parent, longest_drain(settings.deadlines))
+    drain = longest_drain(settings.deadlines)
+    supervisor = Supervisor(count, work, parent, drain, lingers=settings.listen.linger)
     try:
         return supervisor.run()
     except RefusedError as error:

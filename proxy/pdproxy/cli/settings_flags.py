@@ -93,6 +93,12 @@ GROUPS: tuple[FlagGroup, ...] = (
             _flag("--host", "HOST", "listen.host", "address to listen on; 0.0.0.0: all of IPv4 (default: 127.0.0.1)"),
             _flag("--port", "PORT", "listen.port", "TCP port to listen on (default: 8000)"),
             _flag(
+                "--root-path",
+                "PATH",
+                "listen.root_path",
+                "the path below which a balancer serves this proxy, such as /llm; it may strip it or not (default: none)",
+            ),
+            _flag(
                 "--workers",
                 "N",
                 "listen.workers",

@@ -5,7 +5,8 @@ no event loop, no connection, no lock that somebody holds. It starts within mill
 that ends is started again; one that does not answer pings is killed first. If the parent ends, however that happens, the system
 kills the workers.
 
-The first SIGTERM or SIGINT has all workers drain; a SIGINT after it ends them at once. SIGHUP is passed on.
+The first SIGTERM has all workers leave: they serve for some seconds, then drain. A second signal, or SIGINT, has them drain now;
+a SIGINT after that ends them at once. SIGHUP is passed on.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from pdproxy.kit.links import EndedError, Link, LinkError, Message, TooLongError
 logger = logging.getLogger("pdproxy.workers")
 
 INTERRUPTED = 130
-DRAIN, END, RELOAD, PING = "drain", "end", "reload", "ping"
-"""What the parent sends: drain, end at once, read the settings again, answer with `PONG`."""
+LEAVE, DRAIN, END, RELOAD, PING = "leave", "drain", "end", "reload", "ping"
+"""What the parent sends: drain in a while, drain now, end at once, read the settings again, answer with `PONG`."""
 READY, REFUSED, PONG, ENDS_WITHIN = "ready", "refused", "pong", "ends_within"
 """What a worker sends: it serves; its settings can't be used (`body`: why), and it ends; it has read a ping; it drains, and
 may take so long (`number`: seconds)."""
@@ -98,7 +99,7 @@ class RefusedError(Exception):
 class Supervisor:
     """So many workers. `work(number, socket)` runs in a worker's process, and returns its exit code.
 
-    `ends_within`: how long a drain may take, in seconds, before a worker is killed. A worker may say that its own lasts longer.
+    `ends_within`: seconds for a drain until a worker is killed; its own may last longer. `lingers`: those that it serves before.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Supervisor:
         watcher: Callable[[Supervisor], Watcher],
         ends_within: float,
         times: Times | None = None,
+        lingers: float = 0.0,
     ) -> None:
         self.workers = [WorkerProcess(number) for number in range(count)]
         """Read only."""
@@ -115,7 +117,7 @@ class Supervisor:
         """How often a worker was started again."""
         self._work = work
         self._ends_within = ends_within
-        self._times = times or Times()
+        self._lingers, self._lingers_until, self._times = lingers, 0.0, times or Times()
         self._signals: list[int] = []
         self._wakes: socket.socket | None = None
         self._any_ready = False
@@ -320,19 +322,25 @@ class Supervisor:
             self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
         if number == signal.SIGHUP:
-            for worker in self.workers:
-                self.send(worker, Message(RELOAD))
+            self._tell(RELOAD)
         elif self._end_by is None:
             logger.info("shutting down %d workers", len(self.workers))
-            for worker in self.workers:
-                self.send(worker, Message(DRAIN))
-            self._end(self._ends_within)
+            self._lingers_until = now + (self._lingers if number == signal.SIGTERM else 0.0)
+            self._tell(LEAVE if self._lingers_until > now else DRAIN)
+            self._end(self._lingers_until - now + self._ends_within)
+        elif now < self._lingers_until:
+            self._lingers_until = now
+            self._tell(DRAIN)
         elif number == signal.SIGINT and not self._at_once:
             self._at_once = True
-            for worker in self.workers:
-                self.send(worker, Message(END))
+            self._tell(END)
             self._end(self._times.at_once)
+
+    def _tell(self, kind: str) -> None:
+        for worker in self.workers:
+            self.send(worker, Message(kind))
 
     def _end(self, seconds: float) -> None:
         self._end_by = time.monotonic() + seconds
@@ -370,8 +378,7 @@ class Supervisor:
         self._looked = now
         if now >= self._pinged + times.ping:
             self._pinged = now
-            for worker in self.workers:
-                self.send(worker, Message(PING))
+            self._tell(PING)
         for worker in self.workers:
             if worker.pid is not None and now - worker.heard > (times.silent if worker.ready else times.first):
                 worker.heard = now

@@ -27,6 +27,8 @@ from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 from pdproxy.transfer.registry import AUTO
 
+PREFIX = re.compile(r"(/(?!\.{1,2}(/|\Z))[A-Za-z0-9._~-]+)+")
+"""A path before routes: of segments without escapes, none of which is `.` or `..`."""
 _HOST = re.compile(r"(?=.{1,254}\Z)[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
 _LABEL_LENGTHS = range(1, 64)
 """Characters between two dots of a name: the system's resolver takes no others."""
@@ -231,7 +233,9 @@ def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[IPv4Network 
 
 
 def engine_url(url: str, path: KeyPath, where: str = "") -> str:
-    """Return an engine's URL in its normal spelling, `http://host:port` or `https://host:port`. `where`: the source of the URL.
+    """Return an engine's URL in its normal spelling: scheme, host and port, then the path it is behind, if there is one.
+
+    `where`: the source of the URL.
 
     Raises:
         SettingsError: naming `path` and the URL; a password in it is not shown.
@@ -255,11 +259,14 @@ def engine_url(url: str, path: KeyPath, where: str = "") -> str:
         raise wrong("expected http://host:port or https://host:port")
     if not (host.startswith("[") or (_HOST.fullmatch(host) and _has_labels(host))):
         raise wrong("has no host name: expected http://host:port" if not host else "its host name can't exist")
-    if parts.path not in {"", "/"} or "?" in url or "#" in url:
-        raise wrong("an engine is a host and a port: nothing may follow them, not even /v1")
+    prefix = parts.path.removesuffix("/")
+    if "?" in url or "#" in url or prefix.endswith("/v1") or not (prefix == "" or PREFIX.fullmatch(prefix)):
+        raise wrong(
+            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1"
+        )
     if port == 0:
         raise wrong("nothing listens on port 0")
-    return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}"
+    return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}{prefix}"
 
 
 def _has_labels(host: str) -> bool:

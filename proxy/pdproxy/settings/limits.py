@@ -26,7 +26,8 @@ class Deadlines(Section, frozen=True):
     """A request's line and headers, from their first byte, or from the connection on if nothing comes at all."""
 
     client_body: Seconds = 60.0
-    """A request's body, after its head has come. Clients send a body at once; one that sends it slowly holds a connection."""
+    """A body of which less than `limits.min_send_rate` comes in this time is refused: it holds a connection. As a whole, a body
+    may take as long as a request (`total`)."""
 
     read_body: Seconds = 10.0
     """Reading a large body in a reader process, the wait for one included. 64 MiB of images take a fifth of a second."""
@@ -153,6 +154,10 @@ class Limits(Section, frozen=True):
 
     max_header_bytes: Count = 65_536
     """Largest request line with headers in bytes, 64 KiB: several times what other servers accept."""
+
+    min_send_rate: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
+    """Bytes of a body per second that must come, over `deadlines.client_body`. A slow network carries more. 0: something must
+    come."""
 
     min_read_rate: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
     """Bytes per second that a client must read while bytes wait for it: slow connections have more. A client that reads less for

@@ -10,8 +10,16 @@ from typing import Annotated
 from msgspec import Meta
 
 from pdproxy.settings.admin import AdminAddress
-from pdproxy.settings.section import File, Host, Port, Section, Text
+from pdproxy.settings.section import File, Host, Port, Seconds, Section, Text
 
+RootPath = Annotated[
+    str,
+    Meta(
+        pattern=r"\A(/[A-Za-z0-9._~-]+)*\Z",
+        max_length=128,
+        description="a path such as /llm, without a slash at its end",
+    ),
+]
 Workers = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -56,8 +64,19 @@ class Listen(Section, frozen=True):
     port: Port = 8000
     """TCP port. The default of `vllm serve`, so that clients need no change."""
 
+    root_path: RootPath = ""
+    """The path before all routes, if a proxy in front serves this one below it: whether that one strips it or leaves it."""
+
     workers: Workers = 1
     """Processes that serve clients: each uses one core at most. With several, a further process supervises them."""
+
+    keep_alive: Seconds = 75.0
+    """A connection without a request, before it is closed. It must be longer than balancers in front keep theirs (60 s is usual):
+    else they send requests on connections that are just being closed."""
+
+    linger: Annotated[float, Meta(ge=0, le=604_800)] = 5.0
+    """After SIGTERM, seconds in which new requests are still served while `/ready` says no: balancers take that long to notice.
+    0: they are refused at once."""
 
     trusted_proxies: tuple[Text, ...] = ()
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in

@@ -154,7 +154,7 @@ def describe_os(error: OSError) -> str:
 
 
 class EngineClient:
-    """All connections to one engine at `url` (`http://host:port` or `https://host:port`).
+    """All connections to one engine at `url` (`http://host:port` or `https://host:port`, perhaps with a path before its routes).
 
     Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
     `tls` are called for each request and connection, since both may change: the bearer token, and the context of an engine with
@@ -180,6 +180,7 @@ class EngineClient:
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._netloc = parts.netloc.encode()
+        self._prefix = parts.path
         self.configure(connect_timeout, keepalive, unacknowledged)
         self._clock = clock
         self._budget = budget
@@ -206,7 +207,7 @@ class EngineClient:
         for header in headers:
             lines += b"%b: %b\r\n" % header
         head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n" % (
-            path.encode(),
+            (self._prefix + path).encode(),
             self._netloc,
             len(body),
             lines,

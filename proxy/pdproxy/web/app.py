@@ -57,6 +57,12 @@ class Answers:
     metrics: Callable[[], Awaitable[bytes]]
     passthrough: PassthroughAsgi
     cors: Cors
+    not_taking: Callable[[], str | None] = lambda: None
+    """Returns why this process takes no requests, whatever its engines do; None: it takes some."""
+    engines: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns how many engines make KV, and how many use other engines' KV."""
+    root_path: str = ""
+    """The path before all routes, which a balancer in front may strip."""
     telemetry: Callable[[bytes], bool] | None = None
     """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
@@ -72,6 +78,7 @@ def create_app(answers: Answers) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.root_path = answers.root_path
     add_docs(app)
 
     @app.exception_handler(PdproxyError)
@@ -103,6 +110,16 @@ def create_app(answers: Answers) -> FastAPI:
         is_ready = state.state is not State.NOT_READY
         body = {"ready": is_ready, "state": state.state.value, "reason": state.reason, "details": state.details}
         return JSONResponse(body, 200 if is_ready else 503)
+
+    @app.get("/ready/proxy", summary="Whether this proxy takes requests, whatever its engines do", tags=["operation"])
+    async def ready_proxy() -> Response:
+        reason = answers.not_taking()
+        return JSONResponse({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
+
+    @app.get("/healthcheck", summary="That the process runs, and its engines by role", tags=["operation"])
+    async def healthcheck() -> dict[str, str | int]:
+        prefill, decode = answers.engines()
+        return {"status": "ok", "prefill_instances": prefill, "decode_instances": decode}
 
     @app.get("/load", summary="The number of requests in flight", tags=["operation"])
     async def load() -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pdproxy.kit.errors import BadRequestError
@@ -27,7 +28,8 @@ MAX_PARTS, MIN_PART = 65_536, 64
 
 @dataclass(slots=True)
 class ConnectionBounds:
-    """Limits from the settings: seconds for a head and a body, bytes of a head. And the shared counts of connections."""
+    """Limits from the settings: seconds for a head, seconds over which a body's speed counts, bytes of a head. And the shared
+    counts of connections."""
 
     head_timeout: float
     body_timeout: float
@@ -36,6 +38,12 @@ class ConnectionBounds:
     clients: Clients
     connections: Connections
     unread_answers: UnreadAnswers
+    min_send_rate: float = math.inf
+    """Bytes per second of a body that is not complete within `body_timeout`. Infinity: each must be."""
+    longest_body: float = math.inf
+    """Seconds for a whole body."""
+    leaving: bool = False
+    """Whether the process is about to stop: answers that begin from now on close their connections."""
 
 
 def small_parts_error() -> BadRequestError:

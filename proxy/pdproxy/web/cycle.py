@@ -30,7 +30,7 @@ logger = logging.getLogger("pdproxy")
 
 _INVOCATIONS = Route.INVOCATIONS
 FORWARDED = frozenset(
-    {b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"endpoint-load-metrics-format"}
+    {b"traceparent", b"tracestate", b"baggage", b"x-session-id", b"x-vllm-priority", b"endpoint-load-metrics-format"}
 )
 """Headers of a client that are forwarded to engines: tracing, and what vLLM 0.32.0 reads. No others are."""
 

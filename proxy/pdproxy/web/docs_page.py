@@ -28,11 +28,11 @@ _POLICY = (
 def add_docs(app: FastAPI) -> None:
     """Add the page and its files."""
     page = get_swagger_ui_html(
-        openapi_url=str(app.openapi_url),
+        openapi_url=f"{app.root_path}{app.openapi_url}",
         title=f"{app.title}: routes",
-        swagger_js_url=f"{PATH}/swagger-ui-bundle.js",
-        swagger_css_url=f"{PATH}/swagger-ui.css",
-        swagger_favicon_url=f"{PATH}/favicon.png",
+        swagger_js_url=f"{app.root_path}{PATH}/swagger-ui-bundle.js",
+        swagger_css_url=f"{app.root_path}{PATH}/swagger-ui.css",
+        swagger_favicon_url=f"{app.root_path}{PATH}/favicon.png",
         # The validator is a public server.
         swagger_ui_parameters={"validatorUrl": None},
     )

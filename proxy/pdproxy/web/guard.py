@@ -26,8 +26,9 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.web.client_connection import ClientConnection
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
+from pdproxy.web.ignored_offer import OfferIgnoringConnection
+from pdproxy.web.slow_senders import SendWatch
 
 _LINE = len(b": \r\n")
 """Bytes of a header line besides its name and value."""
@@ -35,7 +36,7 @@ _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """The characters of a URI's host and port (RFC 3986, 3.2.2); empty where the target has none."""
 
 
-class GuardedProtocol(ClientConnection):
+class GuardedProtocol(OfferIgnoringConnection):
     """A client's connection with bounds on what the client sends."""
 
     __slots__ = (
@@ -67,7 +68,7 @@ class GuardedProtocol(ClientConnection):
         """Whether the parser has called back during this read."""
         self._refusal: PdproxyError | None = None
         """Why the parser was stopped."""
-        self._deadline: Timer | None = None
+        self._deadline: Timer | SendWatch | None = None
         """The deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
 
     # -- for the rest of the package
@@ -102,6 +103,11 @@ class GuardedProtocol(ClientConnection):
         else:
             self.refuse_body(self.cycle, error)
 
+    def leave(self) -> None:
+        """Close behind the answer that is due, if its head can still say so."""
+        if self.active is not None and not self.active.response_started:
+            self.active.keep_alive = False
+
     def nothing_to_answer(self) -> bool:
         """Return whether every request that was read was answered."""
         return self.cycle is None or self.cycle.response_complete
@@ -122,6 +128,8 @@ class GuardedProtocol(ClientConnection):
         self._progress = False
         self._parse(data)
         if self._discarding or self.transport.is_closing():
+            if self._stopped_at is not None:
+                self.ignore_offer(data)
             return
         # The parser keeps a header's value until it is complete.
         self._unparsed = 0 if self._progress else self._unparsed + len(data)
@@ -172,16 +180,19 @@ class GuardedProtocol(ClientConnection):
 
     def on_headers_complete(self) -> None:
         self.check_host()
+        if self.parser.should_upgrade():
+            self.note_offer()
         super().on_headers_complete()
-        self.begin_body()  # not before there is a request: uvicorn may still refuse the head
+        self.begin_body()  # behind uvicorn, which may still refuse the head
 
     def on_body(self, body: bytes) -> None:
         self.count_part(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self.end_body()
-        super().on_message_complete()
+        if self._offer is None:
+            self.end_body()
+            super().on_message_complete()
 
     # -- what the parser has found
 
@@ -234,23 +245,21 @@ class GuardedProtocol(ClientConnection):
         self._refuse(self._refusal or BadRequestError(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        # The parser has stopped at the bytes of the other protocol: the request is served as one without an upgrade.
-        self._discarding = True
-        self._in_body = False
-        self._cancel_deadline()
-        if self.cycle is not None:
-            self.cycle.keep_alive = False
+        if not self.has_stopped():  # CONNECT: what follows is no HTTP
+            self._discarding, self._in_body = True, False
+            self._cancel_deadline()
+            if self.cycle is not None:
+                self.cycle.keep_alive = False
 
     # -- deadlines
 
     def _set_deadline(self) -> None:
-        """Set a deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
         if self._deadline is not None or self._discarding:
             return
         if self._in_body:
             if self.active is self.cycle:  # else reading is paused until its turn comes
                 self._unset_keepalive_if_required()
-                self._call_after(self.bounds.body_timeout, self._body_is_late)
+                self._deadline = SendWatch(self.bounds, lambda: self._part_bytes, self._body_is_late)
         elif self.nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
             self._unset_keepalive_if_required()
             self._call_after(self.bounds.head_timeout, self._head_is_late)
@@ -270,9 +279,9 @@ class GuardedProtocol(ClientConnection):
         else:
             self.transport.close()
 
-    def _body_is_late(self) -> None:
+    def _body_is_late(self, error: BodyTimeoutError) -> None:
         self.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
-        self._refuse(BodyTimeoutError(f"The body was not complete in {self.bounds.body_timeout:g} s", param="body"))
+        self._refuse(error)
 
     # -- refusals
 

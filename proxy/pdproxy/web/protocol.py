@@ -21,14 +21,16 @@ from pdproxy.web.passthrough_asgi import CONNECTION
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
-_MAX_PATH = 3 * max(map(len, _ROUTES))
-"""Bytes of a generating route's path if every letter in it is escaped."""
 
 
 class DataPathProtocol(GuardedProtocol):
     """A connection whose generating requests do not use ASGI. `protocol_class` makes a subclass for one data path."""
 
     data_path: DataPath
+    routes = _ROUTES
+    """The generating routes by their paths."""
+    longest = 3 * max(map(len, _ROUTES))
+    """Bytes of such a path if every letter in it is escaped."""
     __slots__ = ()
 
     def more_headers(self) -> list[tuple[bytes, bytes]]:
@@ -43,10 +45,13 @@ class DataPathProtocol(GuardedProtocol):
     def on_headers_complete(self) -> None:
         self.check_host()
         route = self._route() if self.parser.get_method() == b"POST" else None
-        if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
+        if route is None:
             self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passthrough_asgi`
             super().on_headers_complete()
+            self.cycle.keep_alive = self.cycle.keep_alive and not self.bounds.leaving
             return
+        if self.parser.should_upgrade():
+            self.note_offer()
         http_1_1 = self.parser.get_http_version() == "1.1"
         existing = self.cycle
         closing = existing is not None and existing.response_complete and not existing.keep_alive
@@ -56,7 +61,7 @@ class DataPathProtocol(GuardedProtocol):
             self,
             self.headers,
             chunked=http_1_1,
-            keep_alive=http_1_1 and self.parser.should_keep_alive(),
+            keep_alive=http_1_1 and self.parser.should_keep_alive() and not self.bounds.leaving,
             expect_100_continue=self.expect_100_continue,
         )
         # The cycle has what it needs of the head, and drops that early.
@@ -71,11 +76,11 @@ class DataPathProtocol(GuardedProtocol):
 
     def _route(self) -> Route | None:
         """Return the generating route of the request, None if it has another. The path is read as uvicorn reads it."""
-        found = _ROUTES.get(self.url)
+        found = self.routes.get(self.url)
         if found is None:
             path = httptools.parse_url(self.url).path or b""  # without query and fragment, also of the absolute form
-            if len(path) <= _MAX_PATH:
-                found = _ROUTES.get(unquote_to_bytes(path) if b"%" in path else path)
+            if len(path) <= self.longest:
+                found = self.routes.get(unquote_to_bytes(path) if b"%" in path else path)
         return found
 
     def on_body(self, body: bytes) -> None:
@@ -87,8 +92,9 @@ class DataPathProtocol(GuardedProtocol):
 
     def on_message_complete(self) -> None:
         if isinstance(self.cycle, GenerateCycle):
-            self.end_body()
-            self.cycle.fed()
+            if self._offer is None:
+                self.end_body()
+                self.cycle.fed()
         else:
             super().on_message_complete()
 
@@ -118,7 +124,14 @@ class DataPathProtocol(GuardedProtocol):
             self.active.pressure(paused=False)
 
 
-def protocol_class(path: DataPath) -> type[DataPathProtocol]:
-    """Return a protocol class for uvicorn's `http` setting that serves `path`."""
-    bound = {"data_path": path, "bounds": path and path.bounds, "observers": path and path.observers}
+def protocol_class(path: DataPath, root_path: str = "") -> type[DataPathProtocol]:
+    """Return a protocol class for uvicorn's `http` setting that serves `path`; routes are found behind `root_path`, too."""
+    routes = _ROUTES | {root_path.encode() + name: route for name, route in _ROUTES.items()}
+    bound = {
+        "routes": routes,
+        "longest": 3 * max(map(len, routes)),
+        "data_path": path,
+        "bounds": path and path.bounds,
+        "observers": path and path.observers,
+    }
     return type("BoundDataPathProtocol", (DataPathProtocol,), bound)

@@ -139,12 +139,10 @@ class ResponseCycle(RequestResponseCycle):
         self._complete()
 
     def break_off(self) -> None:
-        """End the stream and close the connection."""
+        """Close the connection in the middle of the stream: without the last chunk, nobody takes it for whole."""
         if self._unwritable() or self.response_complete:
             return
         self.keep_alive = False
-        if self.response_started and self._chunked:
-            self.transport.write(b"0\r\n\r\n")
         stuck = self.paused
         self._complete()
         if stuck:

@@ -125,7 +125,7 @@ class _Demo:
     def _begin_to_serve(self) -> None:
         options = self._options
         settings = Settings(
-            listen=Listen(host=options.host, port=self._listener.getsockname()[1]),
+            listen=Listen(host=options.host, port=self._listener.getsockname()[1], linger=0),
             pools=(Pool(nodes=tuple(Node(url=one.url, role=one.role) for one in self._engines.places)),),
             deadlines=Deadlines(drain=DRAIN),
             probes=Probes(interval=1.0),

@@ -84,6 +84,15 @@ TABLE: tuple[RouteEntry, ...] = (
     RouteEntry("/health", ("GET",), RouteKind.OWN, "whether the process runs"),
     RouteEntry("/ping", ("GET", "POST"), RouteKind.OWN, "as /health, under SageMaker's name"),
     RouteEntry("/ready", ("GET",), RouteKind.OWN, "whether a request could be served"),
+    RouteEntry(
+        "/ready/proxy",
+        ("GET",),
+        RouteKind.OWN,
+        "whether this proxy takes requests, whatever its engines do: for balancers",
+    ),
+    RouteEntry(
+        "/healthcheck", ("GET",), RouteKind.OWN, "as vLLM's demo proxies: that the process runs, its engines by role"
+    ),
     RouteEntry("/load", ("GET",), RouteKind.OWN, "the number of requests in flight"),
     RouteEntry("/version", ("GET",), RouteKind.OWN, "pdproxy's version"),
     RouteEntry("/metrics", ("GET",), RouteKind.OWN, "Prometheus metrics"),

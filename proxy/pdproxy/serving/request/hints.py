@@ -1,7 +1,8 @@
-"""Reads what a client says in headers that are for the proxy itself. Values that can't be used are refused."""
+"""Reads what a client says in headers that are for the proxy itself. Values of `X-PDProxy-...` that can't be used are refused."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.scheduling.slo import Slo
 from pdproxy.serving.dispatch.hints import Hints
+
+logger = logging.getLogger("pdproxy")
 
 SLO_TTFT, SLO_TPOT, SLO_GAP = b"x-pdproxy-slo-ttft-ms", b"x-pdproxy-slo-tpot-ms", b"x-pdproxy-slo-gap-ms"
 DECISION = b"x-pdproxy-decision"
@@ -66,15 +69,15 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
 def timeout_of(lines: Sequence[tuple[bytes, bytes]]) -> float | None:
     """Return the seconds within which a client wants its answer, from its complete request on; None if it does not say so.
 
-    Raises:
-        BadRequestError: the header is no number of seconds; the message quotes nothing.
+    What is no number of seconds (`30s`) is ignored: other servers read the header otherwise, and vLLM reads none.
     """
     value = next((value for name, value in lines if name == TIMEOUT), None)
     if value is None:
         return None
     text = value.strip(b" \t")
     if not _SECONDS.fullmatch(text):
-        raise BadRequestError("X-Request-Timeout: expected seconds, such as 30 or 0.5", param="X-Request-Timeout")
+        logger.info("X-Request-Timeout is ignored: it is not a number of seconds, such as 30 or 0.5")
+        return None
     return float(text)
 
 

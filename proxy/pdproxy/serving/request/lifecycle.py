@@ -44,6 +44,9 @@ logger = logging.getLogger("pdproxy")
 
 JSON_TYPE = (b"content-type", b"application/json")
 STREAM_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
+_AS_IT_COMES = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""Headers of a stream for proxies in between: nginx would collect tokens into blocks of its buffer's size."""
+STREAM_HEADERS = (STREAM_TYPE, *_AS_IT_COMES)
 
 Writer = TypeVar("Writer", ResponseWriter, AsyncResponseWriter)
 Serve = Callable[[], Awaitable[None]]
@@ -146,6 +149,10 @@ class LiveRequest(ABC, Generic[Writer]):
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
         """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
         return [*[line for line in headers if line[0] in passed], (b"x-request-id", self.request_id.encode())]
+
+    def stream_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
+        """Return the headers of an engine's stream: as `answer_headers`, and that it must not be buffered on its way."""
+        return [*self.answer_headers(headers, passed), *_AS_IT_COMES]
 
     def error_headers(self, error: PdproxyError) -> Headers:
         """Return the headers of an error that pdproxy answers itself."""

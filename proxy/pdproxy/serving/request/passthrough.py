@@ -216,7 +216,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         with suppress(ClientLeftError):
             if not output.begun:
                 self.status = 200
-                await output.begin(self.answer_headers([STREAM_TYPE], _PASSED_HEADERS))
+                await output.begin(self.stream_headers([STREAM_TYPE], _PASSED_HEADERS))
             await output.write(comment)
 
     def _leave_slot(self) -> None:
@@ -291,7 +291,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     self.first, self.status = now(), 200
                     self._leave_slot()
                     if not output.begun:
-                        await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
+                        await output.begin(self.stream_headers(leg.headers, _PASSED_HEADERS))
                 self._events += 1
                 await output.write(held)
                 held = b""

@@ -10,7 +10,15 @@ from functools import partial
 
 import msgspec
 
-from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, ModelNotFoundError, PdproxyError
+from pdproxy.kit.errors import (
+    ClientLeftError,
+    EngineError,
+    EngineRefusedError,
+    Fault,
+    ModelNotFoundError,
+    PdproxyError,
+    Reason,
+)
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import LegTimes, ServedAlone
@@ -27,7 +35,7 @@ from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
-from pdproxy.serving.request.lifecycle import STREAM_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.lifecycle import STREAM_HEADERS, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
@@ -157,7 +165,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             budget=service.resources.answer_budget,
             templates=service.resources.templates,
             now=service.resources.now,
-            comment=partial(write_comment, self.writer, self.answer_headers([STREAM_TYPE], ())),
+            comment=partial(_engine_comment, self.writer, self.request_id) if parsed.stream else None,
         )
         self._exchange = service.dispatcher.exchange(parsed, prompt, leg_headers, new_relay)
         return self._serve_one
@@ -278,13 +286,14 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
     def _comment(self, comment: bytes) -> None:
         """Send a comment. The first one sends the status: what fails from then on is an event of the stream."""
         self.status = 200
-        write_comment(self.writer, self.answer_headers([STREAM_TYPE], _PASSED_HEADERS), comment)
+        lines = self.stream_headers([STREAM_TYPE], _PASSED_HEADERS)
+        write_comment(self.writer, [*lines, *self._decision()], comment)
 
     def _begin(self, headers: Headers) -> None:
         self._whole = None
         self.first = self._service.resources.now()
         self.status = 200
-        lines = self.answer_headers(headers, _PASSED_HEADERS)
+        lines = self.stream_headers(headers, _PASSED_HEADERS)
         self.writer.begin([*lines, *self._decision()] if self._incoming.hints else lines)
 
     def _answer(self, answer: Answer) -> None:
@@ -313,7 +322,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if self.writer.begun:
             self.status = 200
             self.writer.write(sse.data(body))
-            self.writer.break_off()
+            if error.reason is Reason.DRAINING:
+                self.writer.break_off()  # the connection ends as well: its client must not send the next request there
+            else:
+                self.writer.finish()
             return
         self.status = error.status
         self.writer.whole(error.status, [*self.error_headers(error), *self._decision()], body)
@@ -326,3 +338,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         """Add the only exchange. Those of a list are added as they end."""
         if self._exchange is not None:
             self.totals.add(0, self._exchange)
+
+
+def _engine_comment(writer: ResponseWriter, request_id: str, comment: bytes) -> None:
+    """Pass an engine's comment on, which has come before its data. It refers to nothing that refers to the engine's answer."""
+    write_comment(writer, [*STREAM_HEADERS, (b"x-request-id", request_id.encode())], comment)

@@ -28,10 +28,10 @@ class ResponseWriter(Protocol):
         """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
 
     def finish(self) -> None:
-        """End the stream normally."""
+        """End the stream. The connection takes the next request."""
 
     def break_off(self) -> None:
-        """End the stream, without its end mark, and close the connection."""
+        """Close the connection in the middle of the stream, so that the client sees it fail."""
 
     def drop_body(self) -> None:
         """Release the request's body: no engine needs it any more."""
