@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -31,6 +32,14 @@ def test_a_seed_passes_and_replays_exactly_in_another_process() -> None:
     assert first.calls["right"] > 20
     assert sum(first.faults.values()) == 15
     assert (first.digest, first.deliveries, first.virtual) == (second.digest, second.deliveries, second.virtual)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("notices", ["notifier", "early"])
+def test_the_notifier_runs(notices: Literal["notifier", "early"]) -> None:
+    result = runner.run_one(Options(seed=3, seconds=1, rate=10, faults=0, notices=notices))
+    assert result.findings == []
+    assert result.calls["right"] > 5
 
 
 @pytest.mark.timeout(300)

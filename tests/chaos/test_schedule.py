@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 
 from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.schedule import ANSWERS, Call, Client, Fault, Trouble, schedule
+from pdproxy.lab.chaos.schedule import ANSWERS, NOTICES, Call, Client, Fault, Trouble, schedule
 from pdproxy.sim.faults.book import parse
 
 
@@ -51,10 +51,21 @@ def test_engines_for_any_role_have_faults_of_both_roles() -> None:
     assert all(one.other != one.engine for one in faults)
 
 
+def test_notices_have_faults_only_where_there_are_some() -> None:
+    for notices in ("none", "notifier"):
+        items = [item for seed in range(20) for item in schedule(Options(seed=seed, notices=notices))]
+        specs = {one.spec.partition(":")[0] for one in items if isinstance(one, Fault)}
+        assert specs & set(NOTICES) == (set(NOTICES) if notices == "notifier" else set())
+        for one in items:
+            if isinstance(one, Fault) and one.spec:
+                parse(one.spec)
+
+
 def test_the_command_repeats_the_run() -> None:
     options = Options(seed=17, seconds=12.5, decode=2, faults=3.0)
     assert options.command() == "pdproxy chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
     assert options.command(frozenset({41, 3})).endswith("--only 3,41")
     assert Options(connector="cpu").command() == "pdproxy chaos --seed 0 --seconds 60 --connector cpu"
     assert Options(pool="any").command() == "pdproxy chaos --seed 0 --seconds 60 --pool any"
+    assert Options(notices="early").command() == "pdproxy chaos --seed 0 --seconds 60 --notices early"
     assert Options().command() == "pdproxy chaos --seed 0 --seconds 60"

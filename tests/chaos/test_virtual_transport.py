@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextvars import copy_context
 
+import msgspec
 import pytest
 
 from pdproxy.lab.chaos.virtual.loop import StuckError
 from pdproxy.lab.chaos.virtual.network import HOST, LATENCY, VirtualNetwork
+from pdproxy.lab.chaos.virtual.notices import VirtualNotices
 from pdproxy.lab.chaos.virtual.transport import MAX_READ
+from pdproxy.sim.connector import ProxyNotice
 from tests.chaos.virtual import Recorder, pair, run
 
 
@@ -293,3 +298,37 @@ def test_waiting_for_ever_is_an_error() -> None:
     with pytest.raises(StuckError):
         loop.run_until_complete(main(network))
     loop.close()
+
+
+def test_a_connect_may_be_slow() -> None:
+    async def main(network: VirtualNetwork) -> tuple[float, float]:
+        loop = asyncio.get_running_loop()
+        network.listen("10.0.0.1", 80).accept(Recorder)
+        took = []
+        for network.connects in ({"10.0.0.1": 0.4}, {}):
+            begun = loop.time()
+            (await network.connect("10.0.0.1", 80, source="10.0.0.2")).abort()
+            took.append(loop.time() - begun)
+        return took[0], took[1]
+
+    slow, usual = run(main)
+    assert slow == pytest.approx(usual + 0.4, abs=0.001)
+
+
+def test_notices_wait_where_the_link_is_down_and_none_is_lost() -> None:
+    async def main(network: VirtualNetwork) -> list[list[int]]:
+        link, came = network.link("10.0.0.1", "10.0.0.2"), list[bytes]()
+        changes: list[Callable[[], None]] = [lambda: None, link.cut, lambda: link.up(asyncio.get_running_loop())]
+        sender = VirtualNotices(link, came.append, copy_context())
+        sender.open(1)
+        seen = []
+        for number, change in enumerate(changes):
+            change()
+            sender.send(ProxyNotice({"n": number}))
+            assert not any(msgspec.msgpack.decode(one) == {"n": number} for one in came), "it takes the link's time"
+            await asyncio.sleep(0.1)
+            seen.append([msgspec.msgpack.decode(one)["n"] for one in came])
+        await sender.close()
+        return seen
+
+    assert run(main) == [[0], [0], [0, 1, 2]]
