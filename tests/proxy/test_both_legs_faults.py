@@ -36,9 +36,9 @@ async def lives_again(pair: Pair, clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-@pytest.mark.parametrize(("role", "kind", "moment", "stream"), moments.cases())
+@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), moments.with_connections())
 async def test_what_a_client_sees(
-    connector: str, role: str, kind: str, moment: Moment, stream: bool, monkeypatch: pytest.MonkeyPatch
+    connector: str, role: str, kind: str, moment: Moment, stream: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
     clock = ManualClock()
@@ -49,9 +49,9 @@ async def test_what_a_client_sees(
         plain = json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["choices"][0]["text"]
         monkeypatch.setattr(moments, "TEXT", plain)
         await known(pair)
-        for url in (engine.url for engine in (pair.p, pair.d, *pair.more)):
-            pair.world.proxy.engines[url].client.close()  # some faults happen to new connections
         engines: tuple[SimServer, ...] = (pair.p, pair.d, *pair.more)
+        for one in () if kept else engines:
+            pair.world.proxy.engines[one.url].client.close()
         engine = pair.more[0]
         engine.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's

@@ -32,9 +32,9 @@ async def lives_again(pair: Pair, clock: ManualClock, role: str) -> None:
     await clock.through(pair.world.quiet())
 
 
-@pytest.mark.parametrize(("role", "kind", "moment", "stream"), moments.cases())
+@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), moments.with_connections())
 async def test_what_a_client_sees(
-    role: str, kind: str, moment: Moment, stream: bool, monkeypatch: pytest.MonkeyPatch
+    role: str, kind: str, moment: Moment, stream: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ManualClock()
     waits = role == "prefill" or kind in moments.SILENT or (kind, moment) == ("garbage", "head")
@@ -44,6 +44,11 @@ async def test_what_a_client_sees(
         plain = json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["choices"][0]["text"]
         monkeypatch.setattr(moments, "TEXT", plain)
         engine: SimServer = pair.more[0] if role == "prefill" else pair.d
+        for _ in range(2 if kept else 0):
+            answer = await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9, stream=stream))
+            assert answer.status == 200
+            await pair.world.quiet()
+        assert bool(engine.requests) == kept
         engine.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's
             asked = pair.ask(COMPLETIONS, completion(stream=stream))

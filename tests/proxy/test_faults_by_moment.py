@@ -21,6 +21,7 @@ from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 PASSING = ("slow", "split", "join", "lease_expiry", "load_failure")
 """Kinds that delay an answer or cut it elsewhere, or that the proxy can go round."""
 SILENT = ("stall", "freeze", "no_fin")
+ALL = os.environ.get("PDPROXY_TEST_MOMENTS") == "all"
 STREAM_ONLY: tuple[Moment, ...] = ("before_first_token", "mid_stream", "before_done")
 
 
@@ -42,7 +43,20 @@ def cases() -> list[tuple[str, str, Moment, bool]]:
             # A prefill leg is never streamed.
             if moment not in STREAM_ONLY and not facts.streams:
                 found.append(("prefill", kind, moment, True))
-    return found if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else found[::2]
+    return found if ALL else found[::2]
+
+
+def with_connections() -> list[tuple[str, str, Moment, bool, bool]]:
+    """The cases, and whether the proxy has a kept connection to each engine when the fault comes: in every second one.
+
+    `.ci/full` takes both ways. There are faults that only new connections have.
+    """
+    found: list[tuple[str, str, Moment, bool, bool]] = []
+    for number, case in enumerate(cases()):
+        only_new = case[1] == "refuse" or case[2] == "accept"
+        ways = (False,) if only_new else (False, True) if ALL else (number % 2 == 1,)
+        found += [(*case, kept) for kept in ways]
+    return found
 
 
 def seen(answer: Answer) -> str:
@@ -98,14 +112,18 @@ def left_to_the_lease(role: str, kind: str, moment: Moment) -> bool:
     return lost or kind in ("lease_expiry", *SILENT) or (kind, moment) == ("garbage", "head")
 
 
-@pytest.mark.parametrize(("role", "kind", "moment", "stream"), cases())
-async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool) -> None:
+@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), with_connections())
+async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> None:
     prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
     clock = ManualClock()
     # Only what nobody else ends may wait for a deadline.
     waits = kind in SILENT or (kind, moment) == ("garbage", "head")
     async with world(prefills, decodes, leaves=True, clock=clock) as w:
         engine = (w.prefill if role == "prefill" else w.decode)[1]
+        for _ in range(2 if kept else 0):
+            assert seen(await w.ask(COMPLETIONS, completion(stream=stream))) == "right"
+            await w.quiet()
+        assert all(one.requests for one in w.engines) == kept
         engine.sim.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's
             asked = w.ask(COMPLETIONS, completion(stream=stream))

@@ -21,7 +21,7 @@ from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
 from tests.proxy.test_both_legs import text_of
 from tests.proxy.test_connectors import COMPLETIONS, completion
-from tests.proxy.test_faults_by_moment import SILENT, cases, expected
+from tests.proxy.test_faults_by_moment import SILENT, expected, with_connections
 
 GONE = ("kill", "restart", "no_fin", "dead_core", "refuse")
 """Kinds after which a prefill engine's worker is gone: who has asked it waits for minutes, and only its own end ends that."""
@@ -82,8 +82,8 @@ def wanted(role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
     return found | {"error"} if role == "prefill" and gone else found
 
 
-@pytest.mark.parametrize(("role", "kind", "moment", "stream"), cases())
-async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool) -> None:
+@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), with_connections())
+async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> None:
     prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
     clock = ManualClock()
     body: dict[str, Any] = completion(stream=stream)
@@ -94,8 +94,8 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
         engine = pair.more[0]
         for _ in range(2):  # decode engines learn addresses: a retry then takes few turns of the loop
             assert (await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9))).status == 200
-        for one in engines:
-            pair.world.proxy.engines[one.url].client.close()  # some faults happen to new connections
+        for one in () if kept else engines:
+            pair.world.proxy.engines[one.url].client.close()
         engine.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's
             asked = pair.ask(COMPLETIONS, body)
