@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, TurnReused
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.sim.faults.book import Fault
+from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.journal import Request
 from pdproxy.sim.server import SimServer
 from pdproxy.upstream.client import EngineClient
@@ -104,10 +106,10 @@ def ended(pair: Pair) -> list[str]:
     return [event.end for event in pair.world.events(HandleEnded)]
 
 
-def pool_of(connector: str, **more: Any) -> Any:
-    tokenizer = {"tokenizer": SimTokenizer()} if connector in ("lmcache-pd", "cpu") else {}
+def pool_of(connector: str) -> AbstractAsyncContextManager[Pair]:
     deadlines = {"first_token": 4.0, "total": 8.0, "release": 2.0, "kv_ready": 3.0}
-    return pool(connector, deadlines=deadlines, **tokenizer, **more)
+    tokenizer = SimTokenizer() if connector in ("lmcache-pd", "cpu") else None
+    return pool(connector, deadlines=deadlines, tokenizer=tokenizer)
 
 
 async def warm(pair: Pair, path: str = COMPLETIONS, body: dict[str, Any] | None = None) -> str:
@@ -119,13 +121,13 @@ async def warm(pair: Pair, path: str = COMPLETIONS, body: dict[str, Any] | None 
     return str(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
 
 
-UNSTREAMED = [("queued", False), ("last_chunk", False)]
-STREAMED = [("queued", True), ("head", True), ("before_first_token", True)]
+UNSTREAMED: list[tuple[Moment, bool]] = [("queued", False), ("last_chunk", False)]
+STREAMED: list[tuple[Moment, bool]] = [("queued", True), ("head", True), ("before_first_token", True)]
 
 
 @pytest.mark.parametrize(("moment", "stream"), UNSTREAMED + STREAMED)
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_an_api_that_is_gone_behind_a_request(connector: str, moment: str, stream: bool) -> None:
+async def test_an_api_that_is_gone_behind_a_request(connector: str, moment: Moment, stream: bool) -> None:
     """The decode engine may have read the KV: the prompt is prefilled again, and the answer is right at once."""
     async with pool_of(connector) as pair:
         text = await warm(pair)

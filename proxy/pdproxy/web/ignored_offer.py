@@ -44,6 +44,7 @@ class OfferIgnoringConnection(ClientConnection):
     def ignore_offer(self, data: bytes) -> None:
         """Read the body, and what follows, as if there had been no offer."""
         at, lines = self._stopped_at, self._offer
+        assert lines is not None
         self._stopped_at = self._offer = None
         self._discarding = False
         self.parser = httptools.HttpRequestParser(_BehindHead(self))

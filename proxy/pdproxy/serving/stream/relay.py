@@ -175,6 +175,7 @@ class Relay:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
         """
         asking: asyncio.Task[None] | None = None
+        timer: StallTimer
 
         def last() -> float | None:
             return None if self.paused else self.fast_path.last
