@@ -149,7 +149,9 @@ MOST_STALLED = 2
 
 def has_stalled(outcome: Failure) -> bool:
     """Return whether an attempt has failed because its engine stood still before its data."""
-    if not isinstance(outcome, PrefillFailed | DecodeFailed) or (isinstance(outcome, DecodeFailed) and outcome.data_sent):
+    if not isinstance(outcome, PrefillFailed | DecodeFailed) or (
+        isinstance(outcome, DecodeFailed) and outcome.data_sent
+    ):
         return False
     return isinstance(outcome.error, EngineTimeoutError) and outcome.error.wait is Wait.STALLED
 
