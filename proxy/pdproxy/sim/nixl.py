@@ -119,9 +119,9 @@ class Nixl(Connector):
         self._notifier = Notifier(facts, engine_id, self.outbox)
 
     @property
-    def contacted(self) -> frozenset[str]:
-        """See `Connector`."""
-        return frozenset(peer.engine_id for peer in self._known)
+    def contacted(self) -> frozenset[str] | None:
+        """See `Connector`. Where prefill engines push, they make the handshakes."""
+        return frozenset(peer.engine_id for peer in self._known) if self.mode == "pull" else None
 
     # -- requests that end with blocks that wait for another engine
 

@@ -96,6 +96,8 @@ def _streamed(body: bytes) -> Told:
         raise MalformedError(f"a stream that ends within an event: {body[-80:]!r}")
     done = False
     for number, event in enumerate(events):
+        if event.startswith(b": ") and b"\n" not in event:
+            continue  # a comment: the stream was silent for a while
         if not event.startswith(b"data: "):
             raise MalformedError(f"an event {event[:80]!r}")
         payload = event[6:]

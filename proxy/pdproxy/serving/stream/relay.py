@@ -174,8 +174,6 @@ class Relay:
         Raises:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
         """
-        asking: asyncio.Task[None] | None = None
-        timer: StallTimer
 
         def last() -> float | None:
             return None if self.paused else self.fast_path.last
@@ -186,28 +184,11 @@ class Relay:
                 EngineTimeoutError(f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS)
             )
 
-        async def ask(works: Callable[[], Awaitable[bool]]) -> None:
-            nonlocal timer
-            before = last()
-            if await works() or last() != before:
-                timer = StallTimer(clock, between_tokens, last, silent, excused=True)
-            else:
-                late()
-
-        def silent() -> None:
-            nonlocal asking
-            if works is None:
-                late()
-            else:
-                asking = asyncio.get_running_loop().create_task(ask(works), name="does a silent engine work")
-
-        timer = StallTimer(clock, between_tokens, last, silent)
+        timer = StallTimer(clock, between_tokens, last, late, works)
         try:
             await self.done
         finally:
             timer.cancel()
-            if asking is not None:
-                asking.cancel()
 
     # -- for the connection
 
