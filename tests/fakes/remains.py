@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import types
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ _ATOMS = (
     types.CodeType,
     asyncio.AbstractEventLoop,
 )
-_HISTORY = (Settings, Decisions, Recent)
+_HISTORY = (Settings, Decisions, Recent, logging.Logger)
 """What may name engines that are gone: the settings of the start, the last decisions, and the last requests."""
 
 

@@ -347,7 +347,8 @@ async def test_p2p_nccl_s_ids_that_differ_end_at_a_deadline() -> None:
     clock = ManualClock()
     async with run("p2p-nccl", everybody={"randomize_request_ids": True}, clock=clock, registration=FOREVER) as f:
         answer = await clock.through(f.ask(COMPLETIONS, completion(stream=True)))
-        assert answer.status == 503
+        assert answer.status == 200, "a comment has sent it meanwhile"
+        assert b'"code":503' in answer.events[-1]
         assert any("sent no data in" in event.error for event in f.world.events(LegFailed))
 
 

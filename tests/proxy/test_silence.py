@@ -59,13 +59,13 @@ async def watched(**more: Any) -> AsyncIterator[Watched]:
                 await sim.thaw_core()
 
 
-async def while_it_works(w: Watched, asked: asyncio.Future[Answer], most: int = 400) -> Answer:
-    """Let time pass much faster than engines work, until the answer is there."""
+async def while_it_works(w: Watched, asked: asyncio.Future[Answer], pause: float = 0.02, most: int = 400) -> Answer:
+    """Let time pass much faster than engines work, until the answer is there. `pause`: real seconds for each of `LOOK`."""
     for _ in range(most):
         if asked.done():
             break
         await w.pass_(LOOK)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(pause)
     return await asked
 
 
@@ -146,11 +146,15 @@ async def test_an_engine_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_prefill_that_takes_longer_than_its_deadline() -> None:
-    """One long prompt behind others: the prefill engine works on."""
-    slow = {"hardware": Hardware(prefill_tokens_per_s=60.0, decode_step_s=0.0, transfer_latency_s=0.0)}
+    """A long prompt, in steps: the prefill engine works on."""
+    slow = {
+        "hardware": Hardware(prefill_tokens_per_s=60.0, decode_step_s=0.0, transfer_latency_s=0.0),
+        "max_num_batched_tokens": 8,
+    }
     async with watched(p=slow, deadlines=DEADLINES) as w:
         plain = await w.pair.asked_plain(COMPLETIONS, completion(stream=True))
-        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True))))
+        asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True)))
+        answer = await while_it_works(w, asked, pause=0.2)  # a step takes as long
         assert answer.text == plain.text
         assert {event.wait for event in w.world.events(SilenceAllowed)} == {"prefill"}
         assert not failures(w.pair)

@@ -34,6 +34,9 @@ from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.event_template import EventTemplates
 
+MAX_COMMENTS = 4096
+"""Bytes of comments that pass before an engine's first data. More is held, and counted, like its events."""
+
 
 class Relay:
     """One answer of an engine: the sink of its connection, the source of the client's bytes.
@@ -47,6 +50,7 @@ class Relay:
 
     __slots__ = (
         "_comment",
+        "_commented",
         "_ending",
         "_held",
         "_is_stream",
@@ -105,6 +109,7 @@ class Relay:
         )
         self._time = now
         self._comment = comment
+        self._commented = 0
         self._phase = Phase.HOLDING
         self._is_stream = False
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
@@ -242,7 +247,8 @@ class Relay:
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data. Comments are not kept: whoever sends them wants to be heard now."""
-        if self._comment is not None and sse.is_comment(batch):
+        if self._comment is not None and sse.is_comment(batch) and self._commented < MAX_COMMENTS:
+            self._commented += len(batch)
             self._comment(batch)
             return
         self._held.add(batch)
