@@ -122,20 +122,6 @@ def answering(*said: bytes) -> Script:
 # -- answers before the request is written
 
 
-async def test_an_early_answer_of_an_engine_that_reads_no_more(pair: tuple[Engine, EngineClient]) -> None:
-    """The answer counts at once. The next request must not wait behind the rest of the body: it has another connection."""
-    engine, client = pair
-
-    async def script(peer: Peer) -> None:
-        await peer.head()
-        peer.say(OK)
-
-    engine.scripts = [script, answering(OK)]
-    assert await ask(client, LARGE) == b"ok"
-    assert await ask(client, b"second") == b"ok"
-    await engine.done()
-
-
 async def test_an_early_answer_and_the_end_of_the_connection(pair: tuple[Engine, EngineClient]) -> None:
     """The answer counts although the request was never whole; nothing more of it is sent, and the connection is not kept."""
     engine, client = pair

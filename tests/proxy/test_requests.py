@@ -109,7 +109,7 @@ async def test_tracing_headers_go_on_and_others_stop() -> None:
 async def test_the_headers_of_an_answer_are_an_engines(
     path: str, body: dict[str, object], stream: bool, form: str | None
 ) -> None:
-    """A stream has vLLM's, and that nobody should buffer it; a whole answer has the engine's load if the client names its format."""
+    """A stream has what vLLM sends, and that nobody should buffer it; a whole answer has the load, if a format is named."""
     headers = [("endpoint-load-metrics-format", form)] if form else []
     async with world() as w:
         ours = await w.ask(path, {**body, "stream": stream}, headers)
