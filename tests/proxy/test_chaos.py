@@ -32,7 +32,8 @@ ENOUGH = 2 * CLIENTS
 """So many right answers must come, however long that takes: the proxy goes on after every misfortune."""
 PATIENCE = 60.0
 """Seconds after the end in which they may come: a slow machine needs more than SECONDS."""
-LEASE = 3.0
+LEASE = 12.0
+"""Seconds: more than slow machines need from a prefill to its read, and than two heartbeats. Nobody can read what has expired."""
 RATES = {
     "decode": (
         *("reset@queued", "reset@head", "reset@mid_stream", "eof@mid_stream", "half_chunk@mid_stream", "eof@queued"),
