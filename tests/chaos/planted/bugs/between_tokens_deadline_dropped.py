@@ -8,8 +8,8 @@ BUG = Bug(
     changes=(
         Change(
             "serving/stream/relay.py",
-            "        timer = StallTimer(clock, between_tokens, last, silent)\n        try:",
-            "        timer = StallTimer(clock, 1000 * between_tokens, last, silent)\n        try:",
+            "        timer = StallTimer(clock, between_tokens, last, late, works)",
+            "        timer = StallTimer(clock, 1000 * between_tokens, last, late, works)",
         ),
     ),
 )
