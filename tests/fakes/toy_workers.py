@@ -37,6 +37,11 @@ REFUSALS = 3
 """How often the system has no process left, in mode `full`, from the first restart on."""
 
 
+def say(line: str) -> None:
+    """Print a line in one write: several processes print to the same pipe."""
+    os.write(1, f"{line}\n".encode())
+
+
 class Watcher:
     """Prints what happens."""
 
@@ -44,19 +49,19 @@ class Watcher:
         self._supervisor = supervisor
 
     def received(self, worker: Process, message: Message) -> None:
-        print(f"said {worker.number} {message.kind}", flush=True)
+        say(f"said {worker.number} {message.kind}")
 
     def starts(self, number: int) -> None:
-        print(f"starts {number}", flush=True)
+        say(f"starts {number}")
 
     def waits(self, number: int, seconds: float) -> None:
-        print(f"waits {number} {seconds:g}", flush=True)
+        say(f"waits {number} {seconds:g}")
 
     def died(self, number: int) -> None:
-        print(f"died {number}", flush=True)
+        say(f"died {number}")
 
     def ready(self, worker: Process) -> None:
-        print(f"ready {worker.number} {worker.pid}", flush=True)
+        say(f"ready {worker.number} {worker.pid}")
 
 
 def work(mode: str, number: int, end: socket.socket) -> int:
@@ -78,7 +83,7 @@ def work(mode: str, number: int, end: socket.socket) -> int:
         link.send(Message(REFUSED, body=b"key file: gone"))
         return 2
     if mode == "leaves":
-        print(f"child {subprocess.Popen(['sleep', '0.2']).pid}", flush=True)
+        say(f"child {subprocess.Popen(['sleep', '0.2']).pid}")
     link.send(Message(READY))
     end_at = float("inf")
     while time.monotonic() < end_at:
@@ -109,7 +114,7 @@ def full() -> None:
         nonlocal calls
         calls += 1
         if 2 < calls <= 2 + REFUSALS:
-            print(f"refused with {len(os.listdir('/proc/self/fd'))} files", flush=True)
+            say(f"refused with {len(os.listdir('/proc/self/fd'))} files")
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return fork()
 
@@ -127,10 +132,10 @@ def main() -> int:
     try:
         return supervisor.run()
     except RefusedError as error:
-        print(f"refused {error}", flush=True)
+        say(f"refused {error}")
         return 3
     finally:
-        print(f"restarts {supervisor.restarts}", flush=True)
+        say(f"restarts {supervisor.restarts}")
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
