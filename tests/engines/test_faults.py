@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from pdproxy.settings.limits import Deadlines
+
 from .client import Answer, Progress, ask
 from .compare import differs
 from .engine import MODEL, Engine
@@ -198,7 +200,10 @@ async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
 
 
 async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
-    """The only D freezes while it streams: after the deadline between tokens, and not earlier, the client gets an error event."""
+    """The only D freezes while it streams: after the deadline between tokens, and not earlier, the client gets an error event.
+
+    Behind the deadline D is asked for its metrics, within `deadlines.probe`.
+    """
     proxy = serve(fleet.prefills[:1], fleet.decodes[1:])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
@@ -211,7 +216,7 @@ async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
         broke_honestly(plain, await asked)
     finally:
         fleet.decodes[1].signal(signal.SIGCONT)
-    assert BETWEEN_TOKENS - 0.5 < time.monotonic() - frozen < BETWEEN_TOKENS + 2
+    assert BETWEEN_TOKENS - 0.5 < time.monotonic() - frozen < BETWEEN_TOKENS + Deadlines().probe + 2
 
 
 async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:

@@ -2,7 +2,7 @@
 
 Engines withhold events while they work: a parser of tool calls sends nothing for a whole argument, a grammar is compiled,
 reasoning is left out, a prompt waits for its turn. So silence alone is no failure. Silence is a failure if the engine shows
-nothing (`fleet.stall_watch`), or if the engine reports fewer requests than were sent to it: then the silent request is lost.
+nothing (`fleet.stall_watch`), does not answer, or reports fewer requests than were sent to it: then the silent request is lost.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Works:
         return node.up and node.stalled is None and not engine.open_legs.shows_nothing
 
     async def _has_lost(self, engine: Engine) -> bool:
-        """Return whether an engine reports fewer requests than were sent to it."""
+        """Return whether an engine reports fewer requests than were sent to it, or reports nothing."""
         legs = engine.open_legs
         for _ in range(LOOKS):
             sent, canaries = [leg for leg in legs.legs if leg.since <= legs.life - COUNTED], legs.canaries
             try:
                 found = await self._scrape(engine.url)
             except (EngineError, OverloadedError):
-                return False  # whether it shows anything is the watch's to judge
+                return True  # an engine that does not even answer this is not seen to work
             if found.waiting is None:
                 return False
             if found.running + found.waiting < sum(leg in legs.legs for leg in sent):
