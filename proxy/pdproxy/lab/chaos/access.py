@@ -26,7 +26,7 @@ WEIGHTS = {"people": 3.0, "batch": 1.0}
 STRANGER, NOBODY = "stranger", ""
 """A key that is not valid, and none."""
 UNREADABLE = "soon"
-"""A deadline that is no number."""
+"""A deadline that is no number: the proxy serves the request as if it had none."""
 TOO_SHORT = 0.1
 """Seconds: a request with less until its deadline is always refused."""
 _NAMES = {"open": 62, "few": 12, "seldom": 10, "small": 8, STRANGER: 3, NOBODY: 2}
@@ -70,8 +70,6 @@ class Credentials(msgspec.Struct, frozen=True):
         """The status and reason with which the proxy must refuse it, None if it is to be served."""
         if self.key in (STRANGER, NOBODY):
             return 401, ""
-        if self.timeout == UNREADABLE:
-            return 400, ""
         if self.seconds is not None and self.seconds < TOO_SHORT:
             return 503, "deadline"
         return None
@@ -106,6 +104,4 @@ def drawn(chance: random.Random) -> Credentials:
     (timeout,) = chance.choices(list(_TIMEOUTS), list(_TIMEOUTS.values()))
     priority = chance.choice((-5, 0, 3, 99)) if chance.random() < 0.2 else None
     tenant = chance.choice(("people", "batch", "x" * 200)) if chance.random() < 0.2 else ""
-    if timeout == UNREADABLE and KEYS.get(key) != KeyLimits():
-        timeout = ""  # its key may be over its limit, which is checked before
     return Credentials(key, timeout, priority, tenant)
