@@ -229,9 +229,8 @@ class StallWatch:
         return self._verdicts.can_ask(self.engine) if enquiry is None else not enquiry.refused
 
     def _stall(self, legs: list[OpenLeg], silence: float, now: float) -> None:
-        answers = (
-            self.engine.node.role is not Role.PREFILL
-        )  # without a prefill engine, others compute prompts themselves
+        # Without a prefill engine, the others compute prompts themselves.
+        answers = self.engine.node.role is not Role.PREFILL
         if (answers or not self._can_ask) and self._verdicts.is_last(self.engine):
             return  # silence alone takes no role its last engine: requests wait for it, each until its own deadline
         why = f"stands still: no sign of its core for {silence:.1f} s"
