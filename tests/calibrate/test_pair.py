@@ -206,7 +206,7 @@ def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.Captur
     shape: dict[str, Any] = {"hardware": hardware, "eos_every": 0, "max_model_len": 600, "num_gpu_blocks": 600}
     with engines(Facts(role="prefill", **shape), Facts(role="decode", **shape)) as (p, d):
         line = ["calibrate", "--prefill", p.url, "--decode", d.url, "--connector", "nixl", "--out", str(out)]
-        code = main([*line, "--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--max-seconds", "24"])
+        code = main([*line, "--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--max-seconds", "40"])
         pulls = d.engine.stats.transferred_bytes.counts
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "")
