@@ -257,6 +257,29 @@ async def test_kv_that_is_being_released_is_not_read(monkeypatch: pytest.MonkeyP
         assert made[0] is not made[1]
 
 
+@pytest.mark.parametrize(("connector", "lease"), [("nixl", None), ("nixl", 5.0), (PUSH, None), ("mooncake", None)])
+async def test_kv_whose_lease_ends_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, connector: str, lease: float | None
+) -> None:
+    """The decode engine is connected to for as long as the lease lasts: the next attempt has other KV."""
+    facts = {} if lease is None else {"kv_lease_duration": lease}
+    async with pool(connector, dispatch="sequential", prefill_facts=facts) as pair:
+        text = await warm(pair)
+        custodian = pair.world.proxy.custodian
+        for worker in pair.world.workers:
+            worker.engines[pair.d.url].client.close()
+        connecting = Connecting(pair, pair.d, monkeypatch)
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await connecting.has_begun()
+        await until(lambda: any(count for count, _ in custodian.snapshot().values()))
+        now, before = custodian.now, len(pair.p.requests)
+        monkeypatch.setattr(custodian, "now", lambda: now() + 0.95 * (lease or custodian.lease_of(pair.p.url)))
+        connecting.goes_on()
+        assert (await asked).json["choices"][0]["text"] == text
+        assert len(pair.p.requests) == before + 1
+        assert ended(pair).count("expired") == 1
+
+
 @pytest.mark.parametrize("connector", [PUSH, "mooncake"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prefill_beside_the_answer_is_not_sent_for_nothing(
