@@ -130,7 +130,7 @@ class Holder:
 
     @property
     def lease(self) -> float | None:
-        """Seconds for which a prefill engine keeps KV that nobody reads, if it was not told otherwise. None: until it is released."""
+        """Seconds for which a prefill engine keeps unread KV, if it was not told otherwise. None: until it is released."""
         return None
 
     @property
