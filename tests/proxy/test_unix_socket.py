@@ -145,7 +145,8 @@ async def test_a_worker_that_is_killed_is_replaced_at_the_socket(path: str) -> N
 async def test_who_connects_has_no_address(trusted: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All are one client; `unix:` among the trusted proxies has the header name them."""
     monkeypatch.setitem(ENVIRONMENT, "PDPROXY_LISTEN__LINGER", "0")
-    monkeypatch.setitem(ENVIRONMENT, "PDPROXY_LISTEN__TRUSTED_PROXIES", trusted)
+    if trusted:
+        monkeypatch.setitem(ENVIRONMENT, "PDPROXY_LISTEN__TRUSTED_PROXIES", trusted)
     async with engines() as pair:
         process = await run(*serve(pair, path, 1, "--log-format", "json"))
         try:
