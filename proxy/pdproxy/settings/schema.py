@@ -35,6 +35,7 @@ Role = Literal["prefill", "decode", "aggregated", "any"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
+AloneLimit = Literal["always", "never"] | Count
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
@@ -227,6 +228,9 @@ class Pool(Section, frozen=True):
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order, and sequential
     with engines of role any."""
 
+    alone: AloneLimit = "always"
+    """Which prompts a decode engine may serve whole where they are not split: all, none, or those of up to so many tokens."""
+
     remote_host: RemoteHost = "engine"
     """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
     `url`, for engines that do not know how others reach them (address translation)."""
@@ -290,6 +294,11 @@ class Pool(Section, frozen=True):
     def all_nodes(self) -> tuple[Node, ...]:
         """The nodes of both kinds."""
         return (*self.nodes, *self.dns_nodes)
+
+    @property
+    def alone_up_to(self) -> int | None:
+        """How many tokens a prompt may have that a decode engine serves whole; None: any number."""
+        return {"always": None, "never": 0}[self.alone] if isinstance(self.alone, str) else self.alone
 
     @property
     def placement(self) -> str:
