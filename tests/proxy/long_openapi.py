@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ LEFT_OUT = "positive_data_acceptance"
 
 
 @pytest.mark.timeout(3600)
-async def test_schemathesis_finds_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_schemathesis_finds_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Broken heads, wrong types, missing fields, other methods: no status, media type or body that the document does not name."""
     program = shutil.which("st")
     assert program is not None, "schemathesis is not installed"
@@ -32,7 +33,7 @@ async def test_schemathesis_finds_nothing(capfd: pytest.CaptureFixture[str]) -> 
             "--no-color",
         )
         more = ("--request-timeout", "120", "--wait-for-schema", "60", "--generation-database", "none")
-        process = await asyncio.create_subprocess_exec(program, "run", url, *options, *more)
+        process = await asyncio.create_subprocess_exec(program, "run", url, *options, *more, cwd=tmp_path)
         assert await process.wait() == 0, capfd.readouterr().out
     with capfd.disabled():
         told = capfd.readouterr().out
