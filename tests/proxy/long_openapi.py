@@ -21,7 +21,7 @@ async def test_schemathesis_finds_nothing(capfd: pytest.CaptureFixture[str], tmp
     """Broken heads, wrong types, missing fields, other methods: no status, media type or body that the document does not name."""
     program = shutil.which("st")
     assert program is not None, "schemathesis is not installed"
-    async with world(leaves=True) as w:
+    async with world(leaves=True, facts={"max_model_len": 256}) as w:  # no answer takes long
         url = f"http://127.0.0.1:{w.port}/openapi.json"
         options = (
             "--max-examples",
@@ -35,8 +35,8 @@ async def test_schemathesis_finds_nothing(capfd: pytest.CaptureFixture[str], tmp
         more = ("--request-timeout", "120", "--wait-for-schema", "60", "--generation-database", "none")
         process = await asyncio.create_subprocess_exec(program, "run", url, *options, *more, cwd=tmp_path)
         assert await process.wait() == 0, capfd.readouterr().out
+    told = capfd.readouterr().out
     with capfd.disabled():
-        told = capfd.readouterr().out
         print(
             "\n".join(line for line in told.splitlines() if "generated" in line or "Tested" in line or "Seed" in line)
         )
