@@ -26,7 +26,7 @@ from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.replicas import ReplicaSettings
-from pdproxy.settings.section import Count, File, Host, Key, Port, Section, Text, names_of
+from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
@@ -99,6 +99,10 @@ class Facts(Section, frozen=True):
     max_num_seqs: Count | None = None
     """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number it gets no
     more such prompts. They wait for no place: if no other pair is free, one engine serves them alone. None: no bound."""
+
+    kv_lease_duration: Seconds | None = None
+    """Seconds for which a prefill engine keeps KV that no decode engine reads, as in its `kv_connector_extra_config`. No decode
+    engine is asked with KV older than nine tenths of that. None: as vLLM's own default."""
 
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
