@@ -52,6 +52,12 @@ _DETAIL: Schema = {
     "description": "The server's own error: no such route or method, or a body that is not JSON.",
     "required": ["detail"],
 }
+_EVENT: Schema = {
+    "type": "object",
+    "description": "A server-sent event. Comments may come between events.",
+    "required": ["data"],
+    "properties": {"event": _TEXT, "data": _TEXT},
+}
 _SCHEMAS = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR, "Detail": _DETAIL}
 
 _OF_CONNECTION = {400: "No request of HTTP", 408: "The request came too slowly", 431: "The head is too large"}
@@ -101,7 +107,7 @@ def answers_of(entry: RouteEntry) -> dict[int | str, Any]:
         return _errors(entry.dialect, {**_OF_CONNECTION, 401: _OF_ENGINES[401], 404: entry.why, 503: _OF_ENGINES[503]})
     content = {JSON: {"schema": _WHOLE.get(entry.path, _ANY)}}
     if _streams(entry):
-        content[EVENTS] = {"schema": {**_TEXT, "description": "Server-sent events. Comments may come between them."}}
+        content[EVENTS] = {"schema": _EVENT}
     if entry.path in _BINARY_TOO:
         content[BINARY] = {"schema": {**_TEXT, "format": "binary"}}
     return {**_errors(entry.dialect, _OF_ENGINES), 200: _answer("The engine's answer", {"content": content})}
@@ -143,8 +149,7 @@ TEXT, COUNT = _TEXT, {"type": "integer", "minimum": 0}
 
 # -- requests
 
-_MESSAGE: Schema = {"type": "object", "required": ["role"], "properties": {"role": _TEXT}}
-_MESSAGES: Schema = {"type": "array", "minItems": 1, "items": _MESSAGE}
+_MESSAGES: Schema = {"type": "array", "minItems": 1, "items": _ANY}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT: Schema = {"description": "A text, token ids, or a list of either", "type": ["string", "array"]}
 _MODEL: Schema = {"type": ["string", "null"], "description": "Without it, that of the engines"}
