@@ -82,6 +82,7 @@ class Watch:
         for found in _HANDLE.finditer(got):
             if found[0] not in sent:
                 self._note("a handle", got, found.start())
+                break
         for secret in self.secrets:
             if secret in got and secret not in sent:
                 self._note("a value of a handle, or the id of a leg", got, got.find(secret))

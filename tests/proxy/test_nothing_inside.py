@@ -224,7 +224,7 @@ async def test_the_last_event_of_a_passed_stream_may_be_an_error() -> None:
             data = answers.compact({"type": "error", "error": {"type": "x", "message": text}})
 
             async def script(
-                reply: Reply, events: list[bytes] = [*first, b"event: error\ndata: " + data + b"\n\n"]
+                reply: Reply, events: tuple[bytes, ...] = (*first, b"event: error\ndata: " + data + b"\n\n")
             ) -> None:
                 await reply.start()
                 await reply.pieces(*events)
@@ -299,17 +299,21 @@ async def test_what_looks_at_clients_sees_a_handle(stream: bool, monkeypatch: py
     async def script(reply: Reply) -> None:
         if not stream:
             said = json.loads(answers.whole(False, [0] * 61, "text", 4))
-            return await whole(reply, said | {"kv_transfer_params": HANDLE})
+            await whole(reply, said | {"kv_transfer_params": HANDLE})
+            return
         *events, last, done = answers.stream(False, 61, [" a"] * 4, with_usage=False)
         await reply.start()
         await reply.pieces(*events, with_handle(last), done)
         await reply.finish()
 
-    monkeypatch.setattr(inside, "without_inside", lambda body: (body, None))
-    with pytest.raises(pytest.fail.Exception, match="a handle.*kv_transfer_params"), nothing_inside():
+    async def ask() -> None:
         async with world() as w:
             w.decode[0].script(script)
             await w.ask(COMPLETIONS, completion(stream=stream))
+
+    monkeypatch.setattr(inside, "without_inside", lambda body: (body, None))
+    with pytest.raises(pytest.fail.Exception, match=r"a handle.*kv_transfer_params"), nothing_inside():
+        await ask()
 
 
 @pytest.mark.names_engines("the engine is named here on purpose")
