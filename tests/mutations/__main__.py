@@ -46,10 +46,25 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
         if mutation is not None:
             file = package / mutation.path
             file.write_bytes(mutation.of(file.read_bytes()))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(TESTS / one) for one in files)]
-        env = os.environ | {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": folder}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *(str(TESTS / one) for one in files),
+        ]
+        env = os.environ | {
+            "PYTHONPATH": folder,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HYPOTHESIS_STORAGE_DIRECTORY": folder,
+        }
         try:
-            code = subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, timeout=limit, check=False).returncode
+            code = subprocess.run(
+                command, cwd=TESTS.parent, env=env, capture_output=True, timeout=limit, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             return LATE
     return SURVIVED if code == 0 else NOTICED

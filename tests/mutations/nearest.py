@@ -9,22 +9,21 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 DATA_PATH = ("web", "upstream", "serving", "scheduling", "transfer", "wire")
 """The packages through which requests, answers and handles go."""
-LEFT_OUT = ("web/admin/", "web/app.py", "web/docs_page.py", "upstream/admin.py", "scheduling/auto/", "scheduling/shared_", "serving/access/shared_")
-"""What is no data path, or has tests that start processes: minutes for each mutation."""
+LEFT_OUT = ("web/admin/", "web/app.py", "web/docs_page.py", "upstream/admin.py", "scheduling/auto/")
+"""What is no data path: operators' routes, and what learns for the placement `auto`."""
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "web/": ("fuzz/test_ingress.py", "proxy/test_http_manners.py", "proxy/test_requests.py", "proxy/test_hostile_clients.py"),
+    "web/": ("fuzz/test_ingress.py", "proxy/test_http_manners.py", "proxy/test_requests.py"),
     "upstream/": ("fuzz/test_answers.py", "proxy/test_hostile_engines.py", "proxy/test_http_engine_client.py"),
     "serving/access/": ("proxy/test_keys.py", "proxy/test_tenants.py", "proxy/test_pools.py"),
     "serving/request/passthrough": ("proxy/test_other_routes.py", "proxy/test_other_routes_fail.py"),
     "serving/request/": ("proxy/test_requests.py", "proxy/test_batches.py", "proxy/test_admission_and_drain.py"),
     "serving/dispatch/co": ("proxy/test_continued.py", "proxy/test_continued_edges.py", "proxy/test_both_legs.py"),
     "serving/dispatch/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),
-    "serving/dispatch/": ("proxy/test_decode_fails.py", "proxy/test_prefill_fails.py", "proxy/test_client_leaves.py", "proxy/test_handles_once.py"),
+    "serving/dispatch/": ("proxy/test_decode_fails.py", "proxy/test_prefill_fails.py", "proxy/test_client_leaves.py"),
     "serving/kv/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),
-    "serving/kv/shared": ("proxy/test_workers.py",),
-    "serving/kv/": ("proxy/test_client_leaves.py", "proxy/test_notifier.py", "proxy/test_handles_once.py", "proxy/test_both_legs_lost.py"),
-    "serving/stream/": ("fuzz/test_streams.py", "proxy/test_responses.py", "proxy/test_slow_readers.py", "proxy/test_decode_fails.py"),
+    "serving/kv/": ("proxy/test_client_leaves.py", "proxy/test_notifier.py", "proxy/test_both_legs_lost.py"),
+    "serving/stream/": ("fuzz/test_streams.py", "proxy/test_slow_readers.py", "proxy/test_decode_fails.py"),
     "scheduling/prefix": ("proxy/test_prefixes.py",),
     "scheduling/": ("proxy/test_placement.py", "proxy/test_outliers.py"),
     "transfer/": ("proxy/test_connectors.py", "proxy/test_split_or_alone.py"),
@@ -49,7 +48,9 @@ def _imports() -> dict[str, frozenset[str]]:
         for file in sorted((TESTS / folder).glob("test_*.py")):
             nodes = list(ast.walk(ast.parse(file.read_text())))
             names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-            names |= {f"{node.module}.{one.name}" for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names}
+            names |= {
+                f"{node.module}.{one.name}" for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names
+            }
             names |= {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
             found[f"{folder}/{file.name}"] = frozenset(names)
     return found

@@ -12,7 +12,7 @@ _OPPOSITE = {
 }  # fmt: skip
 _REMOVABLE = (ast.Expr, ast.AugAssign, ast.Delete, ast.Raise, ast.Assign)
 _TALK = ("logger.", "super().__init__", "drop_traceback")
-"""Statements that begin so are left alone: lines of a log, and what keeps reference cycles away (tests/proxy/test_no_garbage*)."""
+"""Statements that begin so are left alone: lines of a log, and what only keeps reference cycles away."""
 
 
 @dataclass(frozen=True, order=True)
@@ -42,7 +42,9 @@ def sites(path: str, source: bytes) -> list[Mutation]:
     found: list[Mutation] = []
 
     def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
-        return starts[node.lineno - 1] + node.col_offset, starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return starts[node.lineno - 1] + node.col_offset, starts[(node.end_lineno or 0) - 1] + (
+            node.end_col_offset or 0
+        )
 
     def text(node: ast.expr | ast.stmt) -> str:
         return source[slice(*span(node))].decode()
@@ -100,7 +102,9 @@ def _is_needed(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant | ast.Yield | ast.YieldFrom)
     if isinstance(node, ast.Assign):
-        return any(isinstance(part, ast.Name) for target in node.targets for part in ast.walk(target) if _is_stored(part))
+        return any(
+            isinstance(part, ast.Name) for target in node.targets for part in ast.walk(target) if _is_stored(part)
+        )
     return False
 
 
