@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.chaos.planted.bug import PACKAGE, copy_package
+from tests.chaos.planted.bug import PACKAGE
 from tests.mutations.nearest import DATA_PATH, LEFT_OUT, TESTS, nearest
 from tests.mutations.sites import Mutation, sites
 
@@ -42,7 +43,7 @@ def all_mutations(only: str = "") -> list[Mutation]:
 def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str:
     """Run tests against a copy of the package, with a mutation or without, until one fails. Return what has become of it."""
     with TemporaryDirectory(prefix="mutation-") as folder:
-        package = copy_package(Path(folder))
+        package = Path(shutil.copytree(PACKAGE, Path(folder) / PACKAGE.name))  # with its bytecode
         if mutation is not None:
             file = package / mutation.path
             file.write_bytes(mutation.of(file.read_bytes()))
@@ -58,7 +59,6 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
         ]
         env = os.environ | {
             "PYTHONPATH": folder,
-            "PYTHONDONTWRITEBYTECODE": "1",
             "HYPOTHESIS_STORAGE_DIRECTORY": folder,
         }
         try:
@@ -71,11 +71,8 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
 
 
 def tried(mutation: Mutation, limit: float) -> str:
-    """Have the tests that import its module judge a mutation, and those of its part if they let it pass."""
-    for files in nearest(mutation.path):
-        if files and (result := judged(mutation, files, limit)) != SURVIVED:
-            return result
-    return SURVIVED
+    """Have the tests judge a mutation that are nearest to its module."""
+    return judged(mutation, nearest(mutation.path), limit)
 
 
 def main(arguments: list[str]) -> int:
@@ -107,7 +104,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _files(sample: Sequence[Mutation]) -> list[str]:
-    return sorted({file for one in sample for files in nearest(one.path) for file in files})
+    return sorted({file for one in sample for file in nearest(one.path)})
 
 
 def _in_time(mutation: Mutation, limit: float, end: float) -> str:

@@ -13,7 +13,7 @@ LEFT_OUT = ("web/admin/", "web/app.py", "web/docs_page.py", "upstream/admin.py",
 """What is no data path: operators' routes, and what learns for the placement `auto`."""
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "web/": ("fuzz/test_ingress.py", "proxy/test_http_manners.py", "proxy/test_requests.py"),
+    "web/": ("fuzz/test_ingress.py", "proxy/test_http_manners.py", "proxy/test_http.py"),
     "upstream/": ("fuzz/test_answers.py", "proxy/test_hostile_engines.py", "proxy/test_http_engine_client.py"),
     "serving/access/": ("proxy/test_keys.py", "proxy/test_tenants.py", "proxy/test_pools.py"),
     "serving/request/passthrough": ("proxy/test_other_routes.py", "proxy/test_other_routes_fail.py"),
@@ -32,12 +32,16 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Tests with simulated engines of a part of the package: the first beginning that fits a module's path."""
 
 
-def nearest(module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the files of tests that import a module, and those of its part. `module`: its path in the package."""
+MOST = 6
+"""Files that import a module, at most: those that import least else are the nearest."""
+
+
+def nearest(module: str) -> tuple[str, ...]:
+    """Return the files of tests that import a module, and then those of its part. `module`: its path in the package."""
     name = "pdproxy." + module.removesuffix(".py").replace("/", ".")
-    importers = tuple(sorted(file for file, names in _imports().items() if name in names))
+    importers = sorted((len(names), file) for file, names in _imports().items() if name in names)
     part = next((files for beginning, files in PARTS.items() if module.startswith(beginning)), ())
-    return importers, tuple(file for file in part if file not in importers)
+    return tuple(dict.fromkeys((*(file for _, file in importers[:MOST]), *part)))
 
 
 @cache
