@@ -40,6 +40,7 @@ class Leg:
     must_progress: bool = True
     waits_for: str | None = None
     prompt_bytes: int = 0
+    stalled_before: int = 0
     failed: list[EngineError] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 

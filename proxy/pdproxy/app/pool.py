@@ -28,9 +28,12 @@ from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.works import Works
+from pdproxy.observe import catalog_health
+from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.models import PoolModels
+from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
@@ -147,6 +150,8 @@ class PoolParts:
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())
+        comebacks = Comebacks(ledger, clock, observers, limits)
+        metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
@@ -161,6 +166,7 @@ class PoolParts:
             clock=clock,
             answer_budget=process.answer_budget,
             retries=process.retries,
+            comebacks=comebacks,
             outliers=outliers,
             works=Works(engines.known, admin.scrape, observers, lambda: watching.stalls.stalled_after > 0).on_all,
             is_alive=partial(admin.answers, path="/health"),

@@ -41,10 +41,13 @@ class Works:
         engine = self._engines.get(url)
         if engine is None or not self._is_watched():
             return False
-        if not self._shows_work(engine) or await self._has_lost(engine) or not self._shows_work(engine):
+        if not engine.open_legs.waits_out and not await self._works(engine):
             return False
         self._observers.notify(SilenceAllowed(wait, url))
         return True
+
+    async def _works(self, engine: Engine) -> bool:
+        return self._shows_work(engine) and not await self._has_lost(engine) and self._shows_work(engine)
 
     def _shows_work(self, engine: Engine) -> bool:
         node = engine.node

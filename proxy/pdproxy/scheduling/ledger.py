@@ -82,6 +82,7 @@ class Ledger:
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
         self._when_up: Callable[[str, bool], None] = lambda _, __: None
+        self._when_changed: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -106,6 +107,10 @@ class Ledger:
     def when_up(self, then: Callable[[str, bool], None]) -> None:
         """Call `then(url, restarted)` when an engine's run is up: the first one since it was added, or another one."""
         self._when_up = then
+
+    def when_changed(self, then: Callable[[], None]) -> None:
+        """Call `then()` when other engines may serve requests than before."""
+        self._when_changed = then
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
@@ -377,6 +382,7 @@ class Ledger:
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
         self.block_size, self.adapters, self.template_tokens = in_common(nodes)
+        self._when_changed()
 
     # -- what an operator asks
 
@@ -387,6 +393,10 @@ class Ledger:
     def why_degraded(self, now: float) -> str | None:
         """Return why no prompt can be split although the pool has prefill engines, None if one can be."""
         return readiness.why_degraded(self.nodes, now)
+
+    def may_return(self, model: str | None) -> bool:
+        """Return whether a request could be served, if the engines moved again that stand still."""
+        return readiness.may_return(self.nodes, model, alone=self._alone)
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""

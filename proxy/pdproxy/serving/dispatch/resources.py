@@ -16,6 +16,7 @@ from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import PREFILL
 from pdproxy.scheduling.outliers import Outliers
+from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
@@ -69,6 +70,7 @@ class ExchangeResources:
     clock: Clock
     answer_budget: AnswerBudget
     retries: RetryBudget
+    comebacks: Comebacks
     outliers: Outliers
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
@@ -139,6 +141,10 @@ class ExchangeResources:
         if relay is None or relay.fast_path.events < _MIN_EVENTS:
             return None
         return relay.fast_path.total / (relay.fast_path.events - 1)
+
+    def suspected(self) -> tuple[str, ...]:
+        """Return the engines that have a request under which another one has stood still, perhaps because of it."""
+        return tuple([url for url, engine in self.engines.items() if engine.open_legs.suspects])
 
     async def retry_slot(self) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
