@@ -30,7 +30,12 @@ STEP = 3 * AFTER
 SLOW: dict[str, dict[str, Any]] = {
     CHAT: chat(max_tokens=3, stream=True),
     RESPONSES: {"model": "tiny", "input": "import os", "max_output_tokens": 4, "temperature": 0},
-    MESSAGES: {"model": "tiny", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "import os"}]},
+    MESSAGES: {
+        "model": "tiny",
+        "max_tokens": 4,
+        "stream": True,
+        "messages": [{"role": "user", "content": "import os"}],
+    },
 }
 
 

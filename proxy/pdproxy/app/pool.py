@@ -38,6 +38,7 @@ from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
+from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.passthrough import Passthrough
@@ -150,6 +151,9 @@ class PoolParts:
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())
+        stalls = watching.stalls
+        works = Works(engines.known, admin.scrape, observers, lambda: stalls.stalled_after > 0, watching.canary)
+        late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
         comebacks = Comebacks(ledger, clock, observers, limits)
         metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
@@ -168,7 +172,8 @@ class PoolParts:
             retries=process.retries,
             comebacks=comebacks,
             outliers=outliers,
-            works=Works(engines.known, admin.scrape, observers, lambda: watching.stalls.stalled_after > 0).on_all,
+            works=works.on_all,
+            is_push_lost=late_pushes.is_lost,
             is_alive=partial(admin.answers, path="/health"),
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,

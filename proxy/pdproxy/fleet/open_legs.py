@@ -41,7 +41,17 @@ class OpenLeg(Protocol):
 class OpenLegs:
     """The open legs of one engine, in the order in which they were sent."""
 
-    __slots__ = ("busy_since", "canaries", "last_sign", "legs", "life", "pace", "shows_nothing", "suspects", "waits_out")
+    __slots__ = (
+        "busy_since",
+        "canaries",
+        "last_sign",
+        "legs",
+        "life",
+        "pace",
+        "shows_nothing",
+        "suspects",
+        "waits_out",
+    )
 
     def __init__(self) -> None:
         self.legs: dict[OpenLeg, None] = {}

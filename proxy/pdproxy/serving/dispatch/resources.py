@@ -27,6 +27,7 @@ from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.stream.relay import Relay
@@ -74,6 +75,8 @@ class ExchangeResources:
     outliers: Outliers
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
+    is_push_lost: Callable[[Custody], Awaitable[bool]]
+    """Returns whether the push that a decode leg may wait for is lost, though its prefill engine has answered."""
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None
