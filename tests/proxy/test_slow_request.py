@@ -15,7 +15,7 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.server import SimServer
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
 from tests.fakes.world import until
@@ -125,3 +125,93 @@ async def test_requests_beside_it_are_all_served(connector: str, path: str, role
         (answer,) = await steps.until_over([slow])
         assert answer.status == 200, "as a plain engine would, behind its step"
         assert steps.times == 2
+
+
+class AllStandStill:
+    """Two decode engines: one stands still, the other one is gone."""
+
+    def __init__(self, w: Watched) -> None:
+        self.w = w
+        self.still, self.gone = w.pair.d, w.pair.more[-1]
+        ledger = w.world.proxy.ledger
+        self.still.freeze_core_now(0.0, None)
+        ledger.mark_stalled(self.still.url, "stands still")
+        ledger.mark_down(self.gone.url, "connection refused", w.clock.now())
+
+    @property
+    def waiting(self) -> float:
+        return self.w.world.metric("pdproxy_waiting_for_engines")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_a_request_waits_for_an_engine_that_may_come_back(path: str) -> None:
+    """No other engine can serve it. It is served as soon as the engine moves again."""
+    body = completion(stream=True) if path == COMPLETIONS else SLOW[RESPONSES]
+    async with watched(decodes=2) as w:
+        all_still = AllStandStill(w)
+        asked = asyncio.ensure_future(w.pair.ask(path, body))
+        await until(lambda: all_still.waiting == 1)
+        await w.pass_(5 * LOOK)
+        assert not asked.done()
+        await all_still.still.thaw_core()
+        for _ in range(20):
+            if asked.done():
+                break
+            await w.pass_(LOOK)
+        assert (await asked).status == 200
+        assert all_still.waiting == 0
+        assert path != COMPLETIONS or w.world.metric("pdproxy_alone_total") == 0, "it is split again"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_the_wait_for_an_engine_has_a_deadline(path: str) -> None:
+    """That of requests which wait for a place."""
+    body = completion() if path == COMPLETIONS else SLOW[RESPONSES]
+    async with watched(decodes=2) as w:
+        all_still = AllStandStill(w)
+        asked = asyncio.ensure_future(w.pair.ask(path, body))
+        await until(lambda: all_still.waiting == 1)
+        await w.clock.advance(31.0)
+        answer = await asked
+        assert answer.status == 503
+        assert b"no engine can serve this request" in answer.body
+        assert w.world.metric("pdproxy_deadline_total", wait="engine") == 1
+        assert all_still.waiting == 0
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_a_client_that_leaves_waits_for_no_engine(path: str) -> None:
+    """Nothing of it stays."""
+    body = completion() if path == COMPLETIONS else SLOW[RESPONSES]
+    async with watched(decodes=2) as w:
+        all_still = AllStandStill(w)
+        client = await w.world.client()
+        client.send(request("POST", path, body))
+        await until(lambda: all_still.waiting == 1)
+        client.close()
+        await until(lambda: all_still.waiting == 0)
+        await until(lambda: w.world.metric("pdproxy_inflight") == 0)
+
+
+async def test_few_requests_wait_for_engines() -> None:
+    """No more than may wait for a place, nor than half of the places."""
+    for limits in ({"max_queue": 2}, {"max_inflight": 4}):
+        async with watched(decodes=2, limits=limits) as w:
+            all_still = AllStandStill(w)
+            asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion())) for _ in range(3)]
+            await until(lambda: sum(one.done() for one in asked) == 1)  # noqa: B023 - it is over before the next round
+            assert all_still.waiting == 2
+            assert [one.result().status for one in asked if one.done()] == [503]
+            await w.clock.advance(31.0)
+            await asyncio.wait(asked)
+
+
+async def test_an_engine_that_is_gone_is_not_waited_for() -> None:
+    async with watched(decodes=2) as w:
+        all_still = AllStandStill(w)
+        asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion()))
+        await until(lambda: all_still.waiting == 1)
+        w.world.proxy.ledger.mark_down(all_still.still.url, "connection refused", w.clock.now())
+        assert (await asked).status == 503
+        assert (await w.pair.ask(COMPLETIONS, completion())).status == 503
+        assert w.world.metric("pdproxy_deadline_total", wait="engine") == 0
