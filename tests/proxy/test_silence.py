@@ -223,18 +223,32 @@ async def test_reasoning_that_the_client_does_not_want() -> None:
         assert not failures(w.pair)
 
 
-async def test_a_request_under_which_two_engines_stand_still_gets_no_third() -> None:
+POISON: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "decode leg": ("decode", COMPLETIONS, completion(stream=True)),
+    "prefill leg": ("prefill", COMPLETIONS, completion(stream=True)),
+    "alone": ("decode", COMPLETIONS, completion(n=2, temperature=1, seed=7)),
+    "passed": ("decode", RESPONSES, BODIES[RESPONSES]),
+}
+
+
+@pytest.mark.parametrize(("role", "path", "body"), POISON.values(), ids=POISON)
+async def test_a_request_under_which_two_engines_stand_still_gets_no_third(
+    role: str, path: str, body: dict[str, Any]
+) -> None:
     """The request may be the cause. Others are served meanwhile."""
-    async with watched(decodes=3, deadlines=DEADLINES | {"first_token": 60.0}, limits={"attempts": 5}) as w:
-        decodes = [sim for sim in w.sims if sim.facts.role == "decode"]
-        for sim in decodes:
-            sim.faults.add("core_freeze@prefilling:next=1")
-        asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True, user="poison")))
+    three: dict[str, Any] = {"prefills": 3} if role == "prefill" else {"decodes": 3}
+    deadlines = DEADLINES | {"first_token": 60.0, "prefill": 30.0}
+    async with watched(deadlines=deadlines, limits={"attempts": 5}, **three) as w:
+        mine = [sim for sim in w.sims if sim.facts.role == role]
+        for sim in mine:
+            sim.faults.add("core_freeze@queued:next=1")
+        asked = asyncio.ensure_future(w.pair.ask(path, body))
         answer = await while_it_works(w, asked)
         assert answer.status == 504
-        frozen = [sim for sim in decodes if sim.engine.stops.any]
+        frozen = [sim for sim in mine if sim.engine.stops.any]
         assert len(frozen) == 2
-        for sim in decodes:
+        assert len(w.stalled) == 2
+        for sim in mine:
             sim.faults.clear()
         plain = await w.pair.asked_plain(COMPLETIONS, completion())
         assert (await w.pair.ask(COMPLETIONS, completion())).text == plain.text
