@@ -37,7 +37,9 @@ WATCHED = {"health": {"stalled_after": 60}}
 """A step of an engine takes seconds where the machine is busy."""
 UNWATCHED = {"health": {"stalled_after": 0}}
 """Nothing excuses a silence."""
-SCHEMA = {"type": "object", "properties": {"content": {"type": "string"}}, "required": ["content"]}
+OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+"""As pydantic writes it. Whether the text is `null` shows at its end: the parser sends nothing before. It streams a plain text."""
+SCHEMA = {"type": "object", "properties": {"content": OPTIONAL_TEXT}, "required": ["content"]}
 TOOL: dict[str, dict[str, Any]] = {
     CHAT: {"type": "function", "function": {"name": "write_file", "parameters": SCHEMA}},
     RESPONSES: {"type": "function", "name": "write_file", "parameters": SCHEMA},
