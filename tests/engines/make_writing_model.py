@@ -42,7 +42,7 @@ def main(tiny: Path, out: Path) -> None:
     written: list[int] = []
     size = 0
     for token in range(tokenizer.vocab_size):
-        text = tokenizer.decode([token])
+        text = str(tokenizer.decode([token]))
         if size < BYTES and text.isascii() and text.strip().isalpha() and 2 <= len(text) <= 4:
             written.append(token)
             size += len(text)
