@@ -38,7 +38,7 @@ WATCHED = {"health": {"stalled_after": 60}}
 UNWATCHED = {"health": {"stalled_after": 0}}
 """Nothing excuses a silence."""
 OPTIONAL_TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-"""As pydantic writes it. Whether the text is `null` shows at its end: the parser sends nothing before that. A plain text streams."""
+"""As pydantic writes it. Whether the text is `null` shows at its end: the parser sends nothing before. A plain text flows."""
 SCHEMA = {"type": "object", "properties": {"content": OPTIONAL_TEXT}, "required": ["content"]}
 TOOL: dict[str, dict[str, Any]] = {
     CHAT: {"type": "function", "function": {"name": "write_file", "parameters": SCHEMA}},
