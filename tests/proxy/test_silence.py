@@ -241,7 +241,7 @@ async def test_a_request_under_which_two_engines_stand_still_gets_no_third(
     async with watched(deadlines=deadlines, limits={"attempts": 5}, **three) as w:
         mine = [sim for sim in w.sims if sim.facts.role == role]
         for sim in mine:
-            sim.faults.add("core_freeze@queued:next=1")
+            sim.faults.add(f"core_freeze@queued:path={path}")
         asked = asyncio.ensure_future(w.pair.ask(path, body))
         answer = await while_it_works(w, asked)
         assert answer.status == 504
