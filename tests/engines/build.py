@@ -5,8 +5,9 @@ DIR (default: `PDPROXY_ENGINES_DIR`, or `.engines` at the checkout's root) gets 
 build and NIXL (2.4 GB), patched for few cores, and a tiny model. Each has a stamp with a digest of its inputs. If the stamp
 matches, a second run returns at once; an incomplete environment is built again.
 
-With `--vllm X`, or `PDPROXY_ENGINES_VLLM=X`, the engines run vLLM X: its release's Python files over the CPU kernels of the pinned
-version (`other_vllm.py`), since not every release has a CPU build. The folder of such a version lies beside the environment.
+With `--vllm X`, or `PDPROXY_ENGINES_VLLM=X`, the engines run vLLM X, since not every release has a CPU build: its Python files
+over the CPU kernels of the pinned version (`other_vllm.py`), in a folder beside the environment. `vllm-X.lock` has what it needs
+besides.
 
 torch's CPU build is not in the same index as the other packages. Its source is the first of these:
 - `--torch-index URL` or `PDPROXY_TORCH_INDEX`: a package index that has it;

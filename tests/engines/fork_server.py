@@ -48,7 +48,7 @@ def become_engine(order: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    # Python reads PYTHONPATH only at its start, which was the fork server's start. The engine's own Python processes read it anew.
+    # Python reads PYTHONPATH only at its start, which was the fork server's start. Processes of the engine read it anew.
     folders = [order["env"].get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     sys.path[:0] = filter(None, (folders[0] or "").split(os.pathsep))
     os.environ.update(order["env"] | {"PYTHONPATH": os.pathsep.join(filter(None, folders))})

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lay a release of vLLM over the compiled kernels of the environment: `PYTHON other_vllm.py WHEEL FOLDER`, with the engines' Python.
+"""Lay a release of vLLM over the environment's kernels: `PYTHON other_vllm.py WHEEL FOLDER`, with the engines' Python.
 
 FOLDER gets the release's files without its compiled ones, which are for GPUs, and links to those of the environment's vLLM. It
 comes first in PYTHONPATH; VLLM_TARGET_DEVICE=cpu then chooses the CPU platform. What the release's Python code asks of the
@@ -14,7 +14,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from patch_env import replace
+from patch_env import replace  # type: ignore[import-not-found]  # this file is run as a program
 
 COMPILED = ".so"
 FRONTEND = "vllm/vllm-rs"
@@ -33,11 +33,8 @@ def main() -> None:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(kernels)
     # As in patch_env.py, which says why; that file's digest decides whether a whole environment is built again.
-    replace(
-        folder / "vllm/distributed/device_communicators/shm_broadcast.py",
-        "busy_loop_s: float = 1,",
-        "busy_loop_s: float = 0.001,",
-    )
+    queue = folder / "vllm/distributed/device_communicators/shm_broadcast.py"
+    replace(queue, "busy_loop_s: float = 1,", "busy_loop_s: float = 0.001,")
     method = 'os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = '
     replace(folder / "vllm/platforms/cpu.py", f'{method}"spawn"', f'{method}"fork"')
 
