@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
-from pdproxy.scheduling.choice import Choice
+from pdproxy.scheduling.choice import Choice, spared
 from pdproxy.scheduling.compatibility import Compatibility
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
@@ -53,6 +53,8 @@ class Ledger:
         breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
         self._alone = tuple(alone)
+        self.alone_up_to: int | None = None
+        """How many tokens a prompt may have that an engine of role decode serves whole; None: any number."""
         self.runs = Runs()
         self._nodes = {spec.url: Node(spec, run_number=self.runs.next()) for spec in specs}
         self._starting = True
@@ -294,13 +296,13 @@ class Ledger:
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
         node: Node | None = None
-        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
+        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without and not ask.spares_decode:
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
                 node, *_ = [choose(ask) for choose in choosers if choose is not None]
         if node is None or node.crowded:
-            ranked = [self._eligibility.ranked(role, ask, without) for role in self._alone]
+            ranked = [spared(ask, self._eligibility.ranked(role, ask, without)) for role in self._alone]
             # First engines that serve the model; of these the ones whose breaker leaves a place; of these the ones with room.
             node = min(
                 (nodes[0] for nodes in ranked if nodes),
@@ -382,11 +384,19 @@ class Ledger:
 
     def not_ready(self) -> str | None:
         """Return why no request could be served, None if one could."""
-        return readiness.not_ready(self.nodes, starting=self._starting, alone=self._alone)
+        alone = [role for role in self._alone if role is not DECODE or self.alone_up_to != 0]
+        return readiness.not_ready(self.nodes, starting=self._starting, alone=alone)
 
     def why_degraded(self, now: float) -> str | None:
         """Return why no prompt can be split although the pool has prefill engines, None if one can be."""
-        return readiness.why_degraded(self.nodes, now)
+        why = readiness.why_degraded(self.nodes, now)
+        return why if why is None or self.alone_up_to is None else f"{why}, if the pool's setting `alone` allows it"
+
+    def decodes(self, model: str | None) -> bool:
+        """Return whether an engine of role decode is up that serves a model."""
+        return any(
+            n.role is DECODE and n.available and (model is None or n.serves(model)) for n in self._nodes.values()
+        )
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""

@@ -33,6 +33,7 @@ from pdproxy.serving.dispatch.recovery import (
     Continue,
     DecodeFailed,
     Fail,
+    Failed,
     Failure,
     NoEngines,
     Outcome,
@@ -45,6 +46,7 @@ from pdproxy.serving.dispatch.recovery import (
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.dispatch.turn import key_of
+from pdproxy.serving.dispatch.whole_prompts import refusal
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
@@ -244,9 +246,10 @@ class Exchange:
         elif order.roles and resources.transfer.buffers.bounded:
             attempt = await begin_with_space(resources, self._request, order, self._without, self._avoid)
         else:
-            attempt = begin(resources, self._request, order, self._without, self._avoid)
+            attempt = begin(resources, self._request, order, why_alone, self._without, self._avoid)
         if attempt is None:
-            return NoEngines()
+            error = None if self._alone is None else refusal(resources, self._request, self._alone)
+            return NoEngines() if error is None else Failed(error)
         self._attempt = attempt
         attempt.retry_slot, self._slot = self._slot, None
         attempt.sent()
