@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d+")
 def v033(version: str) -> bool:
     """Return whether a version has what 0.33.0 has changed.
 
-    - Choices have `weight_versions`.
+    - Choices have `weight_versions`. Events have `kv_transfer_params`: those of a choice's last event are a handle.
     - A NIXL handle has `remote_registration_generation`.
     - A Responses stream that is cut by its length ends with `response.incomplete`, and so does its last item.
     - The error of a dead core has another text, and so has that of an empty list of prompts. Errors in a chat's stream have no

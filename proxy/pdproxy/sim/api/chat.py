@@ -269,7 +269,7 @@ class _Job:
                     chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
                 if finish is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
-                if facts.handle_in_events:
+                if since.v033(facts.version):
                     chunk["kv_transfer_params"] = None if finish is None else delta.kv_transfer_params
                 yield answer.event(chunk)
         if self._usage_at_end:
