@@ -14,7 +14,7 @@ from tests.sim.moments import FAST
 from tests.sim.raw import ask, chat, completion, post
 
 OLD, NEW = "0.32.0", "0.33.0"
-MESSAGE = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 3, "temperature": 0}
+MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "one two"}], "max_tokens": 3, "temperature": 0}
 
 
 @pytest.fixture(params=[OLD, NEW])
@@ -53,7 +53,7 @@ async def test_handles_count_registrations_of_memory() -> None:
 
 
 async def test_a_response_that_is_cut_ends_as_incomplete(sim: SimServer) -> None:
-    body = {"input": "one two", "max_output_tokens": 3, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {"input": "one two", "max_output_tokens": 3, "temperature": 0, "stream": True}
     text = (await ask(sim.port, post("/v1/responses", **body))).answer.body.decode()
     last = "incomplete" if is_new(sim) else "completed"
     assert text.rpartition("event: ")[2].startswith(f"response.{last}\n")

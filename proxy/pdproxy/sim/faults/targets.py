@@ -56,6 +56,10 @@ class AnswerWriter(Protocol):
 class EngineControls(Protocol):
     """What can be made to fail in an engine."""
 
+    @property
+    def facts(self) -> Facts:
+        """What the engine is."""
+
     def expire_leases(self) -> object:
         """End the lease of every handle now."""
 
