@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pdproxy.sim.facts import Facts
 from pdproxy.sim.write_style import Style
 
 Message = MutableMapping[str, Any]
