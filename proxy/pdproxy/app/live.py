@@ -137,6 +137,7 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
     if resources.derendering is not None:
         resources.derendering.deadline = deadlines.between_tokens
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
+    ledger.transfers.configure(limits.breaker_failures, limits.breaker_cooldown)
     if replace(pool.policy, placement=parts.policy.placement) != parts.policy or pool.slo != parts.slo:
         ledger.use_policies(policies_of(pool))
         if ledger.placement is not None:

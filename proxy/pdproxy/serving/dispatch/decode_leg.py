@@ -15,7 +15,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.decode_answer import compare, failed, judge
+from pdproxy.serving.dispatch.decode_answer import compare, failed, judge, kv_loaded
 from pdproxy.serving.dispatch.decode_request import (
     alone_message,
     count_cached,
@@ -28,7 +28,14 @@ from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, begun, 
 from pdproxy.serving.dispatch.decode_watch import counts_came_beside, pass_on
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.open_leg import OpenAnswer
-from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, PrefillFailed
+from pdproxy.serving.dispatch.recovery import (
+    Answered,
+    AskAgain,
+    CannotSplit,
+    DecodeFailed,
+    ModelRefused,
+    PrefillFailed,
+)
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
@@ -94,7 +101,7 @@ class DecodeLeg:
     def __repr__(self) -> str:
         return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
 
-    async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | PrefillFailed:
+    async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | ModelRefused | PrefillFailed:
         """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
 
         Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.
@@ -126,6 +133,7 @@ class DecodeLeg:
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = GOOD
+                kv_loaded(attempt, url, started)
                 over = attempt.prefill_over
                 if over is not None and first.status == 200 and await counts_came_beside(attempt, over):
                     first = with_cached_counts(attempt, first)
@@ -138,6 +146,7 @@ class DecodeLeg:
                 resources.ledger.began(self._lease, first_at)
             if custody is not None:
                 custody.end(End.LOADED)
+                kv_loaded(attempt, url, started)
             if attempt.prefill_over is not None:
                 await counts_came_beside(attempt, attempt.prefill_over)
             try:
@@ -155,7 +164,9 @@ class DecodeLeg:
                 await self._end_if_accepted()
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
-            verdict = NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
+            verdict = (
+                NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None and (not data_came or whole))
+            )
             return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
         finally:
             self._engine.open_legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)

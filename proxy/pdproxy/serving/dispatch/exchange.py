@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pdproxy.kit.errors import EngineRefusedError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.scheduling.split import why_alone
@@ -34,6 +35,7 @@ from pdproxy.serving.dispatch.recovery import (
     DecodeFailed,
     Fail,
     Failure,
+    ModelRefused,
     NoEngines,
     Outcome,
     PrefillFailed,
@@ -190,6 +192,8 @@ class Exchange:
             while True:
                 self._number += 1
                 outcome = await self._try()
+                if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
+                    return outcome.answer
                 if isinstance(outcome, Answered):
                     return outcome.answer
                 action = self._recover(outcome)
@@ -267,7 +271,10 @@ class Exchange:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
         most, continues = resources.limits.attempts, resources.records is not None
-        progress = Progress(self._number, most, self._alone is not None, self._prefill_failed, continues, self._stalled)
+        whole = resources.ledger.serves_alone(self._request.parsed.model)
+        progress = Progress(
+            self._number, most, self._alone is not None, self._prefill_failed, continues, self._stalled, whole
+        )
         action = after(outcome, progress)
         self._stalled += has_stalled(outcome)
         if isinstance(action, Continue):
@@ -277,6 +284,13 @@ class Exchange:
             case PrefillFailed(url, reason, error):
                 self._prefill_failed = reason
                 resources.report_failure(self._request.headers, url, "prefill", error, will_retry=will_retry)
+            case ModelRefused(url):
+                text = f"{url} does not have the model any more"
+                error = EngineRefusedError(text, status=outcome.answer.status, body=b"")
+                self._number -= 1  # this says nothing of the others, and the engine is asked for this model no more
+                resources.report_failure(
+                    self._request.headers, url, _phase_of(url, self._attempt), error, will_retry=True
+                )
             case DecodeFailed(url, error, _) if outcome.is_engines:
                 resources.report_failure(self._request.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
@@ -287,6 +301,14 @@ class Exchange:
             self._avoid += (action.avoid,)
         self._alone = self._alone if isinstance(action, Retry) else action.reason
         return action
+
+    def _is_elsewhere(self, refused: ModelRefused) -> bool:
+        """Note that an engine has lost a model. Return whether another one that was not asked lists it, and can answer."""
+        ledger, model = self._dispatcher.resources.ledger, self._request.parsed.model
+        if model is None:
+            return False
+        ledger.lost_model(refused.url, model)
+        return ledger.lists(model, (*self._without, refused.url))
 
     async def _go_on(self, failed: DecodeFailed) -> None:
         """Have another engine go on with a stream that has failed, to its end. Raises as `Following.run`."""
@@ -308,3 +330,7 @@ class Exchange:
         record, self._request.record = self._request.record, None
         if isinstance(record, Record) and (records := self._dispatcher.resources.records) is not None:
             records.drop(record)
+
+
+def _phase_of(url: str, attempt: Attempt | None) -> str:
+    return "prefill" if attempt is not None and attempt.prefill_url == url else "decode"

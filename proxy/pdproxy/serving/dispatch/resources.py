@@ -9,6 +9,7 @@ import msgspec
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
@@ -70,6 +71,7 @@ class ExchangeResources:
     answer_budget: AnswerBudget
     retries: RetryBudget
     outliers: Outliers
+    transfers: Transfers
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
     is_alive: Callable[[str], Awaitable[bool]]
@@ -122,8 +124,10 @@ class ExchangeResources:
         if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
         if ledger.close(lease, verdict, now, tokens):
-            reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
-            self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
+            reason, state = node.down_because, "down"
+            if reason is None:
+                reason, state = f"failed {node.failures} times in a row: its breaker is open", "excluded"
+            self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason, state=state))
 
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
         """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.
