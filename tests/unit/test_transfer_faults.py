@@ -61,7 +61,7 @@ class Pool:
             if not attempt:
                 self.failed.append((p, d))
             _, left_out = self.ledger.transfer_failed(p, d, self.now, first=not attempt)
-            without = (left_out,)
+            without = (left_out,) if left_out == d else (left_out, *self.ledger.other_decodes(d))
         return None
 
 

@@ -266,6 +266,10 @@ class Ledger:
         left_out = self.transfers.left_out(prefill, decode, more_prefills=more_prefills, more_decodes=more_decodes)
         return found, left_out
 
+    def other_decodes(self, url: str) -> list[str]:
+        """Return the URLs of all decode engines but one."""
+        return [node.url for node in self._nodes.values() if DECODE in node.uses and node.url != url]
+
     def kv_not_made(self, prefill: str, now: float) -> TransferFault | None:
         """Note that a prefill engine gave no KV that can be used, and no error. Return the fault that this shows."""
         return self._noted(self.transfers.not_made(prefill, now)) if prefill in self._nodes else None

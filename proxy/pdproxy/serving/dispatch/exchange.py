@@ -86,6 +86,7 @@ class Exchange:
         "_avoid",
         "_dispatcher",
         "_following",
+        "_keep",
         "_number",
         "_prefill_failed",
         "_request",
@@ -105,6 +106,8 @@ class Exchange:
         self._without: tuple[str, ...] = ()
         self._avoid: tuple[str, ...] = ()
         """Engines that may have failed, too: see `recovery.Retry`."""
+        self._keep: str | None = None
+        """The decode engine that is to get the next attempt: see `recovery.Retry`."""
         self._alone: Alone | None = None
         """Why one engine is to serve the prompt; None: it is to be split."""
         self._served_alone: Alone | None = None
@@ -241,14 +244,17 @@ class Exchange:
         """Lease engines and run the stages of the order, until one of them has an outcome."""
         dispatcher, why_alone = self._dispatcher, self._alone
         resources, order = dispatcher.resources, dispatcher.order if why_alone is None else alone.ORDER
+        avoid = self._avoid
+        if self._keep is not None:
+            avoid = (*avoid, *resources.ledger.other_decodes(self._keep))
         if resources.ledger.placement is not None:
-            attempt = await begin_placed(resources, self._request, why_alone, self._without, self._avoid)
+            attempt = await begin_placed(resources, self._request, why_alone, self._without, avoid)
             if attempt is not None and attempt.prefill_url is None:
                 order, why_alone = alone.ORDER, why_alone or Alone.DECIDED
         elif order.roles and resources.transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, self._request, order, self._without, self._avoid)
+            attempt = await begin_with_space(resources, self._request, order, self._without, avoid)
         else:
-            attempt = begin(resources, self._request, order, self._without, self._avoid)
+            attempt = begin(resources, self._request, order, self._without, avoid)
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
@@ -295,6 +301,7 @@ class Exchange:
                 resources.report_failure(self._request.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
             return action
+        self._keep = action.keep if isinstance(action, Retry) else None
         if action.exclude is not None:
             self._without += (action.exclude,)
         if action.avoid is not None:

@@ -110,11 +110,13 @@ Outcome = Answered | Failure
 class Retry(msgspec.Struct, frozen=True):
     """Try again in the same way, without the engine at `exclude` (None: with all).
 
-    `avoid`: the URL of one that may have failed, too: it is used only if no others can serve the prompt in this way.
+    `avoid`: the URL of one that may have failed, too: it is used only if no others can serve the prompt in this way. `keep`: the
+    URL of the decode engine that is to get it again, if it can be: this shows whether that engine was the cause.
     """
 
     exclude: str | None
     avoid: str | None = None
+    keep: str | None = None
 
 
 class ServeAlone(msgspec.Struct, frozen=True):
@@ -190,8 +192,8 @@ def after(outcome: Failure, progress: Progress) -> Action:
         case DecodeFailed(url, _, _, leave_out) if leave_out is not None and _is_last_try(progress):
             # Whoever is the cause, KV that does not move never fails the request.
             return ServeAlone(Alone.KV_FAILED, avoid=url)
-        case DecodeFailed(_, _, _, leave_out) if leave_out is not None and progress.number < progress.limit:
-            return Retry(leave_out)
+        case DecodeFailed(url, _, _, leave_out) if leave_out is not None and progress.number < progress.limit:
+            return Retry(leave_out, keep=url if leave_out != url else None)
         case DecodeFailed(url, error, _):
             return _again(url, error) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
         case AskAgain():
