@@ -167,7 +167,7 @@ class TransferFaults:
         """Return which of two engines is left out when a prompt that failed with both is tried again, so that this shows more.
 
         First the decode engine: the prefill engine has the prompt in its cache. Once that one is known to work, or not to, it is
-        the one that is left out, and the decode engine gets the prompt again. So three prompts show whose fault it is, however the
+        the one that is left out, and the decode engine gets the prompt again. So three prompts show whose fault it is, however
         engines take turns.
         """
         if ("", decode) in self.faults or not more_prefills:
