@@ -92,7 +92,7 @@ async def test_a_decode_engine_that_loads_nothing(ask: str, event: bool) -> None
         assert node.state(clock.now()) == "kv_failing"
         assert w.metric("pdproxy_node_state", node=bad.url, state="kv_failing") == 1
         assert w.metric("pdproxy_kv_faults", kind="decode") == 1
-        assert w.metric("pdproxy_kv_faults_total", kind="decode") == 1
+        assert w.metric("pdproxy_kv_faults_found_total", kind="decode") == 1
         (seen,) = w.events(TransferFaultSeen)
         assert (seen.kind, seen.prefill, seen.decode, seen.over) == ("decode", None, bad.url, False)
         assert not w.events(NodeChanged)[len(w.engines) :], "it is not down"
@@ -248,7 +248,7 @@ async def test_workers_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0)
         assert [set(one.ledger.transfers.faults) for one in w.workers] == [{("", bad.url)}] * 3
         assert len(w.events(TransferFaultSeen)) == 3
-        assert w.metric("pdproxy_kv_faults_total", kind="decode") == 1
+        assert w.metric("pdproxy_kv_faults_found_total", kind="decode") == 1
         w.workers[2].service.resources.transfers.loaded(w.prefill[0].url, bad.url, clock.now() + 1)
         await w.told()
         for _ in range(20):

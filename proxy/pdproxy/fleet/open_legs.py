@@ -37,12 +37,14 @@ class OpenLeg(Protocol):
 class OpenLegs:
     """The open legs of one engine, in the order in which they were sent."""
 
-    __slots__ = ("busy_since", "canaries", "last_sign", "legs", "life", "pace", "shows_nothing")
+    __slots__ = ("busy_since", "canaries", "flowing", "last_sign", "legs", "life", "pace", "shows_nothing")
 
     def __init__(self) -> None:
         self.legs: dict[OpenLeg, None] = {}
         self.busy_since = 0.0
         """Since when there has always been one, where there is one."""
+        self.flowing = 0
+        """Streams of this worker that have begun, and are not over: the engine makes a token of each in a step."""
         self.last_sign = 0.0
         """When a leg that is over has shown its last sign, or ended well."""
         self.pace = Pace()

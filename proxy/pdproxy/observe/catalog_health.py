@@ -86,7 +86,7 @@ TRANSFER_FAULTS = Description(
     (_FAULT,),
 )
 TRANSFER_FAULTS_FOUND = Description(
-    "pdproxy_kv_faults_total",
+    "pdproxy_kv_faults_found_total",
     Kind.COUNTER,
     "How often it was found that KV does not move to or from an engine, or over a link",
     "faults",

@@ -110,11 +110,12 @@ class DecodeLeg:
         started = resources.now()
         verdict = NEUTRAL
         data_came = whole = False
+        legs, beside = self._engine.open_legs, 0
         new_relay(attempt)
         attempt.take(self._lease)
         attempt.asked_url = self._url
         open_leg = OpenAnswer(attempt, started, self._lease.prompt_bytes, self._end)
-        self._engine.open_legs.add(open_leg)
+        legs.add(open_leg)
         try:
             if custody is not None:
                 custody.is_for(url)
@@ -144,9 +145,12 @@ class DecodeLeg:
             attempt.first_s = first_at - asked_at
             if self._lease.trial or resources.ledger.placement is not None:
                 resources.ledger.began(self._lease, first_at)
+            legs.flowing += 1
+            beside = legs.flowing
             if custody is not None:
                 custody.end(End.LOADED)
                 kv_loaded(attempt, url, started)
+                resources.kv_took(custody.prefill, url, attempt.first_s)
             if attempt.prefill_over is not None:
                 await counts_came_beside(attempt, attempt.prefill_over)
             try:
@@ -169,7 +173,7 @@ class DecodeLeg:
             )
             return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
         finally:
-            self._engine.open_legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)
+            legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)
             if self._leg is not None:
                 if whole:
                     self._leg.let_finish(FINISH_GRACE)
@@ -186,7 +190,10 @@ class DecodeLeg:
                 if self._expected:
                     resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
-            resources.close(self._lease, verdict, attempt.relay)
+            if beside:
+                beside = (beside + legs.flowing) // 2
+                legs.flowing -= 1
+            resources.close(self._lease, verdict, attempt.relay, beside)
 
     # -- while the prefill engine works, too
 

@@ -114,13 +114,18 @@ class ExchangeResources:
         if self.tokenizing is not None:
             self.tokenizing.check.served(url, parsed, ids, sent, served)
 
-    def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None) -> None:
-        """End a lease. Report it if this takes the engine out of use. `relay`: that of the answer, if the engine has answered."""
+    def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None, beside: int = 0) -> None:
+        """End a lease. Report it if this takes the engine out of use.
+
+        `relay`: that of the answer, if the engine has answered; `beside`: how many streams it made at the same time.
+        """
         node, tokens, now, ledger = lease.node, None, self.now(), self.ledger
         if (failed := verdict is FAILED) or verdict is GOOD:
             pace = None if failed else self._pace(lease, relay, now)
-            seconds = now - lease.since if lease.role is PREFILL else None
-            self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds)
+            seconds = None
+            if lease.role is PREFILL:
+                seconds, beside = now - lease.since, node.requests
+            self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds, beside=beside)
         if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
         if ledger.close(lease, verdict, now, tokens):
@@ -143,6 +148,11 @@ class ExchangeResources:
         if relay is None or relay.fast_path.events < _MIN_EVENTS:
             return None
         return relay.fast_path.total / (relay.fast_path.events - 1)
+
+    def kv_took(self, prefill: str, decode: str, seconds: float) -> None:
+        """Count the time of a stream's KV phase, where engines may be compared by it: as of `_pace`."""
+        if self.ledger.placement is None and not self.ledger.needs_details:
+            self.outliers.loaded(prefill, decode, self.now(), seconds)
 
     async def retry_slot(self) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
