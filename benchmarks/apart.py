@@ -14,14 +14,14 @@ import signal
 import sys
 from functools import partial
 
-from pdproxy.app import server
+from pdproxy.app import listening
 from pdproxy.cli.main import main as pdproxy
 
 
 def main() -> int:
     """Fork the processes, pass SIGTERM on, and return the largest exit code."""
     count, arguments = int(sys.argv[1]), sys.argv[2:]
-    server.listen = partial(server.listen, together=True)
+    listening.listen = partial(listening.listen, together=True)
     pids: list[int] = []
     for _ in range(count):
         pid = os.fork()

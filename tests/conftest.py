@@ -1,5 +1,5 @@
 """What holds for all tests: no machine's clock judges them, each ends, none changes how the next one's records are logged, and no
-simulated engine gets a body that is broken."""
+simulated engine gets a body that is broken, no client gets what names engines."""
 
 import gc
 import logging
@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from tests.failures import ends, recorder
 from tests.fakes.bodies import whole_bodies
+from tests.fakes.received import nothing_inside
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -81,4 +82,14 @@ def _whole_bodies(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with whole_bodies():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_inside(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No client gets what names engines. A test whose client gets that on purpose has the mark `names_engines`."""
+    if request.node.get_closest_marker("names_engines"):
+        yield
+        return
+    with nothing_inside():
         yield

@@ -76,9 +76,10 @@ class Pair:
         return float(self.d.engine.stats.prompt_tokens_by_source["local_compute"])
 
 
-def _prefill(engine: SimServer) -> Node:
+def _prefill(engine: SimServer, facts: Mapping[str, Any] | None = None) -> Node:
     bootstrap = engine.engine.bootstrap.url if engine.engine.bootstrap is not None else None
-    return Node(url=engine.url, role="prefill", facts=_facts(engine, bootstrap))
+    known = msgspec.structs.replace(_facts(engine, bootstrap), **(facts or {}))
+    return Node(url=engine.url, role="prefill", facts=known)
 
 
 def _facts(engine: SimServer, bootstrap: str | None = None) -> NodeFacts:
@@ -106,6 +107,7 @@ async def pool(
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     limits: Mapping[str, Any] | None = None,
+    prefill_facts: Mapping[str, Any] | None = None,
     decode_facts: Mapping[str, Any] | None = None,
     kv_ready_at_first: bool = True,
     anything: bool = False,
@@ -163,7 +165,7 @@ async def pool(
                     nodes=tuple(msgspec.structs.replace(_prefill(engine), role="any") for engine in engines)
                     if anything
                     else (
-                        _prefill(sims[0]),
+                        _prefill(sims[0], prefill_facts),
                         Node(url=sims[1].url, role="decode", receiver=receiver, facts=decode),
                         *[_prefill(engine) for engine in engines[1:prefills]],
                         *[Node(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],

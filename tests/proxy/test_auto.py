@@ -324,7 +324,7 @@ async def ask(port: int, data: bytes) -> Answer:
 
 async def test_the_proxy_serves_what_it_has_found() -> None:
     async with engines({"model": "tiny"}, {"model": "tiny"}) as (p, d):
-        from pdproxy.app.server import listen
+        from pdproxy.app.listening import listen
 
         ending = Ending()
         with listen("127.0.0.1", 0) as listener:
@@ -343,7 +343,7 @@ async def test_the_proxy_serves_what_it_has_found() -> None:
 @pytest.mark.parametrize(("hurried", "code"), [(False, 0), (True, 130)])
 async def test_the_end_is_not_waited_for(hurried: bool, code: int) -> None:
     """SIGTERM while engines are awaited."""
-    from pdproxy.app.server import listen
+    from pdproxy.app.listening import listen
 
     ending = Ending()
     with listen("127.0.0.1", 0) as listener:

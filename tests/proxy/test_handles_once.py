@@ -121,6 +121,15 @@ async def warm(pair: Pair, path: str = COMPLETIONS, body: dict[str, Any] | None 
     return str(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
 
 
+async def second_turn(pair: Pair) -> tuple[dict[str, Any], str]:
+    """Have a conversation's first turn kept. Return the request of its second turn, and the right answer to that."""
+    body = {"model": "tiny", "temperature": 0, "messages": user(TEXT), "max_tokens": 12}
+    first = (await pair.ask(CHAT, body)).json["choices"][0]["message"]["content"]
+    await keeps(pair, 1)
+    body["messages"] = [*user(TEXT), {"role": "assistant", "content": first}, *user("And then? " * 5)]
+    return body, (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"]["content"]
+
+
 UNSTREAMED: list[tuple[Moment, bool]] = [("queued", False), ("last_chunk", False)]
 STREAMED: list[tuple[Moment, bool]] = [("queued", True), ("head", True), ("before_first_token", True)]
 
@@ -192,12 +201,7 @@ async def test_a_kept_turn_is_given_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """The prefill engine has pulled a turn's KV when its API is gone. The next attempt is without the turn."""
     small = {"num_gpu_blocks": 128, "max_model_len": 2000}
     async with talking(d=small) as pair:
-        messages = user(TEXT)
-        body = {"model": "tiny", "temperature": 0, "messages": messages, "max_tokens": 12}
-        first = (await pair.ask(CHAT, body)).json["choices"][0]["message"]["content"]
-        await keeps(pair, 1)
-        body["messages"] = [*messages, {"role": "assistant", "content": first}, *user("And then? " * 5)]
-        plain = (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"]["content"]
+        body, plain = await second_turn(pair)
         pair.p.engine._core.pool.forget_all()  # type: ignore[union-attr]
         pair.p.requests.clear()
         connecting = Connecting(pair, pair.p, monkeypatch)
@@ -217,12 +221,7 @@ async def test_a_kept_turn_is_given_once(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_kept_turn_that_has_gone_while_the_engine_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode engine was started again meanwhile: the prompt is prefilled without the turn."""
     async with talking() as pair:
-        messages = user(TEXT)
-        body = {"model": "tiny", "temperature": 0, "messages": messages, "max_tokens": 12}
-        first = (await pair.ask(CHAT, body)).json["choices"][0]["message"]["content"]
-        await keeps(pair, 1)
-        body["messages"] = [*messages, {"role": "assistant", "content": first}, *user("And then? " * 5)]
-        plain = (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"]["content"]
+        body, plain = await second_turn(pair)
         pair.p.requests.clear()
         for worker in pair.world.workers:
             worker.engines[pair.p.url].client.close()
@@ -255,6 +254,29 @@ async def test_kv_that_is_being_released_is_not_read(monkeypatch: pytest.MonkeyP
         connecting.goes_on()
         assert (await asked).json["choices"][0]["text"] == text
         assert made[0] is not made[1]
+
+
+@pytest.mark.parametrize(("connector", "lease"), [("nixl", None), ("nixl", 5.0), (PUSH, None), ("mooncake", None)])
+async def test_kv_whose_lease_ends_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, connector: str, lease: float | None
+) -> None:
+    """The decode engine is connected to for as long as the lease lasts: the next attempt has other KV."""
+    facts = {} if lease is None else {"kv_lease_duration": lease}
+    async with pool(connector, dispatch="sequential", prefill_facts=facts) as pair:
+        text = await warm(pair)
+        custodian = pair.world.proxy.custodian
+        for worker in pair.world.workers:
+            worker.engines[pair.d.url].client.close()
+        connecting = Connecting(pair, pair.d, monkeypatch)
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await connecting.has_begun()
+        await until(lambda: any(count for count, _ in custodian.snapshot().values()))
+        now, before = custodian.now, len(pair.p.requests)
+        monkeypatch.setattr(custodian, "now", lambda: now() + 0.95 * (lease or custodian.lease_of(pair.p.url)))
+        connecting.goes_on()
+        assert (await asked).json["choices"][0]["text"] == text
+        assert len(pair.p.requests) == before + 1
+        assert ended(pair).count("expired") == 1
 
 
 @pytest.mark.parametrize("connector", [PUSH, "mooncake"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.app.workers import listen_together
+from pdproxy.app.listening import listen_together
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
 from tests.fakes.ports import free_port

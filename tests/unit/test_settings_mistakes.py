@@ -75,8 +75,8 @@ def test_what_excludes_what_is_found_in_all_sections_at_once(tmp_path: Path) -> 
     env = {"PDPROXY_LIMITS__MAX_BUFFERED_ANSWER_BYTES": "8"}
     assert mistakes(path, env, (), (EngineFlag("aggregated", "a:1"),)) == [
         f"listen.tls.key: has no effect without listen.tls.certificate {file}",
-        f'listen.trusted_proxies[0]: "x": expected an address or a network, such as 10.0.0.0/8 {file}',
-        f'listen.trusted_proxies[2]: "y": expected an address or a network, such as 10.0.0.0/8 {file}',
+        f'listen.trusted_proxies[0]: "x": expected an address or a network, such as 10.0.0.0/8, or unix: {file}',
+        f'listen.trusted_proxies[2]: "y": expected an address or a network, such as 10.0.0.0/8, or unix: {file}',
         (
             "limits.max_buffered_answer_bytes = 8 has no space for an answer of limits.max_answer_bytes = 9 "
             "(environment PDPROXY_LIMITS__MAX_BUFFERED_ANSWER_BYTES)"

@@ -7,18 +7,15 @@ stands still holds up none.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import socket
-import stat
 from functools import partial
-from pathlib import Path
 
 import uvicorn
 from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
+from pdproxy.app.unix_socket import UnixSocket
 from pdproxy.fleet.entries import Entries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe import catalog_fleet
@@ -61,18 +58,17 @@ class AdminSocket:
         """
         self.place = place
         try:
-            self.socket = _bound_to_path(place.path) if place.path is not None else _bound_to_port(place)
+            bound = (
+                UnixSocket(place.path, BACKLOG, only_owner=True) if place.path is not None else _bound_to_port(place)
+            )
         except OSError as error:
             raise SettingsError(f"listen.admin: can't listen on {place}: {error.strerror or error}") from None
-        self._file = _identity(place.path)
+        self._bound = bound
+        self.socket = bound.socket if isinstance(bound, UnixSocket) else bound
 
     def close(self) -> None:
-        """Close it, and remove its file, unless another process has replaced that."""
-        self.socket.close()
-        path = self.place.path
-        if path is not None and self._file is not None and _identity(path) == self._file:
-            with contextlib.suppress(OSError):
-                Path(path).unlink()
+        """Close it, and remove the file of a Unix socket."""
+        self._bound.close()
 
 
 def admin_socket(settings: Settings) -> AdminSocket | None:
@@ -83,35 +79,6 @@ def admin_socket(settings: Settings) -> AdminSocket | None:
     """
     address = settings.listen.admin
     return None if address is None else AdminSocket(place_of(address))
-
-
-def _bound_to_path(path: str) -> socket.socket:
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode) and not _is_served(path):
-            Path(path).unlink()  # a process that was killed has left it
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)  # nobody else may open it, not even for a moment
-    try:
-        listener.bind(path)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(before)
-    return listener
-
-
-def _is_served(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
-        trial.settimeout(1.0)
-        try:
-            trial.connect(path)
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-    return True
 
 
 def _bound_to_port(place: AdminPlace) -> socket.socket:
@@ -126,14 +93,6 @@ def _bound_to_port(place: AdminPlace) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _identity(path: str | None) -> tuple[int, int] | None:
-    try:
-        found = os.lstat(path) if path is not None else None
-    except OSError:
-        return None
-    return None if found is None else (found.st_dev, found.st_ino)
 
 
 class AdminServer:

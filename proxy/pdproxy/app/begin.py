@@ -34,11 +34,12 @@ def run_logged(settings: Settings, serve: Callable[[Log], int]) -> int:
 
 
 def cant_listen(settings: Settings, log: Log, error: OSError) -> int:
-    """Say that clients' port can't be had. Return the exit code."""
-    address = f"{settings.listen.host}:{settings.listen.port}"
+    """Say that clients' port or Unix socket can't be had. Return the exit code."""
+    where = settings.listen
+    place = (
+        f"listen.uds = {where.uds}" if where.uds is not None else f"listen.host:listen.port = {where.host}:{where.port}"
+    )
     log.close()
     with contextlib.suppress(OSError):  # nobody reads it
-        sys.stderr.write(
-            f"pdproxy serve: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n"
-        )
+        sys.stderr.write(f"pdproxy serve: can't listen on {place}: {error.strerror or error}\n")
     return 2

@@ -198,6 +198,7 @@ class EngineSetup:
             tp_size=node.facts.tensor_parallel_size,
             bootstrap=bootstrap_address(node, self._settings.pool),
             registered_as=of_url(node.url, node.facts.registered_as),
+            kv_lease=node.facts.kv_lease_duration,
         )
 
     def _places(self, node: Node) -> int | None:

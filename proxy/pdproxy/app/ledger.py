@@ -49,7 +49,7 @@ def build_ledger(
     if replicas.several:
         make = ReplicaLedger if make is Ledger else make
         options = {"replicas": replicas.at_first, "max_age": partial(_longest, settings)}
-    return make(
+    made = make(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
@@ -62,6 +62,8 @@ def build_ledger(
         windows=bool(limits.engine_requests),
         **options,
     )
+    made.alone_up_to = pool.alone_up_to
+    return made
 
 
 def outlier_limits(limits: OutlierSettings) -> OutlierLimits:

@@ -136,6 +136,7 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
         resources.detokenizing.deadline = deadlines.tokenize
     if resources.derendering is not None:
         resources.derendering.deadline = deadlines.between_tokens
+    ledger.alone_up_to = pool.alone_up_to
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
     ledger.transfers.configure(limits.breaker_failures, limits.breaker_cooldown)
     if replace(pool.policy, placement=parts.policy.placement) != parts.policy or pool.slo != parts.slo:

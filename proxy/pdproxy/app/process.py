@@ -25,6 +25,7 @@ from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
+from pdproxy.settings.admin import UNIX
 from pdproxy.settings.crosscheck import parsed_networks
 from pdproxy.settings.in_force import own
 from pdproxy.settings.schema import Settings
@@ -90,7 +91,11 @@ class Process:
         metrics = Metrics(lambda model: any(one.lists(model) for one in registries) or models.knows(model))
         lines = LogObserver(log)
         observers = Observers([metrics, lines])
-        known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
+        listen = settings.listen
+        known_clients = Clients(
+            parsed_networks(listen.trusted_proxies),
+            trusts_unix=listen.uds is not None and UNIX in listen.trusted_proxies,
+        )
         admission = share.admission(
             limits.max_inflight,
             limits.max_queue,

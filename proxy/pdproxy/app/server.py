@@ -31,6 +31,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, settled
 from pdproxy.app.dns import Names, follow_names
 from pdproxy.app.first_probes import first_probes
+from pdproxy.app.listening import Listening
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.replicas import follow_replicas
@@ -38,6 +39,7 @@ from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, set_level
+from pdproxy.settings.admin import UNIX
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.resolver import MAX_PLACES
 from pdproxy.web.app import create_app
@@ -87,33 +89,12 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
 
 def _listen_and_serve(settings: Settings, log: Log, source: SettingsSource | None, admin: AdminSocket | None) -> int:
     try:
-        listener = listen(settings.listen.host, settings.listen.port)
+        listening = Listening(settings.listen)
     except OSError as error:
         return cant_listen(settings, log, error)
     gc.set_threshold(*GC_THRESHOLDS)
-    with listener:
-        return uvloop.run(_serve_until_signalled(settings, listener, log, source, admin))
-
-
-def listen(host: str, port: int, *, together: bool = False) -> socket.socket:
-    """Return a listening socket; port 0 is any free one. `together`: others of this user may listen there, too.
-
-    Raises:
-        OSError: the port is taken, or the address is not of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if together:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        listener.set_inheritable(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    with listening:
+        return uvloop.run(_serve_until_signalled(settings, listening.sockets[0], log, source, admin))
 
 
 def files_needed(settings: Settings) -> int:
@@ -234,6 +215,13 @@ async def _settled(settings: Settings, ending: Ending) -> Settings | None:
         await asyncio.gather(asking, end_requested, return_exceptions=True)
 
 
+def _place(proxy: Proxy, listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"{UNIX}{listener.getsockname()}"
+    scheme = "http" if proxy.credentials.listen is None else "https"
+    return f"{scheme}://{proxy.settings.listen.host}:{listener.getsockname()[1]}"
+
+
 async def serve(
     settings: Settings,
     listener: socket.socket,
@@ -262,9 +250,7 @@ async def serve(
         await waits
     for warning in proxy.credentials.warnings():
         logger.warning("%s", warning)
-    scheme = "http" if proxy.credentials.listen is None else "https"
-    port = listener.getsockname()[1]
-    logger.info("pdproxy %s listens on %s://%s:%d", __version__, scheme, settings.listen.host, port)
+    logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
     end_requested = asyncio.create_task(ending.requested.wait(), name="ending")
     at_once = asyncio.create_task(ending.at_once.wait(), name="at once")

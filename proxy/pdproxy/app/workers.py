@@ -17,8 +17,9 @@ from pdproxy.app.admin import AdminSocket, admin_socket
 from pdproxy.app.begin import cant_listen, run_logged
 from pdproxy.app.changes import Changes
 from pdproxy.app.drain import longest_drain
+from pdproxy.app.listening import Listening
 from pdproxy.app.reloading import SettingsSource
-from pdproxy.app.server import GC_THRESHOLDS, fit_files, listen
+from pdproxy.app.server import GC_THRESHOLDS, fit_files
 from pdproxy.app.share import Shared
 from pdproxy.app.shown import add_up
 from pdproxy.app.sockets import listener_at, places
@@ -57,9 +58,9 @@ def _run(settings: Settings, log: Log, source: SettingsSource | None) -> int:
 def _listen_and_supervise(
     settings: Settings, log: Log, source: SettingsSource | None, admin: AdminSocket | None
 ) -> int:
-    host, port, count = settings.listen.host, settings.listen.port, settings.listen.workers
+    count = settings.listen.workers
     try:
-        listeners = listen_together(host, port, count)
+        listening = Listening(settings.listen)
     except OSError as error:
         return cant_listen(settings, log, error)
     _warn_of_memory(settings)
@@ -67,24 +68,19 @@ def _listen_and_supervise(
     try:
         bind_for_engines(settings, shared)
     except SettingsError:
-        for listener in listeners:
-            listener.close()
+        listening.close()
         raise
     gc.set_threshold(*GC_THRESHOLDS)
     gc.collect()
     gc.freeze()  # collections in a worker would copy the pages of what all of them share
 
-    address = host, listeners[0].getsockname()[1]
-
     def work(number: int, end: socket.socket) -> int:
-        for at, listener in enumerate(listeners):
-            if at != number:
-                listener.close()
+        listening.keep_only(number)
         log.name_worker(number)
-        return worker.work(settings, source, listeners[number], log, end, shared, number, admin)
+        return worker.work(settings, source, listening.sockets[number], log, end, shared, number, admin)
 
     def parent(supervisor: Supervisor) -> Parent:
-        return Parent(shared, supervisor, listeners, address)
+        return Parent(shared, supervisor, listening)
 
     drain = longest_drain(settings.deadlines)
     supervisor = Supervisor(count, work, parent, drain, lingers=settings.listen.linger)
@@ -93,7 +89,8 @@ def _listen_and_supervise(
     except RefusedError as error:
         raise SettingsError(*str(error).split("\n")) from None
     finally:
-        for listener in (*listeners, *shared.listeners()):
+        listening.close()
+        for listener in shared.listeners():
             listener.close()
 
 
@@ -117,12 +114,9 @@ def bind_for_engines(settings: Settings, shared: Shared) -> None:
 class Parent(Watcher):
     """What the supervisor does for the workers besides keeping them."""
 
-    def __init__(
-        self, shared: Shared, supervisor: Supervisor, listeners: list[socket.socket], address: tuple[str, int]
-    ) -> None:
+    def __init__(self, shared: Shared, supervisor: Supervisor, listening: Listening) -> None:
         self._shared = shared
-        self._listeners = listeners
-        self._address = address
+        self._listening = listening
         self._switchboard = Switchboard(supervisor, add_up)
         self._heirs = Heirs(supervisor, shared.custody, *(pool.turns for pool in shared.pools))
         self._changes = Changes(supervisor, shared.journal)
@@ -136,13 +130,12 @@ class Parent(Watcher):
 
     def starts(self, number: int) -> None:
         """See `Watcher`."""
-        if self._listeners[number].fileno() < 0:
-            self._listeners[number] = _bound(*self._address)
+        self._listening.bind_again(number)
 
     def waits(self, number: int, seconds: float) -> None:
         """See `Watcher`."""
         if seconds > LONGEST_WAIT:  # connections would wait, perhaps for ever: the system gives new ones to the others
-            self._listeners[number].close()
+            self._listening.sockets[number].close()
 
     def died(self, number: int) -> None:
         """See `Watcher`."""
@@ -163,38 +156,6 @@ def _open_standard_files() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the least number that is free
-
-
-def listen_together(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return so many sockets that listen at one address, among which the system spreads connections. Port 0 is any free one.
-
-    Raises:
-        OSError: the port is taken, or the address is not of this machine.
-    """
-    # Sockets that share a port would also share it with another proxy of this user: that must be an error, as with one worker.
-    with listen(host, port) as first:
-        port = first.getsockname()[1]
-    listeners: list[socket.socket] = []
-    try:
-        listeners.extend(listen(host, port, together=True) for _ in range(count))
-    except OSError:
-        for listener in listeners:
-            listener.close()
-        raise
-    return listeners
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """Return one more socket at an address. It gets connections from when a worker serves it."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def _warn_of_memory(settings: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import msgspec
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import seconds
+from pdproxy.settings.admin import UNIX
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.files import read_file
 from pdproxy.settings.schema import EngineTls
@@ -39,15 +41,18 @@ class _Unhealthy(Exception):  # noqa: N818 - a finding, not a fault of this prog
 
 
 class _Place(NamedTuple):
-    """What is asked: a server, with the context for TLS (None: plain HTTP), and the certificate that it must have (DER), if one
-    is known."""
+    """What is asked: a server, with the context for TLS (None: plain HTTP), the certificate that it must have (DER), if one is
+    known, and the path of its Unix socket, if it has one in place of host and port."""
 
     host: str
     port: int
     context: ssl.SSLContext | None
     certificate: bytes | None = None
+    uds: str | None = None
 
     def __str__(self) -> str:
+        if self.uds is not None:
+            return f"{UNIX}{self.uds}:"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.context is None else 'https'}://{host}:{self.port}"
 
@@ -140,16 +145,15 @@ def _of_settings(arguments: argparse.Namespace) -> _Place:
     listen = settings_from(arguments, need_engines=False).listen
     host = _ANY_ADDRESS.get(listen.host, listen.host)
     if listen.tls.certificate is None:
-        return _Place(host, listen.port, None)
+        return _Place(host, listen.port, None, uds=listen.uds)
     if listen.tls.client_ca is not None and arguments.cert is None:
         raise SettingsError(
             "listen.tls.client_ca is set, so the proxy answers no client without a certificate: give --cert"
         )
     # The certificate is made for the name that clients use, not for the loopback, and this machine need not know its authority.
     # So neither is checked: the proxy must have exactly this certificate, and its private key.
-    return _Place(
-        host, listen.port, _context(EngineTls(verify=False), arguments), _first_certificate(listen.tls.certificate)
-    )
+    context = _context(EngineTls(verify=False), arguments)
+    return _Place(host, listen.port, context, _first_certificate(listen.tls.certificate), listen.uds)
 
 
 def _first_certificate(path: str) -> bytes:
@@ -203,7 +207,10 @@ def _ask(place: _Place, path: str, limit: float) -> None:
             connection = HTTPConnection(place.host, place.port, timeout=limit)
         else:
             connection = HTTPSConnection(place.host, place.port, timeout=limit, context=place.context)
-        connection.connect()
+        if place.uds is not None:
+            connection.sock = _connected(place.uds, place.context, limit)
+        else:
+            connection.connect()
         if place.certificate is not None and _certificate(connection.sock) != place.certificate:
             raise _Unhealthy(
                 "its certificate is not the one of listen.tls.certificate: it does not use the new file yet, or another program "
@@ -235,6 +242,17 @@ def _ask(place: _Place, path: str, limit: float) -> None:
     finally:
         if connection is not None:
             connection.close()
+
+
+def _connected(path: str, context: ssl.SSLContext | None, limit: float) -> socket.socket:
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(limit)
+        connected.connect(path)
+        return connected if context is None else context.wrap_socket(connected)
+    except OSError:
+        connected.close()
+        raise
 
 
 def _certificate(connected: object) -> bytes | None:

@@ -93,6 +93,12 @@ GROUPS: tuple[FlagGroup, ...] = (
             _flag("--host", "HOST", "listen.host", "address to listen on; 0.0.0.0: all of IPv4 (default: 127.0.0.1)"),
             _flag("--port", "PORT", "listen.port", "TCP port to listen on (default: 8000)"),
             _flag(
+                "--uds",
+                "PATH",
+                "listen.uds",
+                "Unix socket to listen on, in place of host and port; the umask says who may connect (default: TCP)",
+            ),
+            _flag(
                 "--root-path",
                 "PATH",
                 "listen.root_path",

@@ -124,6 +124,7 @@ class Engine:
     - `kv_host`: the host at which other engines reach its KV. None: the one that it names itself.
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
     - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
+    - `kv_lease`: seconds for which it keeps KV that nobody reads, as configured. None: as its connector does.
     - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove themselves.
     """
 
@@ -138,6 +139,7 @@ class Engine:
     tp_size: int | None = None
     bootstrap: str | None = None
     registered_as: str = ""
+    kv_lease: float | None = None
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
     open_legs: OpenLegs = field(default_factory=OpenLegs)

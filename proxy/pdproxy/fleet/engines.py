@@ -92,13 +92,14 @@ class EngineRegistry(Mapping[str, Engine]):
         tp_size: int | None = None,
         bootstrap: str | None = None,
         registered_as: str = "",
+        kv_lease: float | None = None,
     ) -> Engine:
         """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
 
         `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
         `kv_host`: the host at which other engines reach it for KV, in place of the one that it names.
         `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server, None: it has none.
-        `registered_as`: `host:port` by which it registers.
+        `registered_as`: `host:port` by which it registers. `kv_lease`: seconds for which it keeps KV that nobody reads.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -119,6 +120,7 @@ class EngineRegistry(Mapping[str, Engine]):
             tp_size,
             bootstrap,
             registered_as,
+            kv_lease,
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

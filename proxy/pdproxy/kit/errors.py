@@ -69,6 +69,7 @@ class Reason(Enum):
     RETRY_BUDGET = "retry_budget"
     OBJECTIVE = "objective"
     NO_ENGINE = "no_engine"
+    ALONE = "alone"
     DRAINING = "draining"
     BODIES = "bodies"
     READERS = "readers"

@@ -30,6 +30,7 @@ REASONS = (
     (Reason.RETRY_BUDGET, _OURS, "its engine has failed, and no place to try it again came free in deadlines.retry"),
     (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
     (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
+    (Reason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
     (Reason.DRAINING, _OURS, "pdproxy is shutting down"),
     (Reason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
     (Reason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),

@@ -14,6 +14,11 @@ from pdproxy.scheduling.policy import Ask
 _SPLIT = (Role.PREFILL, Role.DECODE)
 
 
+def spared(ask: Ask, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Return those of some engines that may serve a request whole, by what it asks."""
+    return [node for node in nodes if node.role is not Role.DECODE] if ask.spares_decode else nodes
+
+
 class Choice:
     """Finds the engines that may serve a request whole, and those that may share it. `alone`: the roles that may serve whole."""
 
@@ -21,7 +26,7 @@ class Choice:
         self._alone = alone
         self._eligibility = eligibility
         self._compatibility = compatibility
-        self._known: dict[tuple[str | None, bool], Candidates] = {}
+        self._known: dict[tuple[str | None, bool, bool], Candidates] = {}
 
     def changed(self) -> None:
         """Forget what was found: an engine came up, went down or changed."""
@@ -51,13 +56,13 @@ class Choice:
         return found if any(_are_possible(p, d) for p in found.prefill for d in found.decode) else None
 
     def _candidates(self, ask: Ask, split: bool, without: Collection[str], cached: bool) -> Candidates:
-        key = (ask.model, split)
+        key = (ask.model, split, ask.spares_decode)
         if cached and (known := self._known.get(key)) is not None:
             return known
         ranked = self._eligibility.eligible
         whole: dict[Node, None] = {}
         for role in self._alone:
-            whole.update(dict.fromkeys(ranked(role, ask, without)))
+            whole.update(dict.fromkeys(spared(ask, ranked(role, ask, without))))
         serving = [node for node in whole if ask.model is None or node.serves(ask.model)]
         fitting = serving or [*whole]  # of one role all breakers may be open, and not of another
         prefill: tuple[Node, ...] = ()

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
-from pdproxy.scheduling.choice import Choice
+from pdproxy.scheduling.choice import Choice, spared
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
@@ -29,6 +29,7 @@ from pdproxy.scheduling.transfer_faults import TransferFault, TransferFaults
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
 _SPLIT = (PREFILL, DECODE)
+_BYTES_PER_TOKEN = 4
 _ONLY_PREFILL = frozenset({PREFILL})
 _DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
@@ -58,6 +59,8 @@ class Ledger:
         breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
         self._alone = tuple(alone)
+        self.alone_up_to: int | None = None
+        """How many tokens a prompt may have that an engine of role decode serves whole; None: any number."""
         self.runs = Runs()
         self.transfers = TransferFaults(breaker_failures, breaker_cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
@@ -345,7 +348,11 @@ class Ledger:
             if self._has_places:
                 ranked = [[node for node in nodes if not node.full] for nodes in ranked]
             nodes = self._compatibility.first(roles, ranked)
-            if nodes is None and self.transfers.faults and not self.serves_alone(ask.model):
+            if (
+                nodes is None
+                and self.transfers.faults
+                and not self.serves_alone(ask.model, spares_decode=self._spares_decode(ask))
+            ):
                 nodes = next((both for both in product(*ranked) if _are_possible(roles, both)), None)
         if nodes is None:
             return None
@@ -400,13 +407,13 @@ class Ledger:
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
         node: Node | None = None
-        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
+        if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without and not ask.spares_decode:
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
                 node, *_ = [choose(ask) for choose in choosers if choose is not None]
         if node is None or node.crowded:
-            ranked = [self._eligibility.ranked(role, ask, without) for role in self._alone]
+            ranked = [spared(ask, self._eligibility.ranked(role, ask, without)) for role in self._alone]
             # First engines that serve the model; of these the ones whose breaker leaves a place; of these the ones with room.
             node = min(
                 (nodes[0] for nodes in ranked if nodes),
@@ -468,9 +475,20 @@ class Ledger:
         if self.transfers.faults and self.transfers.taken(nodes[0].url, nodes[-1].url, now):
             self._changed()
 
-    def serves_alone(self, model: str | None) -> bool:
-        """Return whether any engine can serve a request for a model whole."""
-        return any(self._eligibility.best_of(role, model) is not None for role in self._alone_roles)
+    def serves_alone(self, model: str | None, *, spares_decode: bool) -> bool:
+        """Return whether any engine can serve a request for a model whole. `spares_decode`: not those of role decode."""
+        return any(
+            node.available
+            and not node.uses.isdisjoint(self._alone)
+            and not (spares_decode and node.role is DECODE)
+            and (model is None or node.serves(model))
+            for node in self._nodes.values()
+        )
+
+    def _spares_decode(self, ask: Ask) -> bool:
+        """Return whether no engine of role decode would serve a prompt whole, as far as its size is known."""
+        tokens = ask.prompt_bytes // _BYTES_PER_TOKEN if ask.ids is None else ask.ids.count
+        return self.alone_up_to is not None and tokens > self.alone_up_to
 
     def lists(self, model: str, without: Collection[str]) -> bool:
         """Return whether an engine outside of `without` that can answer clients lists a model."""
@@ -509,11 +527,19 @@ class Ledger:
 
     def not_ready(self) -> str | None:
         """Return why no request could be served, None if one could."""
-        return readiness.not_ready(self.nodes, starting=self._starting, alone=self._alone)
+        alone = [role for role in self._alone if role is not DECODE or self.alone_up_to != 0]
+        return readiness.not_ready(self.nodes, starting=self._starting, alone=alone)
 
     def why_degraded(self, now: float) -> str | None:
         """Return why no prompt can be split although the pool has prefill engines, None if one can be."""
-        return readiness.why_degraded(self.nodes, now)
+        why = readiness.why_degraded(self.nodes, now)
+        return why if why is None or self.alone_up_to is None else f"{why}, if the pool's setting `alone` allows it"
+
+    def decodes(self, model: str | None) -> bool:
+        """Return whether an engine of role decode is up that serves a model."""
+        return any(
+            n.role is DECODE and n.available and (model is None or n.serves(model)) for n in self._nodes.values()
+        )
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""

@@ -29,6 +29,7 @@ class Ask(msgspec.Struct, frozen=True):
     the requests of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the bounds that the
     request's client has named itself, None if it has named none.
     `beginning`: the prompt as the proxy's own index knows it, with what that has found; None where nothing asks the index.
+    `spares_decode`: no engine of role decode may serve it whole.
     """
 
     model: str | None
@@ -41,6 +42,7 @@ class Ask(msgspec.Struct, frozen=True):
     session: str | None = None
     slo: Slo | None = None
     beginning: Beginning | None = None
+    spares_decode: bool = False
 
 
 Best = Callable[[Ask], Node]

@@ -27,6 +27,7 @@ AT_ONCE: tuple[KeyPath, ...] = (
     ("pools", 0, "models"),
     ("pools", 0, "aliases"),
     ("pools", 0, "weight"),
+    ("pools", 0, "alone"),
     ("pools", 0, "policy"),
     ("pools", 0, "slo"),
 )

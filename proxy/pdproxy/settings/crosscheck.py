@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdproxy.settings.admin import check_admin
+from pdproxy.settings.admin import UNIX, check_admin
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dns import check_servers, dns_name, is_dns, stand_in_url
 from pdproxy.settings.dump import MASK
@@ -215,18 +215,20 @@ def _one_source(found: Mistakes, *names: str) -> str:
 
 
 def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[IPv4Network | IPv6Network, ...]:
-    """Return `listen.trusted_proxies` as networks; an address is a network of one. `where`: the source of the list.
+    """Return the networks in `listen.trusted_proxies`; an address is a network of one. `where`: the source of the list.
 
     Raises:
         SettingsError: naming each text that is neither.
     """
     networks, found = [], Mistakes()
     for index, text in enumerate(texts):
+        if text == UNIX:
+            continue
         try:
             networks.append(ip_network(text, strict=False))
         except ValueError:
             path = ("listen", "trusted_proxies", index)
-            words = f"{quote(text)}: expected an address or a network, such as 10.0.0.0/8{where}"
+            words = f"{quote(text)}: expected an address or a network, such as 10.0.0.0/8, or {UNIX}{where}"
             found.add(path, f"{spell_key(path)}: {words}")
     found.raise_any()
     return tuple(networks)

@@ -64,6 +64,9 @@ class Listen(Section, frozen=True):
     port: Port = 8000
     """TCP port. The default of `vllm serve`, so that clients need no change."""
 
+    uds: File | None = None
+    """Path of a Unix socket in place of host and port. Who may connect follows from the process's umask. None: TCP."""
+
     root_path: RootPath = ""
     """The path before all routes, if a proxy in front serves this one below it: whether that one strips it or leaves it."""
 
@@ -80,7 +83,8 @@ class Listen(Section, frozen=True):
 
     trusted_proxies: tuple[Text, ...] = ()
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
-    `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address."""
+    `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address. `unix:`: all
+    who connect to `uds`."""
 
     admin: AdminAddress | None = None
     """Where the admin API listens: `unix:PATH`, or `HOST:PORT`, of the loopback unless it has keys. None: there is none."""

@@ -26,7 +26,7 @@ from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.replicas import ReplicaSettings
-from pdproxy.settings.section import Count, File, Host, Key, Port, Section, Text, names_of
+from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
@@ -35,6 +35,7 @@ Role = Literal["prefill", "decode", "aggregated", "any"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
+AloneLimit = Literal["always", "never"] | Count
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
@@ -98,6 +99,10 @@ class Facts(Section, frozen=True):
     max_num_seqs: Count | None = None
     """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number it gets no
     more such prompts. They wait for no place: if no other pair is free, one engine serves them alone. None: no bound."""
+
+    kv_lease_duration: Seconds | None = None
+    """Seconds for which a prefill engine keeps KV that no decode engine reads, as in its `kv_connector_extra_config`. No decode
+    engine is asked with KV older than nine tenths of that. None: as vLLM's own default."""
 
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
@@ -223,6 +228,9 @@ class Pool(Section, frozen=True):
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order, and sequential
     with engines of role any."""
 
+    alone: AloneLimit = "always"
+    """Which prompts a decode engine may serve whole where they are not split: all, none, or those of up to so many tokens."""
+
     remote_host: RemoteHost = "engine"
     """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
     `url`, for engines that do not know how others reach them (address translation)."""
@@ -286,6 +294,11 @@ class Pool(Section, frozen=True):
     def all_nodes(self) -> tuple[Node, ...]:
         """The nodes of both kinds."""
         return (*self.nodes, *self.dns_nodes)
+
+    @property
+    def alone_up_to(self) -> int | None:
+        """How many tokens a prompt may have that a decode engine serves whole; None: any number."""
+        return {"always": None, "never": 0}[self.alone] if isinstance(self.alone, str) else self.alone
 
     @property
     def placement(self) -> str:

@@ -129,6 +129,11 @@ class Holder:
         return None
 
     @property
+    def lease(self) -> float | None:
+        """Seconds for which a prefill engine keeps unread KV, if it was not told otherwise. None: until it is released."""
+        return None
+
+    @property
     def late_kv_may_be_read(self) -> bool:
         """Whether a decode engine may be asked although notices of the KV are missing: it computes what it does not find."""
         return True
@@ -176,6 +181,7 @@ class HeldByPrefill(Holder):
     release_body: Callable[[str | None, Handle], bytes]
     refused: Callable[[str, str | None], bool]
     handshakes: bool = True
+    lease: float | None = None
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
         """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
@@ -231,6 +237,7 @@ class PushedToDecode(Holder):
     handshakes: bool = True
     forgets: bool = False
     loses: Callable[[Handle], bool] | None = None
+    lease: float | None = None
 
     @property
     def decode_waits(self) -> bool:

@@ -153,7 +153,7 @@ MOONCAKE = Contract(
     capabilities=CAPABILITIES,
     needs_leg_id=True,
     promise=promise,
-    holder=PushedToDecode(release_body, refusal_released, stuck_for=LEASE, handshakes=False, forgets=True),
+    holder=PushedToDecode(release_body, refusal_released, stuck_for=LEASE, handshakes=False, forgets=True, lease=LEASE),
 )
 
 

@@ -35,6 +35,8 @@ from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
 
+LEASE = 30.0
+"""Seconds for which a prefill engine keeps blocks that no decode engine reads: vLLM's default for `kv_lease_duration`."""
 _ASK = raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
     b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
@@ -154,7 +156,7 @@ NIXL = Contract(
     handle=handle,
     decode=decode,
     capabilities=CAPABILITIES,
-    holder=HeldByPrefill(release_body, refusal_released),
+    holder=HeldByPrefill(release_body, refusal_released, lease=LEASE),
     at_host=at_host,
     turns=TurnRules(),
 )

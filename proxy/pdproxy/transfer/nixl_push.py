@@ -145,7 +145,7 @@ CONTRACT = Contract(
     decode_has_leg_id=True,
     promise=promise,
     peer_in=peer_in,
-    holder=PushedToDecode(),
+    holder=PushedToDecode(lease=nixl.LEASE),
     at_host=nixl.at_host,
 )
 

@@ -17,14 +17,14 @@ from starlette.middleware.cors import CORSMiddleware
 from pdproxy import __version__
 from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
 from pdproxy.serving.access.keys import CHALLENGE
-from pdproxy.serving.access.routes import TABLE, RouteEntry, RouteKind
+from pdproxy.serving.access.routes import ENTRIES, TABLE, RouteEntry, RouteKind
 from pdproxy.settings.listen import Cors
+from pdproxy.web import openapi
 from pdproxy.web.cors import middleware_options
 from pdproxy.web.docs_page import add_docs
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body, retry_headers
-from pdproxy.wire.request import Route
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -80,6 +80,7 @@ def create_app(answers: Answers) -> FastAPI:
     )
     app.root_path = answers.root_path
     add_docs(app)
+    openapi.describe(app)
 
     @app.exception_handler(PdproxyError)
     async def _failed(request: Request, error: PdproxyError) -> Response:
@@ -92,48 +93,98 @@ def create_app(answers: Answers) -> FastAPI:
         return answer
 
     @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> Response:
+    async def _http(request: Request, error: HTTPException) -> Response:
         # As vLLM answers an unknown route or a wrong method.
-        return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+        headers = error.headers
+        if error.status_code == 405 and (entry := ENTRIES.get(request.scope["path"])) is not None:
+            headers = {"allow": ", ".join(entry.methods)}  # of all routes of the path, not of the first one
+        return JSONResponse({"detail": error.detail}, error.status_code, headers=headers)
 
     app.add_middleware(CORSMiddleware, **middleware_options(answers.cors))  # type: ignore[arg-type]
 
-    @app.post("/ping", summary="Whether the process runs", tags=["operation"])
-    @app.get("/ping", summary="Whether the process runs", tags=["operation"])
-    @app.get("/health", summary="Whether the process runs", tags=["operation"])
     async def health() -> Response:
         return Response(status_code=200)
 
-    @app.get("/ready", summary="Whether a request could be served", tags=["operation"])
+    for path, method in (("/ping", "POST"), ("/ping", "GET"), ("/health", "GET")):
+        app.add_api_route(
+            path,
+            health,
+            methods=[method],
+            summary="Whether the process runs",
+            tags=["operation"],
+            response_class=Response,
+            responses=openapi.own_answers(None),
+        )
+
+    @app.get(
+        "/ready",
+        summary="Whether a request could be served",
+        tags=["operation"],
+        responses=openapi.own_answers(openapi.READY, 503),
+    )
     async def ready() -> Response:
         state = await answers.readiness()
         is_ready = state.state is not State.NOT_READY
         body = {"ready": is_ready, "state": state.state.value, "reason": state.reason, "details": state.details}
         return JSONResponse(body, 200 if is_ready else 503)
 
-    @app.get("/ready/proxy", summary="Whether this proxy takes requests, whatever its engines do", tags=["operation"])
+    @app.get(
+        "/ready/proxy",
+        summary="Whether this proxy takes requests, whatever its engines do",
+        tags=["operation"],
+        responses=openapi.own_answers(openapi.READY_PROXY, 503),
+    )
     async def ready_proxy() -> Response:
         reason = answers.not_taking()
         return JSONResponse({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
 
-    @app.get("/healthcheck", summary="That the process runs, and its engines by role", tags=["operation"])
+    @app.get(
+        "/healthcheck",
+        summary="That the process runs, and its engines by role",
+        tags=["operation"],
+        responses=openapi.own_answers(
+            openapi.object_of(status=openapi.TEXT, prefill_instances=openapi.COUNT, decode_instances=openapi.COUNT)
+        ),
+    )
     async def healthcheck() -> dict[str, str | int]:
         prefill, decode = answers.engines()
         return {"status": "ok", "prefill_instances": prefill, "decode_instances": decode}
 
-    @app.get("/load", summary="The number of requests in flight", tags=["operation"])
+    @app.get(
+        "/load",
+        summary="The number of requests in flight",
+        tags=["operation"],
+        responses=openapi.own_answers(openapi.object_of(server_load=openapi.COUNT)),
+    )
     async def load() -> dict[str, int]:
         return {"server_load": answers.load()}
 
-    @app.get("/version", summary="The version of pdproxy", tags=["operation"])
+    @app.get(
+        "/version",
+        summary="The version of pdproxy",
+        tags=["operation"],
+        responses=openapi.own_answers(openapi.object_of(version=openapi.TEXT)),
+    )
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics", summary="Prometheus metrics", tags=["operation"])
+    @app.get(
+        "/metrics",
+        summary="Prometheus metrics",
+        tags=["operation"],
+        response_class=Response,
+        responses=openapi.own_answers(openapi.TEXT, media=openapi.PROMETHEUS),
+    )
     async def metrics() -> Response:
         return Response(await answers.metrics(), headers={"content-type": PROMETHEUS})
 
-    @app.get("/v1/models", summary="The models that the engines serve", tags=["OpenAI"])
+    @app.get(
+        "/v1/models",
+        summary="The models that the engines serve",
+        tags=["OpenAI"],
+        response_class=Response,
+        responses=openapi.listing_answers(),
+    )
     async def models(request: Request) -> Response:
         given = _authorize(request, answers)
         return Response(await answers.models(given), media_type="application/json")
@@ -171,17 +222,6 @@ def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
         return JSONResponse({"status": "ok"})
 
 
-_STATUSES = (
-    (400, "The request is wrong"),
-    (401, "No valid API key"),
-    (413, "The body is too large"),
-    (502, "All engines that were tried have failed"),
-    (429, "Over the client's own limit or share"),
-    (503, "No engine, no place, or shutting down"),
-    (504, "An engine missed a deadline"),
-)
-
-
 def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
     async def passed(_: Request) -> Response:
         return PassthroughResponse(answers.passthrough, entry)
@@ -198,34 +238,14 @@ def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
         methods=list(entry.methods),
         summary=entry.why[0].upper() + entry.why[1:],
         tags=["OpenAI" if entry.kind is RouteKind.SPLIT else "one engine alone"],
-        openapi_extra=_body(entry) if entry.kind is not RouteKind.REFUSED and entry.has_body else None,
+        openapi_extra=openapi.request_of(entry),
+        response_class=Response,
         response_model=None,
-        responses={
-            200: {"description": "The engine's answer, whole or as server-sent events"},
-            **{status: {"description": text} for status, text in _STATUSES},
-        }
-        if entry.kind is not RouteKind.REFUSED
-        else {404: {"description": entry.why}},
+        status_code=404 if entry.kind is RouteKind.REFUSED else 200,
+        responses=openapi.answers_of(entry),
     )
 
 
 async def _not_installed(_: Request) -> Response:
     """Answer for a server that was started without the data path's protocol class."""
     raise PdproxyError("the data path is not installed")
-
-
-def _body(entry: RouteEntry) -> dict[str, object]:
-    fields: dict[str, dict[str, object]] = {
-        Route.CHAT.value: {"messages": {"type": "array", "items": {"type": "object"}}},
-        Route.BATCH.value: {"messages": {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}},
-        Route.COMPLETIONS.value: {"prompt": {"description": "A text, token ids, or a list of either"}},
-    }
-    own = fields.get(entry.path, {})
-    schema = {
-        "type": "object",
-        "required": list(own),
-        "properties": {"model": {"type": "string"}, **own, "stream": {"type": "boolean"}},
-        "additionalProperties": True,
-        "description": "Every field that vLLM knows is passed on.",
-    }
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -6,6 +6,7 @@ Owns the splitting of their streams into whole events, so that a failure never f
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from typing import assert_never
 
@@ -60,24 +61,25 @@ class _Body(msgspec.Struct):
     error: _ErrorFields
 
 
-def failure_body(dialect: Dialect, error: PdproxyError) -> bytes:
-    """Return the body of an answer that is an error; an engine's own body as it is.
+def failure_body(dialect: Dialect, error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
+    """Return the body of an answer that is an error; an engine's own body in its own shape. `engines`: as of `error_body`.
 
     A body that can't be read is refused by vLLM's server before the route's own code runs: with the same text on every route.
     """
-    body = error_body(error)
+    body = error_body(error, engines)
     engines_own = isinstance(error, EngineRefusedError) and error_of(error.body) is not None
     if dialect is not Dialect.MESSAGES or engines_own or isinstance(error, UnreadableError | UnparsableError):
         return body
     return msgspec.json.encode(_MessagesError(msgspec.json.decode(body, type=_Body).error))
 
 
-def failure_event(dialect: Dialect, error: PdproxyError, sequence: int) -> bytes:
+def failure_event(dialect: Dialect, error: PdproxyError, sequence: int, engines: Sequence[str] = ()) -> bytes:
     """Return the event that ends a stream that failed. `sequence` is the number of that event."""
-    fields = msgspec.json.decode(error_body(error), type=_Body).error
+    body = error_body(error, engines)
+    fields = msgspec.json.decode(body, type=_Body).error
     match dialect:
         case Dialect.OPENAI:
-            return b"data: " + error_body(error) + b"\n\n"
+            return b"data: " + body + b"\n\n"
         case Dialect.RESPONSES:
             body = msgspec.json.encode(_ResponsesError(fields.type, fields.message, sequence))
         case Dialect.MESSAGES:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import assert_never
 
 import msgspec
 
 from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError, UnparsableError, UnreadableError
 from pdproxy.wire.engine import error_of
+from pdproxy.wire.inside import error_without_inside
 
 MAX_RETRY_AFTER = 60.0
 """Seconds."""
@@ -32,11 +34,12 @@ class _Detail(msgspec.Struct, frozen=True):
     detail: str
 
 
-def error_body(error: PdproxyError) -> bytes:
-    """Return the JSON body for an error, in the shape that vLLM and OpenAI use."""
+def error_body(error: PdproxyError, engines: Sequence[str] = ()) -> bytes:
+    """Return the JSON body for an error, in the shape that vLLM and OpenAI use. `engines`: URLs that no client may see."""
     if isinstance(error, EngineRefusedError) and error_of(error.body) is not None:
+        body = error_without_inside(error.body, error.status, engines)
         # On one line, since it may become an event of a stream.
-        return msgspec.json.format(error.body, indent=-1) if b"\n" in error.body else error.body
+        return msgspec.json.format(body, indent=-1) if b"\n" in body else body
     if isinstance(error, UnparsableError):
         return msgspec.json.encode(_Detail(error.message))
     if isinstance(

@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from pdproxy.wire import inside
 from pdproxy.wire.chunks import MAX_CHUNK, SIZE_LINE_OF_CHUNK
 from pdproxy.wire.sse import END
 
@@ -111,15 +112,21 @@ def _parts(event: bytes, takes_ids: bool) -> tuple[bytes, bytes, bytes, bool] | 
 
 
 def _is_plain(event: bytes, middle: bytes, end: bytes, takes_ids: bool) -> bool:
-    """Return whether the event with another text and other ids in their places differs in nothing but those."""
+    """Return whether the event with another text and other ids in their places differs in nothing but those.
+
+    An event with something that no client may see is never plain.
+    """
     text = _TEXT.search(event)
     if text is None or middle.startswith(b'""'):
         return False
     other = event[: text.end()] + _TEST_TEXT.encode() + middle
     if takes_ids:
         other += b",".join([b"%d" % one for one in _TEST_IDS]) + end
+    json = event[len(_PREFIX) :]
+    if inside.without_inside(json)[0] is not json:
+        return False
     try:
-        was, now = msgspec.json.decode(event[len(_PREFIX) :]), msgspec.json.decode(other[len(_PREFIX) :])
+        was, now = msgspec.json.decode(json), msgspec.json.decode(other[len(_PREFIX) :])
         (choice,), (changed,) = was["choices"], now["choices"]
         if choice["finish_reason"] is not None or choice.get("logprobs") is not None:
             return False  # those differ in each event

@@ -16,6 +16,7 @@ _USAGE_ONLY = b'"choices":[],"usage":{'
 _FIRST_INDEX = b'"choices":[{"index":0,'
 _CREATED = b'"created":'
 _FINGERPRINT = b',"system_fingerprint":'
+_NO_HANDLE = b',"kv_transfer_params":null}'
 _FINISHED = b'"finish_reason":"'
 UNFINISHED = b'"finish_reason":null'
 PLAIN = b'data: {"id":'
@@ -144,7 +145,9 @@ def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
     if at < 0 or _FINGERPRINT in event:
         return event
     value = usage_event[at + len(_FINGERPRINT) :].split(b",", 1)[0].rstrip().removesuffix(b"}")
-    return event.rstrip().removesuffix(b"}") + _FINGERPRINT + value + b"}" + END
+    event = event.rstrip()
+    behind = _NO_HANDLE if event.endswith(_NO_HANDLE) else b"}"  # vLLM has the fields in this order
+    return event.removesuffix(behind) + _FINGERPRINT + value + behind + END
 
 
 def may_be_special(batch: bytes) -> bool:

@@ -10,6 +10,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.chaos.options import Options
 from pdproxy.scheduling.placements import SPLIT
 from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import Node, Pool
 from pdproxy.sim.facts import ConnectorName, CpuBuffer, Facts, LMCache, MooncakeFacts
 from pdproxy.sim.mooncake import LONGER_THAN_PREFILL
@@ -120,7 +121,9 @@ def nodes(options: Options) -> dict[str, Node]:
         if options.connector == "cpu" and place.role == "decode":
             sources = tuple(one.url for one in places(options) if one.role == "prefill" and one.pushes_to == place.host)
         assert place.role != "aggregated"
-        found[place.name] = Node(url=place.url, role=place.role, sources=sources)
+        found[place.name] = Node(
+            url=place.url, role=place.role, sources=sources, facts=NodeFacts(kv_lease_duration=LEASE)
+        )
     return found
 
 

@@ -15,7 +15,8 @@ import uvicorn
 from msgspec import structs
 
 from pdproxy.app.compose import Proxy
-from pdproxy.app.server import listen, uvicorn_config
+from pdproxy.app.listening import listen
+from pdproxy.app.server import uvicorn_config
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import Cors, Listen, ListenTls

@@ -19,7 +19,8 @@ import aiohttp
 import msgspec
 import uvloop
 
-from pdproxy.app.server import INTERRUPTED, fit_files, listen, serve
+from pdproxy.app.listening import listen
+from pdproxy.app.server import INTERRUPTED, fit_files, serve
 from pdproxy.app.signals import Ending
 from pdproxy.lab.demo import examples
 from pdproxy.lab.demo.engines import Engines, SimEngines

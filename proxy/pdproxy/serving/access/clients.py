@@ -54,8 +54,10 @@ class Client:
 class Clients:
     """All clients that are known now."""
 
-    def __init__(self, trusted_proxies: Iterable[Network] = ()) -> None:
+    def __init__(self, trusted_proxies: Iterable[Network] = (), *, trusts_unix: bool = False) -> None:
+        """Know none yet. `trusts_unix`: whoever connects to a Unix socket, and so has no address, is a trusted proxy."""
         self._trusted = tuple(trusted_proxies)
+        self._trusts_unix = trusts_unix
         self._known: dict[bytes | str, Client] = {}
         self.with_slow: dict[Client, None] = {}
         """Those that read an answer too slowly now."""
@@ -95,6 +97,8 @@ class Clients:
 
     def trusts(self, address: str) -> bool:
         """Return whether a peer is a trusted proxy, which names its clients."""
+        if not address:
+            return self._trusts_unix
         return bool(self._trusted) and self._is_trusted(_parsed(address))
 
     def evict_slow(self, client: Client, over_share: Callable[[Client], bool]) -> None:

@@ -12,6 +12,7 @@ from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.whole_prompts import known_tokens, spares_decode
 from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Alone
@@ -21,15 +22,21 @@ MAX_USER = 256
 
 
 def begin(
-    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str], avoid: Sequence[str]
+    resources: ExchangeResources,
+    request: PromptRequest,
+    order: Order,
+    why_alone: Alone | None,
+    without: Sequence[str],
+    avoid: Sequence[str],
 ) -> Attempt | None:
-    """Lease the engines of an order, and make what the contract needs for them.
+    """Lease the engines of an order, and make what the contract needs for them. `why_alone`: it has one engine for the prompt.
 
     `without` are URLs of engines that must not get the prompt: one that serves alone is taken from them only if there are no
     others. Those of `avoid` are used if no others can serve the prompt in this order. Return None if there are no engines for it.
     """
     if not order.roles:
-        return _alone(resources, request, without, avoid)
+        assert why_alone is not None
+        return _alone(resources, request, why_alone, without, avoid)
     if avoid:
         assignment = _assigned(resources, request, order, without, avoid)
     else:
@@ -75,7 +82,10 @@ async def begin_placed(
     split = must_be_whole is None
 
     def choose(excluded: Sequence[str]) -> Assignment | None:
-        ask, ledger = _ask(resources, request), resources.ledger
+        ask, ledger = (
+            _ask(resources, request, spares=spares_decode(resources, request, must_be_whole)),
+            resources.ledger,
+        )
         placed = ledger.place(ask, split=split, without=excluded, avoid=avoid)
         if placed is None and ledger.is_placeable(ask, split=split, without=excluded):
             _decided(resources, Decision(ask.now, _id(request), REFUSED, LATE, tokens=ask.tokens))
@@ -98,7 +108,7 @@ async def begin_placed(
             assignment.reason,
             tuple([lease.node.url for lease in leases]),
             None if must_be_whole is None else must_be_whole.value,
-            _tokens(request),
+            known_tokens(request),
             assignment.values,
         )
         _decided(resources, decision)
@@ -166,10 +176,11 @@ def _prepared(attempt: Attempt) -> Attempt:
 
 
 def _alone(
-    resources: ExchangeResources, request: PromptRequest, without: Sequence[str], avoid: Sequence[str]
+    resources: ExchangeResources, request: PromptRequest, why: Alone, without: Sequence[str], avoid: Sequence[str]
 ) -> Attempt | None:
     parsed, ledger = request.parsed, resources.ledger
-    ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed)
+    spares = spares_decode(resources, request, why)
+    ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed, spares_decode=spares)
     if ledger.needs_details:
         ask = _detailed(ask, request)
     lease = ledger.assign_alone(ask, without=(*without, *avoid)) if avoid else None
@@ -181,10 +192,10 @@ def _alone(
 # -- what the scheduler is asked
 
 
-def _ask(resources: ExchangeResources, request: PromptRequest) -> Ask:
+def _ask(resources: ExchangeResources, request: PromptRequest, *, spares: bool = False) -> Ask:
     parsed, prompt = request.parsed, request.prompt
     size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
-    ask = Ask(parsed.model, size, resources.now(), request.ids, parsed)
+    ask = Ask(parsed.model, size, resources.now(), request.ids, parsed, spares_decode=spares)
     return _detailed(ask, request) if resources.ledger.needs_details else ask
 
 
@@ -200,17 +211,12 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
         ask.now,
         ask.ids,
         ask.parsed,
-        _tokens(request),
+        known_tokens(request),
         session=session,
         slo=hints.slo,
         beginning=request.beginning,
+        spares_decode=ask.spares_decode,
     )
-
-
-def _tokens(request: PromptRequest) -> int | None:
-    if request.ids is not None:
-        return request.ids.count
-    return None if request.prompt is None else request.prompt.tokens
 
 
 def _id(request: PromptRequest) -> str:

@@ -184,7 +184,7 @@ class DecodeLeg:
             if self._asking is not None:
                 self._asking.cancel()
             if self._turn is not None:
-                self._turn.close()
+                turn.over(self._turn, self._attempt.relay)
             if custody is not None:
                 custody.on_gone = None  # it refers to this leg
                 if self._expected:

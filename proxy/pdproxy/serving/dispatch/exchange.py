@@ -34,6 +34,7 @@ from pdproxy.serving.dispatch.recovery import (
     Continue,
     DecodeFailed,
     Fail,
+    Failed,
     Failure,
     ModelRefused,
     NoEngines,
@@ -47,6 +48,7 @@ from pdproxy.serving.dispatch.recovery import (
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.dispatch.turn import key_of
+from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
@@ -254,9 +256,10 @@ class Exchange:
         elif order.roles and resources.transfer.buffers.bounded:
             attempt = await begin_with_space(resources, self._request, order, self._without, avoid)
         else:
-            attempt = begin(resources, self._request, order, self._without, avoid)
+            attempt = begin(resources, self._request, order, why_alone, self._without, avoid)
         if attempt is None:
-            return NoEngines()
+            error = None if self._alone is None else refusal(resources, self._request, self._alone)
+            return NoEngines() if error is None else Failed(error)
         self._attempt = attempt
         attempt.retry_slot, self._slot = self._slot, None
         attempt.sent()
@@ -277,7 +280,8 @@ class Exchange:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
         most, continues = resources.limits.attempts, resources.records is not None
-        whole = resources.ledger.serves_alone(self._request.parsed.model)
+        spares = spares_decode(resources, self._request, Alone.KV_FAILED)
+        whole = resources.ledger.serves_alone(self._request.parsed.model, spares_decode=spares)
         progress = Progress(
             self._number, most, self._alone is not None, self._prefill_failed, continues, self._stalled, whole
         )

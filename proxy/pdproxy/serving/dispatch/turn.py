@@ -20,7 +20,6 @@ from pdproxy.transfer.turns import ids_text
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import tokens
 from pdproxy.wire.fields import has_value, is_absent
-from pdproxy.wire.kv_answer import without_handle
 from pdproxy.wire.request import Parsed, Prompt
 
 _FAILED = 500
@@ -173,21 +172,36 @@ def _served(attempt: Attempt, handle: Handle) -> bytes | None:
 
 def streamed(turn: OpenTurn, relay: Relay) -> None:
     """Take a stream that has come to its end."""
+    _take_handle(turn, relay)
     turn.answered(relay.fast_path.ids, None if relay.usage is None else relay.usage.completion_tokens)
 
 
 def whole(turn: OpenTurn | None, answer: Answer, parsed: Parsed, relay: Relay) -> Answer:
-    """Take a whole answer, and return it as a client gets it: without a handle, and without ids that it has not asked for."""
-    body, params = without_handle(answer.body)
-    if turn is not None:
-        if has_value(parsed.fields, "return_token_ids", b"true"):
-            _, listed = tokens.taken(body)
-        else:
-            body, listed = tokens.taken(tokens.without_prompt(body))
-        ids = tokens.new()
-        if listed:
-            tokens.keep(b",".join(listed), ids)
-        if params is not None:
-            turn.keeps(params)
-        turn.answered(ids, None if relay.usage is None else relay.usage.completion_tokens)
+    """Take a whole answer, and return it as a client gets it: without ids that it has not asked for."""
+    if turn is None:
+        return answer
+    body = answer.body
+    if has_value(parsed.fields, "return_token_ids", b"true"):
+        _, listed = tokens.taken(body)
+    else:
+        body, listed = tokens.taken(tokens.without_prompt(body))
+    ids = tokens.new()
+    if listed:
+        tokens.keep(b",".join(listed), ids)
+    _take_handle(turn, relay)
+    turn.answered(ids, None if relay.usage is None else relay.usage.completion_tokens)
     return answer if body is answer.body else structs.replace(answer, body=body)
+
+
+def over(turn: OpenTurn, relay: Relay | None) -> None:
+    """The leg of a turn is over. An answer that is not complete may have brought a handle: then its KV is released."""
+    if relay is not None:
+        _take_handle(turn, relay)
+    turn.close()
+
+
+def _take_handle(turn: OpenTurn, relay: Relay) -> None:
+    """Give the turn the handle that its answer has brought, once."""
+    params, relay.filter.handle = relay.filter.handle, None
+    if params is not None:
+        turn.keeps(params)

@@ -7,6 +7,7 @@ has left (`serving.kv.orphans`). That work may last longer than the request; a s
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 
 from pdproxy.fleet.engine import Engine
@@ -48,7 +49,7 @@ class Custodian:
         self.decode_waits = contract.holder.decode_waits
         """Whether decode engines wait for a push under this contract."""
         self.loses_closed: Callable[[Handle], bool] = contract.holder.loses_closed
-        self._at_host, self._engines = contract.at_host, engines
+        self._at_host, self._engines, self._usual_lease = contract.at_host, engines, contract.holder.lease
         self.when_unread: Callable[[str, str], object] = lambda _, __: None
         """Called with the URLs of a prefill engine and of the decode engine that has reported that it could not read the KV."""
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
@@ -97,6 +98,12 @@ class Custodian:
             return handle
         engine = self._engines.get(prefill)
         return handle if engine is None or engine.kv_host is None else self._at_host(handle, engine.kv_host)
+
+    def lease_of(self, prefill: str) -> float:
+        """Return the seconds for which a prefill engine keeps KV that nobody reads."""
+        engine = self._engines.get(prefill)
+        own = None if engine is None else engine.kv_lease
+        return own or self._usual_lease or math.inf
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""

@@ -51,6 +51,8 @@ class End(Enum):
 
 
 _BY_DECODE = (End.REFUSED, End.ABORTED)
+USABLE = 0.9
+"""The part of a prefill engine's lease in which a decode engine is asked. It needs the rest to begin its read."""
 
 
 class Keeper(Protocol):
@@ -69,6 +71,9 @@ class Keeper(Protocol):
 
     def placed(self, handle: Handle, prefill: str) -> Handle:
         """Return a handle with the host at which the settings say that others reach its prefill engine."""
+
+    def lease_of(self, prefill: str) -> float:
+        """Return the seconds for which a prefill engine keeps KV that nobody reads."""
 
     def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
@@ -92,6 +97,7 @@ class Custody:
         "_custodian",
         "_decode_waits",
         "_end_later",
+        "_held_since",
         "_over",
         "_unread",
         "authorization",
@@ -127,7 +133,7 @@ class Custody:
         self.authorization = leg.authorization
         self.state: State | None = State.HELD if custodian.holds else None
         self.how: End | None = None
-        self.since = custodian.now()
+        self.since = self._held_since = custodian.now()
         self.on_gone: Callable[[str, bool], None] | None = None
         """Called if a decode engine must not wait for the KV, or read it, any more: with the reason, and whether the prefill
         engine was lost. (Otherwise its lease has ended: the decode engine could read another prompt's KV.)"""
@@ -162,7 +168,7 @@ class Custody:
         `run`: the number of the engine's run.
 
         Raises:
-            KvGoneError: the KV is gone, or is being released: a decode engine would read another prompt's KV.
+            KvGoneError: the KV is gone, is being released, or its lease has ended: a decode engine would read another prompt's.
             RuntimeError: the handle was given away before, which is a defect of pdproxy.
         """
         if self.was_asked:
@@ -170,6 +176,10 @@ class Custody:
         handle = self.handle
         if not isinstance(handle, Handle) or self.how is not None or self.state is State.RELEASING:
             raise KvGoneError(f"the KV at {self.prefill} is gone")
+        age = self._custodian.now() - self._held_since
+        if self.state is State.HELD and age >= USABLE * self._custodian.lease_of(self.prefill):
+            self.end(End.EXPIRED)
+            raise KvGoneError(f"the KV at {self.prefill} is {age:.3g} s old: its lease ends")
         self.decode_run, self.was_asked = run, True
         self._decode_waits = self._custodian.decode_waits
         self.loses_closed = self._custodian.loses_closed(handle)
@@ -222,6 +232,7 @@ class Custody:
         if not self.promised:
             return
         self.promised = False
+        self._held_since = self._custodian.now()
         handle = self._custodian.placed(handle, self.prefill)
         if self.state is None:
             self.handle = handle if self.how is None else handle.counts()

@@ -55,6 +55,12 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
 from pdproxy.wire.fields import Fields
+from pdproxy.wire.inside import (
+    error_events_without_inside,
+    error_without_inside,
+    passed_events_without_inside,
+    passed_without_inside,
+)
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
@@ -282,7 +288,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             raise as_event(answer)
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
-        await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
+        if answer.status == 200:
+            shown = passed_without_inside(answer.body)
+        else:
+            shown = error_without_inside(answer.body, answer.status, self._engines())
+        await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), shown)
         return Verdict.GOOD if answer.status == 200 else Verdict.NEUTRAL
 
     async def _relay(self, leg: PassthroughLeg, lease: Lease, open_leg: OpenPassedLeg) -> None:
@@ -308,7 +318,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             if not data:
                 break
             open_leg.sign, open_leg.paused = now(), True
-            held += stream.feed(data)
+            held += self._shown(stream, data)
             leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
                 if self.first is None:
@@ -323,6 +333,15 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if not stream.ended or stream.rest or self.first is None:
             raise EngineError(f"{url} ended its stream before it was complete")
         await output.finish()
+
+    def _shown(self, stream: WholeEvents, data: bytes) -> bytes:
+        """Return the events that are whole now, as clients see them. The last ones may be an error."""
+        events = passed_events_without_inside(stream.feed(data))
+        return error_events_without_inside(events, self._engines()) if stream.ended else events
+
+    def _engines(self) -> Sequence[str]:
+        """Return the URLs that no client may see."""
+        return [*self._service.resources.engines.known]
 
     @asynccontextmanager
     async def _answered_within(self, lease: Lease, seconds: float) -> AsyncIterator[None]:
@@ -358,11 +377,14 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         dialect = self._incoming.entry.dialect
         try:
             if self.writer.begun:
-                await self.writer.write(failure_event(dialect, error, self._stream.sequence if self._stream else 0))
+                sequence = self._stream.sequence if self._stream else 0
+                await self.writer.write(failure_event(dialect, error, sequence, self._engines()))
                 await self.writer.finish()
                 return
             self.status = error.status
-            await self.writer.whole(error.status, self.error_headers(error), failure_body(dialect, error))
+            await self.writer.whole(
+                error.status, self.error_headers(error), failure_body(dialect, error, self._engines())
+            )
         except ClientLeftError:
             return  # nobody reads the answer
 

@@ -51,6 +51,7 @@ from pdproxy.wire.client_routes import ADAPTER_HEADER, with_adapter
 from pdproxy.wire.continuable import shows_ids
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.fields import body_request_id, has_value
+from pdproxy.wire.inside import error_without_inside
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import PassedBody
 from pdproxy.wire.request import Alone, Incoming, Parsed, Route
@@ -305,8 +306,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if self.writer.begun:
             raise as_event(answer)
         self.status = answer.status
-        lines = self.answer_headers(answer.headers, _PASSED_HEADERS)
-        self.writer.whole(answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, answer.body)
+        lines, body = self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body
+        if answer.status != 200:
+            body = error_without_inside(body, answer.status, [*self._service.resources.engines.known])
+        self.writer.whole(answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, body)
 
     def _decision(self) -> Headers:
         """Return the header that shows which engines were chosen, if the client wants it and the request is no list."""
@@ -318,7 +321,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if isinstance(error, ClientLeftError):
             self.writer.break_off()
             return
-        body = error_body(error)
+        body = error_body(error, [*self._service.resources.engines.known])
         if self.writer.begun:
             self.status = 200
             self.writer.write(sse.data(body))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pdproxy.kit.errors import EngineError
 from pdproxy.serving.stream.failures import GivenUpError, failure_in, tiny_lines
 from pdproxy.serving.stream.whole_events import CreationTime
-from pdproxy.wire import sse
+from pdproxy.wire import inside, sse
 from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
 
@@ -40,6 +40,7 @@ class EventFilter:
         "every",
         "failure",
         "finished",
+        "handle",
         "keeps_usage",
         "last_events",
         "usage",
@@ -77,6 +78,8 @@ class EventFilter:
         """The error that an event reports, None if none did."""
         self.finished = 0
         """Choices that have ended."""
+        self.handle: bytes | None = None
+        """The KV handle that the engine has put into its answer, None if it has put none. No client gets it."""
         self.last_events: list[bytes] = []
         """Last events of choices, which are held back."""
 
@@ -84,7 +87,8 @@ class EventFilter:
         return f"<EventFilter {'done' if self.done else self.failure or 'open'}, {len(self.last_events)} events held>"
 
     def whole(self, body: bytes) -> bytes:
-        """Return a whole answer with the usage that its client gets."""
+        """Return a whole answer with the usage that its client gets, and without what no client may see."""
+        body, self.handle = inside.without_inside(body)
         body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
         self.usage = usage_of(body)
         return body
@@ -94,12 +98,13 @@ class EventFilter:
         if sse.has_tiny_lines(batch):
             self.failure = tiny_lines()
             return b""
+        hides = inside.may_hide(batch)
         passed: list[bytes] = []
         for bare in batch.split(sse.END):
             if not bare:
                 continue
             event = bare.lstrip(b"\n") + sse.END
-            if self._index is None and not sse.may_be_special(event):
+            if self._index is None and not hides and not sse.may_be_special(event):
                 passed += [*self._take_last_events(), event]
                 continue
             if sse.is_spaced(event):
@@ -111,6 +116,8 @@ class EventFilter:
             if not lines:
                 passed.append(event)  # a keep-alive comment
                 continue
+            if not sse.is_done(lines[0]):
+                event = self.shown(event)
             if sse.is_usage_only(event):
                 if self._ends_early():
                     break
@@ -140,6 +147,12 @@ class EventFilter:
                     self.wants_usage = self._index is None
             passed.append(event)
         return b"".join(passed)
+
+    def shown(self, events: bytes) -> bytes:
+        """Return whole events without what no client may see. It keeps a handle that they have."""
+        events, found = inside.batch_without_inside(events)
+        self.handle = found or self.handle
+        return events
 
     def _ends_early(self) -> bool:
         """Return whether the stream ends before its choices, and note that it has failed.

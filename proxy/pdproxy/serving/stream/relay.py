@@ -30,7 +30,7 @@ from pdproxy.serving.stream.whole_events import CreationTime, limit_to_events, w
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Reads
-from pdproxy.wire import sse, tokens
+from pdproxy.wire import inside, sse, tokens
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.event_template import EventTemplates
 
@@ -152,6 +152,9 @@ class Relay:
         output.on_pressure(self._pause, self._resume)
         batch = self._held.take()
         if batch:
+            shown = self.filter.shown(batch) if not sse.has_tiny_lines(batch) else batch
+            direct = direct and shown is batch  # other events may have the same form
+            batch = shown
             if self.fast_path.keeps_ids:
                 batch, self.beginning = beginning.split(batch, takes_ids=self.fast_path.takes_ids)
             self._forward(batch)
@@ -270,7 +273,7 @@ class Relay:
         if fast_path.keeps_ids and tokens.are_too_many(batch):
             self._fail(EngineError("the engine sent an event with many lists of token ids"))
             return
-        if events.every or events.last_events or sse.may_be_special(batch):
+        if events.every or events.last_events or sse.may_be_special(batch) or inside.may_hide(batch):
             batch = events.filtered(batch)
             if events.failure is not None:
                 self._fail(events.failure)

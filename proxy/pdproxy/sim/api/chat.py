@@ -265,6 +265,8 @@ class _Job:
                     chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
                 if finish is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
+                if facts.handle_in_events:
+                    chunk["kv_transfer_params"] = None if finish is None else delta.kv_transfer_params
                 yield answer.event(chunk)
         if self._usage_at_end:
             counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))

@@ -202,6 +202,8 @@ class _Job:
                     chunk["usage"] = answer.usage(seen[delta.prompt], counts[index])
                 if delta.finish_reason is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
+                if facts.handle_in_events:
+                    chunk["kv_transfer_params"] = None if delta.finish_reason is None else delta.kv_transfer_params
                 yield answer.event(chunk)
         if self._usage_at_end:
             counted = answer.usage(sum(seen), sum(counts))

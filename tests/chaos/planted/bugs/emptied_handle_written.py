@@ -10,10 +10,10 @@ BUG = Bug(
             "serving/kv/custody.py",
             """\
             raise KvGoneError(f"the KV at {self.prefill} is gone")
-        self.decode_run""",
+        age =""",
             """\
             handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
-        self.decode_run""",
+        age =""",
         ),
         Change("transfer/contract.py", '    if not value:\n        raise ValueError("an empty text is no JSON")\n', ""),
     ),
