@@ -133,6 +133,17 @@ def test_engines_are_used_where_nobody_can_serve_alone() -> None:
     assert not pool.faults
 
 
+def test_engines_are_used_where_a_setting_lets_nobody_serve_alone() -> None:
+    """A prompt that is too long for a decode engine to serve whole goes to the last pair; a short one is served whole."""
+    pool = Pool(1, 1)
+    pool.breaks()
+    for _ in range(20):
+        pool.prompt()
+    pool.ledger.alone_up_to = 10
+    assert pool.ledger.assign(SPLIT, Ask("m", 4 * 10, pool.now)) is None
+    assert pool.ledger.assign(SPLIT, Ask("m", 4 * 11, pool.now)) is not None
+
+
 def test_all_pairs_fail_and_come_back() -> None:
     """Then one engine serves each prompt. Few prompts try, and all pairs are used again."""
     pool = Pool(3, 3)
