@@ -40,7 +40,7 @@ async def slowly(reply: Reply) -> None:
     await reply.start()
     for _ in range(10):
         await reply.piece(event % b"null")
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.1)
     await reply.piece(event % b'"length"' + b"data: [DONE]\n\n")
     await reply.finish()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -146,3 +148,55 @@ def test_an_engine_with_the_short_prompts_is_not_slow() -> None:
         outliers.ended("a", Role.PREFILL, 1.0, failed=False, pace=0.05 / 100, seconds=0.05)
         outliers.ended("b", Role.PREFILL, 1.0, failed=False, pace=1.0 / 100_000, seconds=1.0)
     assert outliers.judge(2.0, [["a", "b"]]) == []
+
+
+def test_a_larger_batch_is_no_slower_engine() -> None:
+    """Of two, one waits for KV most of the time, so that the other one has the larger batches: their steps take longer."""
+    judge = made()
+    for _ in range(20):
+        judge.ended("healthy", Role.DECODE, NOW, failed=False, pace=0.08, beside=40)
+        judge.ended("waits", Role.DECODE, NOW, failed=False, pace=0.01, beside=2)
+    assert out(judge, ["healthy", "waits"]) == []
+
+
+@pytest.mark.parametrize(("slow", "is_out"), [(3.1, True), (2.9, False)])
+def test_batches_of_one_size_are_compared(slow: float, is_out: bool) -> None:
+    """Each size with the same one at the peers, and as often as the engine has it."""
+    judge = made()
+    for number in range(20):
+        beside = 2 if number % 2 else 40
+        judge.ended("a", Role.DECODE, NOW, failed=False, pace=slow * beside, beside=beside)
+        for peer in FOUR[1:]:
+            judge.ended(peer, Role.DECODE, NOW, failed=False, pace=1.0 * beside, beside=beside)
+    assert out(judge, FOUR) == ([("a", "latency")] if is_out else [])
+
+
+def kv(judge: Outliers, slow: Callable[[str, str], bool]) -> None:
+    """Streams whose KV goes from each of two prefill engines to each of two decode engines."""
+    for _ in range(10):
+        for p in ("p1", "p2"):
+            for d in ("d1", "d2"):
+                judge.loaded(p, d, NOW, 3.6 if slow(p, d) else 0.29)
+
+
+@pytest.mark.parametrize(
+    ("slow", "found"),
+    [
+        (lambda p, d: d == "d2", ["d2"]),
+        (lambda p, d: p == "p2", ["p2"]),
+        (lambda p, d: (p, d) == ("p2", "d2"), []),
+        (lambda p, d: True, []),
+    ],
+)
+def test_kv_that_takes_long(slow: Callable[[str, str], bool], found: list[str]) -> None:
+    """With each partner it is the engine; with one of them it is not. Workers tell each other what they have counted."""
+    judge = made()
+    kv(judge, slow)
+    groups = [["p1", "p2"], ["d1", "d2"]]
+    assert [one.url for one in judge.judge(NOW, groups)] == found
+    other, lead = made(), made()
+    kv(other, slow)
+    assert [one.url for one in lead.judge(NOW, groups, [other.counted(NOW)])] == found
+    lead.forget("p1")
+    other.forget("p1")
+    assert {key.partner for key in other._windows} <= {"p2"}

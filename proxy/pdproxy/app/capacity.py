@@ -10,7 +10,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
 from pdproxy.observe import catalog_refusals
-from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, RequestEnded
+from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, Observers, RequestEnded
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.ledger import Ledger
@@ -186,11 +186,13 @@ class PoolCapacity:
 
 
 class Scraped:
-    """Passes what engines report to the audit, the pool's capacity, the ledger of one of several replicas, and other workers."""
+    """Passes what engines report to the audit, the pool's capacity, the ledger and other workers."""
 
-    def __init__(self, auditor: Auditor, ledger: Ledger, now: Callable[[], float]) -> None:
+    def __init__(self, auditor: Auditor, ledger: Ledger, observers: Observers, now: Callable[[], float]) -> None:
         self._auditor = auditor
-        self._ledger = ledger if isinstance(ledger, ReplicaLedger) else None
+        self._ledger = ledger
+        self._replicas = ledger if isinstance(ledger, ReplicaLedger) else None
+        self._observers = observers
         self._now = now
         self.capacity: PoolCapacity | None = None
         """None where there are no windows."""
@@ -210,12 +212,17 @@ class Scraped:
         """Take what an engine has reported to another worker."""
         if self.capacity is not None:
             self.capacity.reported()
-        self._note(engine, metrics)
+        self._note(engine, metrics, elsewhere=True)
 
-    def _note(self, engine: Engine, metrics: Scrape) -> None:
-        if self._ledger is not None:
+    def _note(self, engine: Engine, metrics: Scrape, *, elsewhere: bool = False) -> None:
+        if self._replicas is not None:
             count = None if metrics.waiting is None else metrics.running + metrics.waiting
-            self._ledger.reported(engine.url, count, self._now())
+            self._replicas.reported(engine.url, count, self._now())
+        if self._ledger.mark_asleep(engine.url, metrics.asleep):
+            role, how = engine.node.role.value, metrics.asleep
+            reason = "it is awake" if how is None else how
+            event = NodeChanged(engine.url, role, up=how is None, reason=reason, elsewhere=elsewhere, state="asleep")
+            self._observers.notify(event)
 
 
 def _load(engine: Engine) -> Load:

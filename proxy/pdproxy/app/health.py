@@ -90,7 +90,7 @@ def build_watching(
     lead: Lead = ALWAYS if share is None else share.lead
     others = _Others(share, settings.pool.name)
     auditor = own.auditor(engines, ledger, observers)
-    scraped = Scraped(auditor, ledger, now)
+    scraped = Scraped(auditor, ledger, observers, now)
     derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
     prober = Prober(
         engines,

@@ -138,6 +138,7 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
         resources.derendering.deadline = deadlines.between_tokens
     ledger.alone_up_to = pool.alone_up_to
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
+    ledger.transfers.configure(limits.breaker_failures, limits.breaker_cooldown)
     if replace(pool.policy, placement=parts.policy.placement) != parts.policy or pool.slo != parts.slo:
         ledger.use_policies(policies_of(pool))
         if ledger.placement is not None:

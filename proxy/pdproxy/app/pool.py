@@ -21,7 +21,7 @@ from pdproxy.app.process import Process
 from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.tokens import Tokens, build_tokens
-from pdproxy.app.transfer import build_transfer, build_turns
+from pdproxy.app.transfer import build_transfer, build_transfers, build_turns
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
@@ -114,6 +114,8 @@ class PoolParts:
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share)
+        transfers = build_transfers(pool.name, ledger, process)
+        custodian.when_unread = transfers.failed
         notices = build_notices(settings, transfer, custodian, turns, process, share)
         registrations = build_registrations(settings, engines, ledger, process, share)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
@@ -172,6 +174,7 @@ class PoolParts:
             retries=process.retries,
             comebacks=comebacks,
             outliers=outliers,
+            transfers=transfers,
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,
             is_alive=partial(admin.answers, path="/health"),
@@ -193,6 +196,7 @@ class PoolParts:
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         metrics.add_gauges(engine_gauges(engines, auditor, watching.stalls, watching.exclusions, now, pool.name))
+        metrics.add_gauges(transfers.gauges())
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         if ledger.placement is not None:
             metrics.add_gauges(placement_gauges(ledger.placement))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
@@ -20,6 +23,9 @@ from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of
+
+if TYPE_CHECKING:
+    from pdproxy.app.process import Process
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -40,6 +46,18 @@ def build_transfer(
         own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",
     )
+
+
+def build_transfers(pool: str, ledger: Ledger, process: Process) -> Transfers:
+    """Return what is known of KV that does not move in the pool of this name. Workers tell each other."""
+    share, topic = process.share.several, f"transfers {pool}"
+    if share is None:
+        made = Transfers(ledger, process.observers, process.now)
+    else:
+        made = Transfers(ledger, process.observers, process.now, partial(share.siblings.tell, topic))
+        share.siblings.hears[topic] = made.received
+    process.observers.add(made)
+    return made
 
 
 def build_turns(

@@ -18,7 +18,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Member, MemberState, UnknownMemberError
 from pdproxy.fleet.membership import Membership
 from pdproxy.kit.text import truncate
-from pdproxy.scheduling.compatibility import prefill_and_decode
+from pdproxy.scheduling.compatibility import may_share
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.settings.crosscheck import engine_url
 from pdproxy.settings.errors import SettingsError
@@ -42,7 +42,9 @@ def engine_id(url: str) -> str:
 class EngineHealth(msgspec.Struct, frozen=True):
     """Whether it serves: what probes and its legs have shown."""
 
-    state: Annotated[str, Meta(description="up, down, draining, stalled, excluded, half_open or slow_start")]
+    state: Annotated[
+        str, Meta(description="up, down, draining, stalled, asleep, excluded, half_open, kv_failing or slow_start")
+    ]
     reason: Annotated[str | None, Meta(description="why it is not up, null if it is")]
 
 
@@ -242,14 +244,15 @@ def _is_plain(member: Member, node: Node, now: float) -> bool:
 
 def _why(node: Node, now: float) -> str | None:
     """Return why an engine is not up."""
-    found = node.down_because or node.draining or node.stalled
+    found = node.down_because or node.draining or node.stalled or node.asleep
     if found is not None:
         return truncate(found, 1000)
     if now < node.open_until:
         return node.excluded_because or f"failed {node.failures} times in a row"
     if node.half_open(now):
         return "gets one request at a time until one shows that it serves again"
-    return None
+    faults = [] if node.transfers is None else node.transfers.of(node.url)
+    return "; ".join(fault.tells(now) for fault in faults) or None
 
 
 def _pairs(node: Node, nodes: Sequence[Node], shown: int) -> EnginePairs:
@@ -273,7 +276,7 @@ def _difference(node: Node, other: Node) -> str | None:
     found: str | None = ""
     for prefill, decode in ((node, other), (other, node)):
         if Role.PREFILL in prefill.uses and Role.DECODE in decode.uses:
-            found = prefill_and_decode(prefill, decode)
+            found = may_share(prefill, decode)
             if found is None:
                 return None
     return found

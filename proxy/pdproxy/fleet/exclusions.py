@@ -85,7 +85,7 @@ class Exclusions:
                 self._counts[found.url][found.reason] += 1
                 role = self._engines[found.url].node.role.value
                 reason = f"{found.why}: excluded for {found.seconds:g} s"
-                self._observers.notify(NodeChanged(found.url, role, up=False, reason=reason))
+                self._observers.notify(NodeChanged(found.url, role, up=False, reason=reason, state="excluded"))
 
     def counts(self) -> list[tuple[tuple[str, ...], float]]:
         """Return how often each engine was excluded, by reason."""

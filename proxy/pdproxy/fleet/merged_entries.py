@@ -10,7 +10,7 @@ from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, Engin
 
 _STATES = ("joining", "probing", "warming", "serving")
 """On its way in, an engine is as far as in the worker where it has come least far."""
-_HEALTH = ("up", "slow_start", "half_open", "excluded", "stalled", "draining", "down")
+_HEALTH = ("up", "slow_start", "kv_failing", "half_open", "excluded", "asleep", "stalled", "draining", "down")
 """From good to bad."""
 _WAITS = ("requests", "kv", None)
 

@@ -44,6 +44,7 @@ class OpenLegs:
     __slots__ = (
         "busy_since",
         "canaries",
+        "flowing",
         "last_sign",
         "legs",
         "life",
@@ -57,6 +58,8 @@ class OpenLegs:
         self.legs: dict[OpenLeg, None] = {}
         self.busy_since = 0.0
         """Since when there has always been one, where there is one."""
+        self.flowing = 0
+        """Streams of this worker that have begun, and are not over: the engine makes a token of each in a step."""
         self.last_sign = 0.0
         """When a leg that is over has shown its last sign, or ended well."""
         self.pace = Pace()

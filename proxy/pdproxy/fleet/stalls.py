@@ -160,7 +160,7 @@ class Stalls:
         """Take an engine out of use. Return whether it was in use."""
         if not self._ledger.mark_stalled(engine.url, why):
             return False
-        self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=False, reason=why))
+        self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=False, reason=why, state="stalled"))
         return True
 
     def let_in(self, engine: Engine) -> None:

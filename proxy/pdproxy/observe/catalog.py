@@ -70,6 +70,7 @@ ALONE = (
     ("no_tokens", "the prompt's token ids, which the connector needs, could not be made"),
     ("kv_buffer", "the KV does not fit into a receive buffer"),
     ("kv_late", "the notice that the KV is ready did not come in time"),
+    ("kv_failed", "decode engines could not load the KV of this prompt, and one try was left"),
     ("first_token", "the prefill engine's first token cannot begin the answer"),
     ("decided", "the placement chose one engine: the prompt could have been split"),
 )

@@ -25,8 +25,13 @@ NODE_STATE = Description(
                 ("down", "probes find it down: it gets none"),
                 ("draining", "it is to leave, or has been drained: it gets none"),
                 ("stalled", "its core stands still (health.stalled_after): it gets none"),
+                ("asleep", "it sleeps, as its vllm:engine_sleep_state says: it gets none"),
                 ("excluded", "by its breaker, or as an outlier: it gets requests only if there is no other engine"),
                 ("half_open", "it gets one request at a time, until one has shown that it serves again"),
+                (
+                    "kv_failing",
+                    "KV does not move to or from it: no prompt is split with it, it may serve prompts whole",
+                ),
                 ("slow_start", "it gets more and more requests (health.slow_start)"),
             ),
         ),
@@ -70,6 +75,28 @@ WAITING_FOR_ENGINES = Description(
     Kind.GAUGE,
     "Requests that wait for an engine that stands still, because no other can serve them (deadlines.queue)",
     "requests",
+)
+_FAULT = Label(
+    "kind",
+    (
+        ("prefill", "no decode engine can load a prefill engine's KV, or it makes none"),
+        ("decode", "a decode engine can load no KV, or computes it again"),
+        ("link", "KV does not get from one prefill engine to one decode engine, which both move KV with others"),
+    ),
+)
+TRANSFER_FAULTS = Description(
+    "pdproxy_kv_faults",
+    Kind.GAUGE,
+    "Engines and links with which no prompt is split since KV does not move; GET /ready names them",
+    "faults",
+    (_FAULT,),
+)
+TRANSFER_FAULTS_FOUND = Description(
+    "pdproxy_kv_faults_found_total",
+    Kind.COUNTER,
+    "How often it was found that KV does not move to or from an engine, or over a link",
+    "faults",
+    (_FAULT,),
 )
 EXCLUSIONS = Description(
     "pdproxy_exclusions_total",

@@ -155,13 +155,17 @@ class LegFailed(msgspec.Struct, frozen=True):
 
 
 class NodeChanged(msgspec.Struct, frozen=True):
-    """An engine came up, went down or was excluded. `elsewhere`: another worker has found it, and logs it."""
+    """An engine has another state. `up`: it gets requests as before; else `state` says why it gets none, or few.
+
+    `elsewhere`: another worker has found it, and logs it.
+    """
 
     node: str
     role: str
     up: bool
     reason: str
     elsewhere: bool = False
+    state: str = "down"
 
 
 class MemberChanged(msgspec.Struct, frozen=True):
@@ -180,6 +184,20 @@ class PairEjected(msgspec.Struct, frozen=True):
     decode: str
     prefill_tokens: int
     decode_tokens: int
+
+
+class TransferFaultSeen(msgspec.Struct, frozen=True):
+    """KV does not move to or from an engine, or between two, or moves again (`over`). `kind`: prefill, decode or link.
+
+    `prefill`, `decode`: URLs, None for whichever engine. `elsewhere`: another worker has found it, and logs it.
+    """
+
+    kind: str
+    prefill: str | None
+    decode: str | None
+    reason: str
+    over: bool
+    elsewhere: bool = False
 
 
 class KvShortfall(msgspec.Struct, frozen=True):
@@ -346,6 +364,7 @@ Event = (
     | MemberChanged
     | PairEjected
     | KvShortfall
+    | TransferFaultSeen
     | KvCounted
     | KvNoticed
     | RegistrationSeen

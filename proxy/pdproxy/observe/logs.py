@@ -36,6 +36,7 @@ from pdproxy.observe.events import (
     StreamContinued,
     Tokenized,
     TokenizerJudged,
+    TransferFaultSeen,
     TurnClaimed,
     TurnDropped,
     TurnKept,
@@ -118,13 +119,17 @@ class LogObserver:
                 _log(legs, logging.WARNING, "leg failed", _fields(event))
             case NodeChanged(elsewhere=True):
                 pass
-            case NodeChanged(up=up):
-                _log(
-                    fleet,
-                    logging.INFO if up else logging.WARNING,
-                    "engine is up" if up else "engine is down",
-                    _fields(event),
-                )
+            case NodeChanged(up=up, state=state):
+                words = "engine is up" if up else _STATE_LINES[state]
+                fields = {"node": event.node, "role": event.role, "reason": event.reason}
+                _log(fleet, logging.INFO if up or state == "asleep" else logging.WARNING, words, fields)
+            case TransferFaultSeen(elsewhere=True):
+                pass
+            case TransferFaultSeen(over=over):
+                named = {"prefill": event.prefill, "decode": event.decode, "reason": event.reason}
+                fields = {name: value for name, value in named.items() if value is not None}
+                words = "KV moves again" if over else "KV does not move: no prompt is split there"
+                _log(fleet, logging.INFO if over else logging.WARNING, words, fields)
             case MemberChanged():
                 _log(fleet, logging.INFO, "engine of the pool", _fields(event))
             case PairEjected():
@@ -182,6 +187,13 @@ class LogObserver:
         _log(access, logging.WARNING, "refused", fields)
 
 
+_STATE_LINES: Mapping[str, str] = {
+    "down": "engine is down",
+    "excluded": "engine is excluded",
+    "stalled": "engine stands still",
+    "asleep": "engine is asleep",
+}
+"""By `NodeChanged.state`, where an engine is not up."""
 _TOKENIZER_LINES: Mapping[bool | None, str] = {
     True: "prompts may be tokenized here",
     False: "prompts are NOT tokenized here",

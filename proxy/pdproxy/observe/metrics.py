@@ -20,6 +20,7 @@ from pdproxy.observe import (
     catalog_continuations,
     catalog_decisions,
     catalog_fleet,
+    catalog_health,
     catalog_peers,
     catalog_refusals,
     catalog_turns,
@@ -52,6 +53,7 @@ from pdproxy.observe.events import (
     StreamContinued,
     Tokenized,
     TokenizerJudged,
+    TransferFaultSeen,
     TurnClaimed,
     TurnDropped,
     TurnKept,
@@ -234,6 +236,9 @@ class Metrics:
                 self._count(catalog_turns.TURN_CLAIMS, result)
             case TurnReleased(result):
                 self._count(catalog_turns.TURN_RELEASES, result)
+            case TransferFaultSeen(kind, over=over, elsewhere=elsewhere):
+                if not over and not elsewhere:
+                    self._count(catalog_health.TRANSFER_FAULTS_FOUND, kind)
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 

@@ -45,6 +45,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_kv_event_age_seconds": Rule.MOST,
         "pdproxy_kv_event_backlog_bytes": Rule.SUM,
         "pdproxy_kv_event_sources": Rule.MOST,
+        "pdproxy_kv_faults": Rule.MOST,  # what one finds all know
         "pdproxy_kv_handle_age_seconds": Rule.MOST,
         "pdproxy_kv_handles": Rule.SUM,
         "pdproxy_kv_missing_tokens": Rule.MOST,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from pdproxy.scheduling.compatibility import Compatibility
+from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.placement import Candidates
@@ -49,7 +50,10 @@ class Choice:
                 for decode in candidates.decode
             ):
                 return candidates
-        return None
+        # Nobody can serve it whole: engines between which KV did not move are better than no answer.
+        found = self._candidates(ask, split, (), cached=False)
+        found = replace(found, compatible=_are_possible)
+        return found if any(_are_possible(p, d) for p in found.prefill for d in found.decode) else None
 
     def _candidates(self, ask: Ask, split: bool, without: Collection[str], cached: bool) -> Candidates:
         key = (ask.model, split, ask.spares_decode)
@@ -72,3 +76,7 @@ class Choice:
 
     def _may_pair(self, prefill: Node, decode: Node) -> bool:
         return self._compatibility.compatible(_SPLIT, (prefill, decode))
+
+
+def _are_possible(prefill: Node, decode: Node) -> bool:
+    return prefill_and_decode(prefill, decode) is None

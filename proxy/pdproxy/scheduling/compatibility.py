@@ -29,8 +29,16 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
     return prefill.evidence.difference(decode.evidence)
 
 
+def may_share(prefill: Node, decode: Node) -> str | None:
+    """Return why no prompt is split between two engines now, None if one may be: they may work together, and KV moves."""
+    if (why := prefill_and_decode(prefill, decode)) is not None:
+        return why
+    fault = None if prefill.transfers is None else prefill.transfers.apart(prefill.url, decode.url)
+    return None if fault is None else fault.why
+
+
 _RULES: dict[tuple[Role, Role], Callable[[Node, Node], str | None]] = {
-    (Role.PREFILL, Role.DECODE): prefill_and_decode,
+    (Role.PREFILL, Role.DECODE): may_share,
 }
 """The rule for two roles. Engines of two roles without a rule exchange nothing, and are always compatible."""
 
@@ -71,5 +79,5 @@ class Compatibility:
         return next((nodes for nodes in product(*ranked) if self.compatible(roles, nodes)), None)
 
     def changed(self) -> None:
-        """Forget everything: an engine came up, went down or changed."""
+        """Forget everything: an engine came up, went down or changed, or KV moves no more between some, or again."""
         self._known.clear()

@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
 from pdproxy.scheduling.choice import Choice, spared
-from pdproxy.scheduling.compatibility import Compatibility
+from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import DECODE, Evidence, Node, NodeSpec, Role, in_common
+from pdproxy.scheduling.nodes import DECODE, PREFILL, Evidence, Node, NodeSpec, Role, in_common
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 from pdproxy.scheduling.releasing import Releasing
 from pdproxy.scheduling.runs import Runs
+from pdproxy.scheduling.transfer_faults import TransferFault, TransferFaults
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
+_SPLIT = (PREFILL, DECODE)
+_BYTES_PER_TOKEN = 4
+_ONLY_PREFILL = frozenset({PREFILL})
 _DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
 
@@ -56,7 +62,11 @@ class Ledger:
         self.alone_up_to: int | None = None
         """How many tokens a prompt may have that an engine of role decode serves whole; None: any number."""
         self.runs = Runs()
-        self._nodes = {spec.url: Node(spec, run_number=self.runs.next()) for spec in specs}
+        self.transfers = TransferFaults(breaker_failures, breaker_cooldown)
+        """Between which engines KV does not move. Written only here; read by those who show it."""
+        self.when_forgiven: Callable[[TransferFault], None] = lambda _: None
+        """Called with each fault that is over because its engine was removed or started again."""
+        self._nodes = {spec.url: self._node(spec) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
         self.placement = placement
@@ -127,6 +137,8 @@ class Ledger:
             node.run_number = self.runs.of(node, evidence)
         if was_down:
             self.breakers.reset(node)
+        if another_run and self.transfers.suspects:
+            self._forgive(url)
         if was_down or started_again:
             node.stalled = None
         node.evidence, node.down_because, node.probed = evidence, None, True
@@ -178,6 +190,25 @@ class Ledger:
             self.breakers.exclude(node, why, until)
         return node is not None and in_use
 
+    def mark_asleep(self, url: str, how: str | None) -> bool:
+        """Note how an engine sleeps; None: it is awake. Return whether that changed."""
+        node = self._nodes.get(url)
+        if node is None or node.asleep == how:
+            return False
+        node.asleep = how
+        self._changed()
+        return True
+
+    def lost_model(self, url: str, model: str) -> bool:
+        """Note that an engine has refused a model that it does not have. Return whether it had listed that."""
+        node = self._nodes.get(url)
+        if node is None or node.evidence is None or not node.serves(model):
+            return False
+        left, adapters = node.evidence.models - {model}, node.evidence.adapters - {model}
+        node.evidence = replace(node.evidence, models=left, adapters=adapters)
+        self._changed()
+        return True
+
     def mark_draining(self, url: str, why: str | None) -> None:
         """Note why an engine gets no more leases although it serves those that are open; None: it gets some again."""
         if (node := self._nodes.get(url)) is not None:
@@ -219,9 +250,75 @@ class Ledger:
             self._nodes[url].ejected.discard(node.url)
         node.ejected.clear()
 
+    # -- what legs and counters show of KV that moves
+
+    def transfer_failed(
+        self, prefill: str, decode: str, now: float, *, first: bool = True
+    ) -> tuple[TransferFault | None, str]:
+        """Note that a decode engine could not use the KV of a prefill engine.
+
+        Return the fault that this shows, and which of the two is left out if the prompt is tried again. `first`: see
+        `TransferFaults.failed`.
+        """
+        p, d = self._nodes.get(prefill), self._nodes.get(decode)
+        if p is None or d is None:
+            return None, decode  # it was removed
+        others = [node for node in self._nodes.values() if node is not p and node is not d and node.available]
+        more_prefills = any(PREFILL in node.uses and prefill_and_decode(node, d) is None for node in others)
+        more_decodes = any(DECODE in node.uses and prefill_and_decode(p, node) is None for node in others)
+        found = self._noted(
+            self.transfers.failed(
+                prefill, decode, now, more_prefills=more_prefills, more_decodes=more_decodes, first=first
+            )
+        )
+        left_out = self.transfers.left_out(prefill, decode, more_prefills=more_prefills, more_decodes=more_decodes)
+        return found, left_out
+
+    def other_decodes(self, url: str) -> list[str]:
+        """Return the URLs of all decode engines but one."""
+        return [node.url for node in self._nodes.values() if DECODE in node.uses and node.url != url]
+
+    def kv_not_made(self, prefill: str, now: float) -> TransferFault | None:
+        """Note that a prefill engine gave no KV that can be used, and no error. Return the fault that this shows."""
+        return self._noted(self.transfers.not_made(prefill, now)) if prefill in self._nodes else None
+
+    def transfer_loaded(self, prefill: str, decode: str, since: float) -> list[TransferFault]:
+        """Note that KV was loaded for a prompt that was sent at `since`. Return the faults that are over."""
+        over = self.transfers.loaded(prefill, decode, since)
+        if over:
+            self._changed()
+        return over
+
+    def transfers_counted(self, decode: str, moved: int, computed: int, now: float) -> TransferFault | None:
+        """Note what a decode engine's counters show: see `TransferFaults.counted`."""
+        return self._noted(self.transfers.counted(decode, moved, computed, now)) if decode in self._nodes else None
+
+    def follow_transfers(self, fault: TransferFault, *, over: bool) -> bool:
+        """Note what another worker has found. Return whether it is new here."""
+        if any(url not in self._nodes for url in fault.key if url):
+            return False
+        new = self.transfers.follow(fault, over=over)
+        self._changed()
+        return new
+
+    def _noted(self, fault: TransferFault | None) -> TransferFault | None:
+        if fault is not None:
+            self._changed()
+        return fault
+
+    def _forgive(self, url: str) -> None:
+        for fault in self.transfers.forget(url):
+            self.when_forgiven(fault)
+        self._changed()
+
+    # -- engines come and go
+
+    def _node(self, spec: NodeSpec) -> Node:
+        return Node(spec, run_number=self.runs.next(), transfers=self.transfers)
+
     def add(self, spec: NodeSpec) -> Node:
         """Add an engine. Nothing is sent to it before it has answered a probe."""
-        node = self._nodes[spec.url] = Node(spec, run_number=self.runs.next())
+        node = self._nodes[spec.url] = self._node(spec)
         self._changed()
         return node
 
@@ -230,6 +327,7 @@ class Ledger:
         node = self._nodes.pop(url)
         self.runs.removed(node)
         self._pardon(node)
+        self._forgive(url)
         self.breakers.reset(node)
         for policy in self._policies.values():
             policy.forget(node)
@@ -246,6 +344,8 @@ class Ledger:
         """
         roles = tuple(roles)
         nodes: Sequence[Node] | None = None
+        if ask.now >= self.transfers.due:
+            self._try_transfers(ask.now)
         if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
             nodes = self._best_of_each(roles, ask)
         if nodes is None or (self._has_places and any(node.full or node.crowded for node in nodes)):
@@ -253,8 +353,16 @@ class Ledger:
             if self._has_places:
                 ranked = [[node for node in nodes if not node.full] for nodes in ranked]
             nodes = self._compatibility.first(roles, ranked)
+            if (
+                nodes is None
+                and self.transfers.faults
+                and not self.serves_alone(ask.model, spares_decode=self._spares_decode(ask))
+            ):
+                nodes = next((both for both in product(*ranked) if _are_possible(roles, both)), None)
         if nodes is None:
             return None
+        if self.transfers.faults and len(nodes) > 1:
+            self._tried(nodes, ask.now)
         alone, size = len(nodes) == 1, ask.prompt_bytes
         leases: list[Lease] = []
         for role, node in zip(roles, nodes, strict=True):
@@ -278,6 +386,8 @@ class Ledger:
             raise RuntimeError("the pool has no placement")
         if self._windows:
             avoid = (*avoid, *[node.url for node in self._nodes.values() if node.crowded])
+        if ask.now >= self.transfers.due:
+            self._try_transfers(ask.now)
         candidates = self._choice.of(ask, split, without, avoid, cached=self._is_plain(ask.now))
         placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
@@ -286,6 +396,7 @@ class Ledger:
             leases: tuple[Lease, ...] = (self._open(placed.nodes[0], Role.AGGREGATED, ask.prompt_bytes, ask),)
         else:
             prefill, decode = placed.nodes
+            self._tried(placed.nodes, ask.now)
             prefill_lease = self._open(prefill, Role.PREFILL, ask.prompt_bytes, ask)
             leases = (prefill_lease, self._open(decode, Role.DECODE, 0, ask))
         return Assignment(leases, placed.reason, placed.values)
@@ -359,6 +470,38 @@ class Ledger:
         nodes = tuple(chosen)
         return nodes if len(nodes) == len(roles) and self._compatibility.compatible(roles, nodes) else None
 
+    def _try_transfers(self, now: float) -> None:
+        """Let prompts be split again where KV did not move and the time for that is over."""
+        if self.transfers.try_due(now):
+            self._changed()
+
+    def _tried(self, nodes: Sequence[Node], now: float) -> None:
+        """Note that a prompt is sent to a prefill and a decode engine, in this order."""
+        if self.transfers.faults and self.transfers.taken(nodes[0].url, nodes[-1].url, now):
+            self._changed()
+
+    def serves_alone(self, model: str | None, *, spares_decode: bool) -> bool:
+        """Return whether any engine can serve a request for a model whole. `spares_decode`: not those of role decode."""
+        return any(
+            node.available
+            and not node.uses.isdisjoint(self._alone)
+            and not (spares_decode and node.role is DECODE)
+            and (model is None or node.serves(model))
+            for node in self._nodes.values()
+        )
+
+    def _spares_decode(self, ask: Ask) -> bool:
+        """Return whether no engine of role decode would serve a prompt whole, as far as its size is known."""
+        tokens = ask.prompt_bytes // _BYTES_PER_TOKEN if ask.ids is None else ask.ids.count
+        return self.alone_up_to is not None and tokens > self.alone_up_to
+
+    def lists(self, model: str, without: Collection[str]) -> bool:
+        """Return whether an engine outside of `without` that can answer clients lists a model."""
+        return any(
+            node.available and node.serves(model) and node.uses != _ONLY_PREFILL and node.url not in without
+            for node in self._nodes.values()
+        )
+
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
@@ -415,6 +558,12 @@ class Ledger:
             self._not_paired = readiness.not_paired(self.nodes)
         return [
             *readiness.shortcomings(self.nodes, now),
+            *readiness.not_moving(self.transfers.faults.values(), now),
             *self._not_paired,
             *dict.fromkeys(text for text in told if text is not None),
         ]
+
+
+def _are_possible(roles: tuple[Role, ...], nodes: tuple[Node, ...]) -> bool:
+    """Return whether engines may serve one request although KV may not move between them: nobody else can serve it."""
+    return roles == _SPLIT and prefill_and_decode(*nodes) is None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdproxy.kit.text import truncate
+from pdproxy.scheduling.transfer_faults import TransferFaults
 
 
 class Role(Enum):
@@ -40,7 +41,7 @@ ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 SIZE_BITS = 43
 """Of a load as one number: the bits of prompt bytes. The number of requests is above them."""
 
-STATES = ("up", "down", "draining", "stalled", "excluded", "half_open", "slow_start")
+STATES = ("up", "down", "draining", "stalled", "asleep", "excluded", "half_open", "kv_failing", "slow_start")
 """What `Node.state` can be."""
 
 
@@ -168,6 +169,8 @@ class Node:
     """When its slow start ends, in monotonic seconds; 0: it is in none."""
     stalled: str | None = None
     """Why it gets no requests although it answers probes; None: it does not stand still."""
+    asleep: str | None = None
+    """How it sleeps, as it reports itself; None: it is awake."""
     draining: str | None = None
     """Why it gets no more requests although it serves those that it has; None: it is not being drained."""
     kv_not_ready: str | None = None
@@ -178,6 +181,8 @@ class Node:
     """The tensor-parallel size that it reports, None if its connector reports none."""
     ejected: set[str] = field(default_factory=set)
     """URLs of engines that it must not work with."""
+    transfers: TransferFaults | None = field(default=None, repr=False)
+    """What is known of KV that does not move: that of its ledger. None: it is in none."""
 
     def __post_init__(self) -> None:
         # Attributes, not properties: every request reads them several times.
@@ -196,8 +201,8 @@ class Node:
 
     @property
     def available(self) -> bool:
-        """Whether the engine may get requests at all: it is up, does not stand still, and is not being drained."""
-        in_use = self.down_because is None and self.stalled is None and self.draining is None
+        """Whether the engine may get requests at all: it is up and awake, does not stand still, and is not being drained."""
+        in_use = self.down_because is None and self.stalled is None and self.asleep is None and self.draining is None
         return in_use and self.evidence is not None
 
     @property
@@ -253,10 +258,14 @@ class Node:
             return "draining"
         if self.stalled is not None:
             return "stalled"
+        if self.asleep is not None:
+            return "asleep"
         if now < self.open_until:
             return "excluded"
         if self.half_open(now):
             return "half_open"
+        if self.transfers is not None and self.transfers.of(self.url):
+            return "kv_failing"
         return "slow_start" if now < self.slow_until else "up"
 
     def down_for(self, now: float) -> float:

@@ -1,6 +1,10 @@
 """Engines that fail much more often than their peers, or are much slower. Pure: time is passed in.
 
 The breaker sees failures in a row. An engine that fails every second request, or one whose clocks are throttled, has none.
+
+Like is compared with like. A step takes the longer the more streams are in it, so that an engine whose peer waits for KV most of
+the time has larger batches, and is no slower for that: each leg counts with the size of its batch. The time that KV takes counts
+by pairs, and is an engine's own if it takes long with each of its partners.
 """
 
 from __future__ import annotations
@@ -46,25 +50,46 @@ class Exclusion:
     seconds: float
 
 
+class _Key(NamedTuple):
+    """What is counted apart: an engine, what it did, and how much it had to do beside it, as a number of bits.
+
+    `partner`: the prefill engine whose KV a decode engine waited for; "" where the times are of its own work.
+    """
+
+    url: str
+    role: Role
+    bits: int
+    partner: str = ""
+
+
 class Counted(NamedTuple):
-    """What another worker has counted of an engine, in the time that is looked at. `role`: the value of what the engine did."""
+    """What another worker has counted of an engine, in the time that is looked at. `role`: the value of what the engine did.
+
+    `bits`, `partner`: as of `_Key`; `beside`: as of `_Counts`.
+    """
 
     url: str
     role: str
+    bits: int
+    partner: str
     good: int
     failed: int
     timed: int
     pace: float
     seconds: float
+    beside: int
 
 
 @dataclass(slots=True)
 class _Counts:
+    """Of legs: `timed` of them took so long for a unit of work each, and in all. `beside`: the sum of their batches' sizes."""
+
     good: int = 0
     failed: int = 0
     timed: int = 0
     pace: float = 0.0
     seconds: float = 0.0
+    beside: int = 0
 
     def add(self, other: _Counts) -> None:
         self.good += other.good
@@ -72,6 +97,7 @@ class _Counts:
         self.timed += other.timed
         self.pace += other.pace
         self.seconds += other.seconds
+        self.beside += other.beside
 
 
 @dataclass(slots=True)
@@ -104,35 +130,56 @@ class Outliers:
 
     def __init__(self, limits: OutlierLimits) -> None:
         self.limits = limits
-        self._windows: dict[tuple[str, Role], _Window] = {}
-        self._elsewhere: dict[tuple[str, Role], _Counts] = {}
+        self._windows: dict[_Key, _Window] = {}
+        self._elsewhere: dict[_Key, _Counts] = {}
         """What other workers have counted, while engines are judged."""
         self._times: dict[str, int] = {}
         self._until: dict[str, float] = {}
 
     def ended(
-        self, url: str, role: Role, now: float, *, failed: bool, pace: float | None = None, seconds: float | None = None
+        self,
+        url: str,
+        role: Role,
+        now: float,
+        *,
+        failed: bool,
+        pace: float | None = None,
+        seconds: float | None = None,
+        beside: int = 0,
     ) -> None:
         """Count a leg that ended well, or failed. `role`: what the engine did for it.
+
+        `beside`: how many requests it worked on at the same time, this one included. A step of a batch takes the longer the more
+        are in it: only legs of batches of about the same size are compared.
 
         `pace`: its seconds per unit of work (a prompt byte, an event), None if it is not to be compared. `seconds`: of all its
         work, None if its length says nothing: an engine is slower only if it took longer, too, for an engine that gets the
         short prompts takes more time per byte.
         """
-        window = self._windows.get((url, role))
-        if window is None:
-            window = self._windows[url, role] = _Window()
-        if now >= window.ends:
-            window.turn(now)
-        counts = window.now
+        counts = self._counts(_Key(url, role, beside.bit_length()), now)
         if failed:
             counts.failed += 1
         else:
             counts.good += 1
         if pace is not None:
             counts.timed += 1
+            counts.beside += beside
             counts.pace += pace
             counts.seconds += pace if seconds is None else seconds
+
+    def loaded(self, prefill: str, decode: str, now: float, seconds: float) -> None:
+        """Count the time in which a decode engine got a prompt's KV from a prefill engine, and made its first token."""
+        counts = self._counts(_Key(decode, Role.DECODE, 0, prefill), now)
+        counts.timed += 1
+        counts.seconds += seconds
+
+    def _counts(self, key: _Key, now: float) -> _Counts:
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = _Window()
+        if now >= window.ends:
+            window.turn(now)
+        return window.now
 
     def forget(self, url: str) -> None:
         """Forget an engine: it was removed."""
@@ -144,9 +191,20 @@ class Outliers:
         """Return what was counted of all engines, for another worker that judges them."""
         totals = [(key, window.all(now)) for key, window in self._windows.items()]
         return [
-            Counted(url, role.value, one.good, one.failed, one.timed, one.pace, one.seconds)
-            for (url, role), one in totals
-            if one.good or one.failed
+            Counted(
+                key.url,
+                key.role.value,
+                key.bits,
+                key.partner,
+                one.good,
+                one.failed,
+                one.timed,
+                one.pace,
+                one.seconds,
+                one.beside,
+            )
+            for key, one in totals
+            if one.good or one.failed or one.timed
         ]
 
     def left_out(self, url: str) -> tuple[float, int] | None:
@@ -168,8 +226,9 @@ class Outliers:
         `elsewhere`: what each other worker has counted.
         """
         for one in (one for worker in elsewhere for one in worker):
-            counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds)
-            self._elsewhere.setdefault((one.url, Role(one.role)), _Counts()).add(counts)
+            counts = _Counts(one.good, one.failed, one.timed, one.pace, one.seconds, one.beside)
+            key = _Key(one.url, Role(one.role), one.bits, one.partner)
+            self._elsewhere.setdefault(key, _Counts()).add(counts)
         try:
             return self._judge(now, groups)
         finally:
@@ -190,23 +249,28 @@ class Outliers:
     def _outliers(self, now: float, urls: Sequence[str]) -> list[tuple[str, str, str]]:
         """Return those with their reasons, the worst first."""
         worst: list[tuple[float, str, str, str]] = []
+        counted = self._all(now)
         totals = {url: _Counts() for url in urls}
-        for (url, _), window in self._windows.items():
-            if url in totals:
-                totals[url].add(window.all(now))
-        for (url, _), counts in self._elsewhere.items():
-            if url in totals:
-                totals[url].add(counts)
+        for key, counts in counted.items():
+            if key.url in totals:
+                totals[key.url].add(counts)
+        waits = _waits(counted)
         for url in urls:
             others = [other for other in urls if other != url]
             if (share := self._error_share(url, totals)) is not None:
                 worst.append((share, url, "errors", f"{100 * share:.0f} % of its requests failed"))
                 continue
             for role in Role:
-                if (times := self._slower(url, others, role, now)) is not None:
+                if (times := self._slower(url, others, role, counted)) is not None:
                     what = f"it is {times:.1f} times as slow as its peers ({role.value})"
                     worst.append((-1.0 / times, url, "latency", what))
                     break
+            else:
+                if (times := self._waits_longer(url, others, waits)) is not None:
+                    what = (
+                        f"KV takes {times:.1f} times as long with it as with its peers, whichever the other engine is"
+                    )
+                    worst.append((-1.0 / times, url, "latency", what))
         return [(url, reason, why) for _, url, reason, why in sorted(worst, key=lambda one: -one[0])]
 
     def _error_share(self, url: str, totals: Mapping[str, _Counts]) -> float | None:
@@ -223,24 +287,61 @@ class Outliers:
         # If its peers fail, too, the cause is none of it: a bad model, a bad client, our own network.
         return share if 2 * median(others or [0.0]) <= share else None
 
-    def _slower(self, url: str, others: Sequence[str], role: Role, now: float) -> float | None:
-        own = self._means(url, role, now)
-        peers = [means for other in others if (means := self._means(other, role, now)) is not None]
-        if own is None or not peers:
-            return None
-        usual, seconds = (median(of) for of in zip(*peers, strict=True))
-        limit = self.limits.slower_than
-        return own[0] / usual if usual > 0 and own[0] > limit * usual and own[1] > limit * seconds else None
+    def _all(self, now: float) -> dict[_Key, _Counts]:
+        """Return what all workers have counted. Forget what is too old to be counted."""
+        found: dict[_Key, _Counts] = {}
+        for key, window in [*self._windows.items()]:
+            counts = found[key] = window.all(now)
+            if not (counts.good or counts.failed or counts.timed):
+                del self._windows[key], found[key]
+        for key, counts in self._elsewhere.items():
+            found.setdefault(key, _Counts()).add(counts)
+        return found
 
-    def _means(self, url: str, role: Role, now: float) -> tuple[float, float] | None:
-        """Return an engine's seconds per unit of work, and per leg."""
-        window = self._windows.get((url, role))
-        counts = window.all(now) if window is not None else _Counts()
-        if (elsewhere := self._elsewhere.get((url, role))) is not None:
-            counts.add(elsewhere)
-        if counts.timed < max(1, self.limits.min_requests):
+    def _slower(self, url: str, others: Sequence[str], role: Role, counted: Mapping[_Key, _Counts]) -> float | None:
+        """Return how many times as slow as its peers an engine is, for batches of its sizes; None: not too slow.
+
+        What a peer would take at most for a batch of another size follows from its own: a step of a larger one takes as long at
+        least, and one of twice as many requests twice as long at most.
+        """
+        enough = max(1, self.limits.min_requests)
+        mine: list[_Counts] = []
+        sizes: dict[str, list[_Counts]] = {}
+        for key, counts in counted.items():
+            if key.role is role and not key.partner and counts.timed:
+                if key.url == url:
+                    mine.append(counts)
+                elif 2 * counts.timed >= enough and key.url in others:
+                    sizes.setdefault(key.url, []).append(counts)
+        timed = sum(counts.timed for counts in mine)
+        if timed < enough or not sizes:
             return None
-        return counts.pace / counts.timed, counts.seconds / counts.timed
+        usual, seconds = 0.0, 0.0
+        for counts in mine:
+            bounds = [_at_most(counts.beside / counts.timed, of_peer) for of_peer in sizes.values()]
+            usual += counts.timed * median(pace for pace, _ in bounds)
+            seconds += counts.timed * median(taken for _, taken in bounds)
+        own, taken = sum(counts.pace for counts in mine), sum(counts.seconds for counts in mine)
+        limit = self.limits.slower_than
+        return own / usual if usual > 0 and own > limit * usual and taken > limit * seconds else None
+
+    def _waits_longer(
+        self, url: str, others: Sequence[str], waits: Mapping[str, Mapping[str, _Counts]]
+    ) -> float | None:
+        """Return how many times as long as with its peers KV takes with an engine; None: not too long, or not with each partner.
+
+        With one partner alone it is the link between the two, or the partner.
+        """
+        enough, limit = max(1, self.limits.min_requests), self.limits.slower_than
+        means = {
+            one: mean for one in (url, *others) if (mean := _mean(waits.get(one, {}).values(), enough)) is not None
+        }
+        own = means.pop(url, None)
+        if own is None or not means:
+            return None
+        usual = median(means.values())
+        with_each = [one.seconds / one.timed for one in waits[url].values()]
+        return own / usual if usual > 0 and min(with_each) > limit * usual else None
 
     def _left_out(self, url: str, now: float) -> float:
         if now - self._until.get(url, now) > GOOD_AFTER * self.limits.exclude_for:
@@ -252,5 +353,32 @@ class Outliers:
         return seconds
 
     def _drop(self, url: str) -> None:
-        for key in [key for key in self._windows if key[0] == url]:
+        for key in [key for key in self._windows if url in (key.url, key.partner)]:
             del self._windows[key]
+
+
+def _waits(counted: Mapping[_Key, _Counts]) -> dict[str, dict[str, _Counts]]:
+    """Return the times of KV by each engine, and by its partners."""
+    found: dict[str, dict[str, _Counts]] = {}
+    for key, counts in counted.items():
+        if key.partner and counts.timed:
+            found.setdefault(key.url, {})[key.partner] = counts
+            found.setdefault(key.partner, {})[key.url] = counts
+    return found
+
+
+def _mean(counts: Iterable[_Counts], enough: int) -> float | None:
+    timed, seconds = 0, 0.0
+    for one in counts:
+        timed += one.timed
+        seconds += one.seconds
+    return seconds / timed if timed >= enough else None
+
+
+def _at_most(beside: float, sizes: Sequence[_Counts]) -> tuple[float, float]:
+    """Return what an engine would take at most in a batch of this size: per unit, and per leg."""
+    found = [(max(1.0, beside * one.timed / max(1, one.beside)), one) for one in sizes]
+    return (
+        min(times * one.pace / one.timed for times, one in found),
+        min(times * one.seconds / one.timed for times, one in found),
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from pdproxy.scheduling.compatibility import prefill_and_decode
+from pdproxy.scheduling.compatibility import may_share, prefill_and_decode
 from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.transfer_faults import TransferFault
 
 
 def not_ready(nodes: Sequence[Node], *, starting: bool, alone: Sequence[Role]) -> str | None:
@@ -31,7 +32,7 @@ def not_ready(nodes: Sequence[Node], *, starting: bool, alone: Sequence[Role]) -
 
 
 def _why_not(node: Node) -> str | None:
-    return node.down_because or node.draining or node.stalled
+    return node.down_because or node.draining or node.stalled or node.asleep
 
 
 def _takes_part(node: Node) -> bool:
@@ -70,9 +71,7 @@ def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
     if not decodes:
         return "no decode engine can be used: every prompt is served by one aggregated engine alone"
     for prefill in usable:
-        if any(
-            decode.spec.takes_from(prefill.spec) and prefill_and_decode(prefill, decode) is None for decode in decodes
-        ):
+        if any(decode.spec.takes_from(prefill.spec) and may_share(prefill, decode) is None for decode in decodes):
             return None
     return "no prefill engine that is up can be paired with a decode engine: every prompt is served by one engine alone"
 
@@ -85,6 +84,8 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
         name = f"{node.role.value} {node.url}"
         if node.stalled is not None:
             found.append(f"{name}: {node.stalled}")
+        elif node.asleep is not None:
+            found.append(f"{name}: {node.asleep}")
         elif now < node.open_until and node.excluded_because is not None:
             found.append(f"{name}: {node.excluded_because}: it is excluded for {node.open_until - now:.1f} s")
         elif now < node.open_until:
@@ -93,6 +94,15 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
             )
         elif node.half_open(now):
             found.append(f"{name}: gets one request at a time until one shows that it serves again")
+    return found
+
+
+def not_moving(faults: Iterable[TransferFault], now: float) -> list[str]:
+    """Return between which engines KV does not move, a sentence each."""
+    found = []
+    for fault in faults:
+        roles = [f"{role} {url}" for role, url in (("prefill", fault.prefill), ("decode", fault.decode)) if url]
+        found.append(f"{' and '.join(roles)}: {fault.tells(now)}")
     return found
 
 

@@ -124,6 +124,12 @@ class SharedLedger(Ledger):
             self.tell(url)
         return was_up
 
+    def lost_model(self, url: str, model: str) -> bool:
+        """See `Ledger`."""
+        if lost := super().lost_model(url, model):
+            self.tell(url)
+        return lost
+
     def mark_stalled(self, url: str, why: str) -> bool:
         """See `Ledger`."""
         if new := super().mark_stalled(url, why):

@@ -27,7 +27,8 @@ class OutlierSettings(Section, frozen=True):
     """Requests by which an engine is judged at least."""
 
     slower_than: Annotated[float, Meta(gt=1, le=1000)] = 3.0
-    """Times the median of its peers, in seconds per prompt byte or per event: an engine that is slower is excluded."""
+    """Times the median of its peers, in seconds per prompt byte, per event in batches of its size, or until KV has come: an
+    engine that is slower is excluded."""
 
     exclude_for: Seconds = 30.0
     """Seconds for which an engine is excluded, times how often it was: 300 at most. Then one request shows how it is."""

@@ -18,7 +18,7 @@ from pdproxy.kit.text import truncate
 MAX_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""
 MAX_SAMPLES = 512
-"""Lines of a page that are read. A rank has 9 to 11 of them."""
+"""Lines of a page that are read. A rank has 12 to 14 of them."""
 MAX_LINES_BYTES = 64 << 10
 """Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of 100."""
 MAX_LINE = 4 << 10
@@ -43,6 +43,8 @@ class Scrape:
     """KV blocks of one rank."""
     queued: float | None = None
     """Those of `waiting` that wait for a place, and not for KV; None if the engine does not report it."""
+    asleep: str | None = None
+    """How it sleeps, in words; None: it is awake, or does not report it."""
     progress: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values that change as a core works, by the rank that it is of ("" where lines name none); empty if it reports none. Only
     the core's own reports change them, so that those of a core that stands still do not."""
@@ -108,6 +110,7 @@ def read_metrics(page: bytes) -> Scrape:
         by_source=by_source,
         queued=sum(queued) if queued else None,
         kv_blocks=int(kv_blocks) if _SIZE.fullmatch(kv_blocks) else None,
+        asleep=_asleep(found[_SLEEP]),
         progress=progress,
     )
 
@@ -122,10 +125,24 @@ _READ = (
     _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
     _GENERATED := b"vllm:generation_tokens_total",
     _CACHE := b"vllm:cache_config_info",
+    _SLEEP := b"vllm:engine_sleep_state",
 )
 _PROGRESS = (_GENERATED, _BY_SOURCE, _USAGE, _RUNNING, _WAITING)
 _SINGLE = (_STARTED, _CACHE)
 """Metrics with one value: the last line counts."""
+
+
+_LEVELS = {"weights_offloaded": "level 1", "discard_all": "level 2"}
+"""Labels of the metric of sleep, and what an operator calls that."""
+
+
+def _asleep(samples: Iterable[tuple[Mapping[str, str], float]]) -> str | None:
+    """Return how an engine sleeps, None if all its ranks are awake."""
+    states = [(labels.get("sleep_state", ""), value) for labels, value in samples]
+    if all(value for state, value in states if state == "awake"):
+        return None
+    level = next((_LEVELS[state] for state, value in states if value and state in _LEVELS), "its level is not known")
+    return f"it sleeps ({level}): vllm:engine_sleep_state"
 
 
 def _sample(line: bytes) -> tuple[dict[str, str], float]:

@@ -69,6 +69,7 @@ class Alone(Enum):
     NO_TOKENS = "no_tokens"
     KV_BUFFER = "kv_buffer"
     KV_LATE = "kv_late"
+    KV_FAILED = "kv_failed"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     DECIDED = "decided"
 

@@ -17,6 +17,7 @@ from pdproxy.lab.chaos.clients import Outcome, Visitors
 from pdproxy.lab.chaos.ending import Ending
 from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.invariants import PATIENCE
+from pdproxy.lab.chaos.loads_nothing import LoadsNothing
 from pdproxy.lab.chaos.one_by_one import TIMES, OneByOne
 from pdproxy.lab.chaos.options import Options
 from pdproxy.lab.chaos.oracle import BODIES, Body, ask_judge, bodies, streams
@@ -111,6 +112,8 @@ class _Course:
         await self._under_faults(world, self._visitors(asked))
         await self._calm(world, self._visitors(asked))
         await self._one_by_one(world, self._visitors(alone))
+        self._phase("no KV")
+        self.findings += await LoadsNothing(world, self._visitors(asked), self._trace).run(CLIENTS)
         await self._last(self._visitors(asked))
         await self._quiet(world)
         self.findings += await self._lasting(world, names, timers, own)

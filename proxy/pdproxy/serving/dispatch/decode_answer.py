@@ -5,8 +5,16 @@ from __future__ import annotations
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OwnBodyRefusedError
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.failure_class import error_kind, error_text, is_about_ours, is_clients_fault, refused
-from pdproxy.serving.dispatch.recovery import AskAgain, CannotSplit, DecodeFailed, PrefillFailed
+from pdproxy.serving.dispatch.failure_class import (
+    error_kind,
+    error_text,
+    is_about_ours,
+    is_clients_fault,
+    is_of_kv,
+    is_unknown_model,
+    refused,
+)
+from pdproxy.serving.dispatch.recovery import AskAgain, CannotSplit, DecodeFailed, ModelRefused, PrefillFailed
 from pdproxy.serving.kv.custody import End
 from pdproxy.transfer.bodies import added_fields
 from pdproxy.upstream.client import Answer
@@ -14,7 +22,7 @@ from pdproxy.wire import sse
 from pdproxy.wire.request import Alone
 
 
-def judge(attempt: Attempt, url: str, answer: Answer) -> AskAgain | CannotSplit | None:
+def judge(attempt: Attempt, url: str, answer: Answer) -> AskAgain | CannotSplit | ModelRefused | None:
     """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
 
     Raises:
@@ -31,6 +39,8 @@ def judge(attempt: Attempt, url: str, answer: Answer) -> AskAgain | CannotSplit 
         return None
     if not is_clients_fault(answer):
         raise refused(url, answer)
+    if is_unknown_model(answer):
+        return ModelRefused(url, answer)
     if answer.status == 400 and is_about_ours(answer, added_fields(attempt.request.parsed)):
         raise OwnBodyRefusedError(f"{url} refused what the client has not sent: {error_text(answer.body)}")
     if custody is None:
@@ -55,6 +65,10 @@ def failed(
     prefill engine was lost before its push.
     """
     custody, relay = attempt.custody, attempt.relay
+    before_data, leave_out = not data_came or whole, None
+    has_handle = custody is not None and custody.was_asked and before_data and not (gave_up or lost)
+    if has_handle and custody is not None and is_of_kv(error, awaits_push=custody.awaits_push):
+        leave_out = kv_failed(attempt, custody.prefill, url, is_counted=custody.was_unread)
     if custody is not None:
         if isinstance(error, EngineUnreachableError):
             custody.decode_answered()
@@ -68,7 +82,24 @@ def failed(
             custody.decode_was_late(accepted=relay is not None and relay.status == 200)
     if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None and not data_came:
         attempt.resources.observers.notify(DeadlinePassed(error.wait.value, url))
-    return DecodeFailed(url, error, data_sent=data_came and not whole)
+    return DecodeFailed(url, error, not before_data, leave_out)
+
+
+def kv_failed(attempt: Attempt, prefill: str, decode: str, *, is_counted: bool = False) -> str:
+    """Count a prompt whose KV did not get from one engine to the other: once for each request, which may be the cause itself.
+
+    `is_counted`: the engine has reported it, too. Return which of the two is left out if the prompt is tried again.
+    """
+    first = not attempt.request.kv_failed and not is_counted
+    attempt.request.kv_failed = True
+    return attempt.resources.transfers.failed(prefill, decode, first=first)
+
+
+def kv_loaded(attempt: Attempt, decode: str, since: float) -> None:
+    """Count a prompt whose KV was loaded, where that may be news. `since`: when it was sent."""
+    custody, transfers = attempt.custody, attempt.resources.transfers
+    if custody is not None and custody.how is End.LOADED and transfers.known.suspects:
+        transfers.loaded(custody.prefill, decode, since)
 
 
 def compare(attempt: Attempt, url: str) -> None:

@@ -15,7 +15,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.decode_answer import compare, failed, judge
+from pdproxy.serving.dispatch.decode_answer import compare, failed, judge, kv_loaded
 from pdproxy.serving.dispatch.decode_request import (
     alone_message,
     count_cached,
@@ -28,7 +28,14 @@ from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, begun, 
 from pdproxy.serving.dispatch.decode_watch import counts_came_beside, pass_on
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.open_leg import OpenAnswer
-from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, PrefillFailed
+from pdproxy.serving.dispatch.recovery import (
+    Answered,
+    AskAgain,
+    CannotSplit,
+    DecodeFailed,
+    ModelRefused,
+    PrefillFailed,
+)
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
@@ -94,7 +101,7 @@ class DecodeLeg:
     def __repr__(self) -> str:
         return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
 
-    async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | PrefillFailed:
+    async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | ModelRefused | PrefillFailed:
         """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
 
         Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.
@@ -103,11 +110,12 @@ class DecodeLeg:
         started = resources.now()
         verdict = NEUTRAL
         data_came = whole = False
+        legs, beside = self._engine.open_legs, 0
         new_relay(attempt)
         attempt.take(self._lease)
         attempt.asked_url = self._url
         open_leg = OpenAnswer(attempt, started, self._lease.prompt_bytes, self._end)
-        self._engine.open_legs.add(open_leg)
+        legs.add(open_leg)
         try:
             if custody is not None:
                 custody.is_for(url)
@@ -126,6 +134,7 @@ class DecodeLeg:
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = GOOD
+                kv_loaded(attempt, url, started)
                 over = attempt.prefill_over
                 if over is not None and first.status == 200 and await counts_came_beside(attempt, over):
                     first = with_cached_counts(attempt, first)
@@ -136,8 +145,12 @@ class DecodeLeg:
             attempt.first_s = first_at - asked_at
             if self._lease.trial or resources.ledger.placement is not None:
                 resources.ledger.began(self._lease, first_at)
+            legs.flowing += 1
+            beside = legs.flowing
             if custody is not None:
                 custody.end(End.LOADED)
+                kv_loaded(attempt, url, started)
+                resources.kv_took(custody.prefill, url, attempt.first_s)
             if attempt.prefill_over is not None:
                 await counts_came_beside(attempt, attempt.prefill_over)
             try:
@@ -155,10 +168,12 @@ class DecodeLeg:
                 await self._end_if_accepted()
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
-            verdict = NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
+            verdict = (
+                NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None and (not data_came or whole))
+            )
             return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
         finally:
-            self._engine.open_legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)
+            legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)
             if self._leg is not None:
                 if whole:
                     self._leg.let_finish(FINISH_GRACE)
@@ -175,7 +190,10 @@ class DecodeLeg:
                 if self._expected:
                     resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
-            resources.close(self._lease, verdict, attempt.relay)
+            if beside:
+                beside = (beside + legs.flowing) // 2
+                legs.flowing -= 1
+            resources.close(self._lease, verdict, attempt.relay, beside)
 
     # -- while the prefill engine works, too
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pdproxy.kit.errors import StandstillError
+from pdproxy.kit.errors import EngineRefusedError, StandstillError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.scheduling.split import why_alone
@@ -36,6 +36,7 @@ from pdproxy.serving.dispatch.recovery import (
     Fail,
     Failed,
     Failure,
+    ModelRefused,
     NoEngines,
     Outcome,
     PrefillFailed,
@@ -46,7 +47,7 @@ from pdproxy.serving.dispatch.recovery import (
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.dispatch.turn import key_of
-from pdproxy.serving.dispatch.whole_prompts import refusal
+from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
@@ -86,6 +87,7 @@ class Exchange:
         "_avoid",
         "_dispatcher",
         "_following",
+        "_keep",
         "_number",
         "_prefill_failed",
         "_request",
@@ -105,6 +107,8 @@ class Exchange:
         self._without: tuple[str, ...] = ()
         self._avoid: tuple[str, ...] = ()
         """Engines that may have failed, too: see `recovery.Retry`."""
+        self._keep: str | None = None
+        """The decode engine that is to get the next attempt: see `recovery.Retry`."""
         self._alone: Alone | None = None
         """Why one engine is to serve the prompt; None: it is to be split."""
         self._served_alone: Alone | None = None
@@ -192,6 +196,8 @@ class Exchange:
             while True:
                 self._number += 1
                 outcome = await self._try()
+                if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
+                    return outcome.answer
                 if isinstance(outcome, Answered):
                     return outcome.answer
                 if isinstance(outcome, NoEngines) and self._alone is not None and await self._engines_changed():
@@ -241,14 +247,17 @@ class Exchange:
         """Lease engines and run the stages of the order, until one of them has an outcome."""
         dispatcher, why_alone = self._dispatcher, self._alone
         resources, order = dispatcher.resources, dispatcher.order if why_alone is None else alone.ORDER
+        avoid = self._avoid
+        if self._keep is not None:
+            avoid = (*avoid, *resources.ledger.other_decodes(self._keep))
         if resources.ledger.placement is not None:
-            attempt = await begin_placed(resources, self._request, why_alone, self._without, self._avoid)
+            attempt = await begin_placed(resources, self._request, why_alone, self._without, avoid)
             if attempt is not None and attempt.prefill_url is None:
                 order, why_alone = alone.ORDER, why_alone or Alone.DECIDED
         elif order.roles and resources.transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, self._request, order, self._without, self._avoid)
+            attempt = await begin_with_space(resources, self._request, order, self._without, avoid)
         else:
-            attempt = begin(resources, self._request, order, why_alone, self._without, self._avoid)
+            attempt = begin(resources, self._request, order, why_alone, self._without, avoid)
         if attempt is None:
             error = None if self._alone is None else refusal(resources, self._request, self._alone)
             return NoEngines() if error is None else Failed(error)
@@ -297,7 +306,9 @@ class Exchange:
         resources = self._dispatcher.resources
         most, continues = resources.limits.attempts, resources.records is not None
         request, is_alone = self._request, self._alone is not None
-        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, request.stalled)
+        spares = spares_decode(resources, request, Alone.KV_FAILED)
+        whole = resources.ledger.serves_alone(request.parsed.model, spares_decode=spares)
+        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, request.stalled, whole)
         action = after(outcome, progress)
         if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
             request.stalled += outcome.error.may_be_cause
@@ -309,16 +320,32 @@ class Exchange:
             case PrefillFailed(url, reason, error):
                 self._prefill_failed = reason
                 resources.report_failure(self._request.headers, url, "prefill", error, will_retry=will_retry)
+            case ModelRefused(url):
+                text = f"{url} does not have the model any more"
+                error = EngineRefusedError(text, status=outcome.answer.status, body=b"")
+                self._number -= 1  # this says nothing of the others, and the engine is asked for this model no more
+                resources.report_failure(
+                    self._request.headers, url, _phase_of(url, self._attempt), error, will_retry=True
+                )
             case DecodeFailed(url, error, _) if outcome.is_engines:
                 resources.report_failure(self._request.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
             return action
+        self._keep = action.keep if isinstance(action, Retry) else None
         if action.exclude is not None:
             self._without += (action.exclude,)
         if action.avoid is not None:
             self._avoid += (action.avoid,)
         self._alone = self._alone if isinstance(action, Retry) else action.reason
         return action
+
+    def _is_elsewhere(self, refused: ModelRefused) -> bool:
+        """Note that an engine has lost a model. Return whether another one that was not asked lists it, and can answer."""
+        ledger, model = self._dispatcher.resources.ledger, self._request.parsed.model
+        if model is None:
+            return False
+        ledger.lost_model(refused.url, model)
+        return ledger.lists(model, (*self._without, refused.url))
 
     async def _go_on(self, failed: DecodeFailed) -> None:
         """Have another engine go on with a stream that has failed, to its end. Raises as `Following.run`."""
@@ -342,3 +369,7 @@ class Exchange:
         record, self._request.record = self._request.record, None
         if isinstance(record, Record) and (records := self._dispatcher.resources.records) is not None:
             records.drop(record)
+
+
+def _phase_of(url: str, attempt: Attempt | None) -> str:
+    return "prefill" if attempt is not None and attempt.prefill_url == url else "decode"

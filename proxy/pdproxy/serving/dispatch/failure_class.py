@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from pdproxy.kit.errors import (
     AnswerBudgetError,
     EngineError,
     EngineRefusedError,
+    EngineTimeoutError,
     EngineUnreachableError,
     KvGoneError,
     OwnBodyRefusedError,
     StaleConnectionError,
     UnparsedError,
     UnreadableError,
+    Wait,
 )
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
@@ -28,8 +31,8 @@ NO_ENGINES_FAULT = (StaleConnectionError, KvGoneError, OwnBodyRefusedError)
 def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     """Return what a failed leg shows about its engine. It is no failure of an engine that it is full, or refuses a bad request.
 
-    `with_kv`: the leg carried a KV handle. If the decode engine then answers 5xx, the cause may be that the prefill engine is
-    down. The decode engine must not be excluded for that.
+    `with_kv`: the leg carried a KV handle, and has shown no data. If the decode engine then answers 5xx, the cause may be the
+    prefill engine, or the way to it: `scheduling.transfer_faults` finds whose fault it is.
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
@@ -40,6 +43,22 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
         return Verdict.NEUTRAL
     return Verdict.FAILED
+
+
+def is_of_kv(error: EngineError, *, awaits_push: bool) -> bool:
+    """Return whether a decode engine that was given a handle may have failed since it could not load the KV.
+
+    `awaits_push`: it waited for KV that the prefill engine was to write. An engine that is silent and has all it needs is slow.
+    """
+    if isinstance(error, EngineTimeoutError):
+        return awaits_push and error.wait is Wait.FIRST_TOKEN
+    if not isinstance(error, EngineRefusedError) or error.status < 500 or error.status == _FULL:
+        return False
+    return not _core_is_dead(error)
+
+
+_FULL = 503
+"""The status of an engine that is full, or not there: with KV it has nothing to do."""
 
 
 def _core_is_dead(error: EngineRefusedError) -> bool:
@@ -68,6 +87,18 @@ def is_about_ours(answer: Answer, ours: Collection[str]) -> bool:
     error_type, param = error_kind(answer.body)
     name = (param or "").removeprefix(_INVALID_JSON)
     return (error_type == UnreadableError.type and name.isdecimal()) or name.split(".")[0] in ours
+
+
+def is_unknown_model(answer: Answer) -> bool:
+    """Return whether an engine refused a request because it does not have the model."""
+    if answer.status != 404:
+        return False
+    detail = error_of(answer.body)
+    return detail is not None and _UNKNOWN_MODEL.match(detail.message) is not None
+
+
+_UNKNOWN_MODEL = re.compile(r"The model .{1,4096} does not exist", re.DOTALL)
+"""The message of vLLM's error for a model that it does not have. A response or a path that is not there has another one."""
 
 
 def is_schema_refusal(answer: Answer) -> bool:

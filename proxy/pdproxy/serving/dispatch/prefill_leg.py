@@ -29,10 +29,10 @@ from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL
 from pdproxy.scheduling.nodes import PREFILL
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
+from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_unknown_model, refused, verdict_of
 from pdproxy.serving.dispatch.open_leg import OpenPrefillLeg
 from pdproxy.serving.dispatch.prefill_record import largest_answer, record_of
-from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, PrefillFailed
+from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, ModelRefused, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
@@ -119,7 +119,7 @@ class PrefillLeg:
     def __repr__(self) -> str:
         return f"<PrefillLeg {self._url}, {self._verdict.value}>"
 
-    async def run(self) -> Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed:
+    async def run(self) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
         """Have the prompt prefilled. Return custody of its KV, or why there is none.
 
         If a notice may bring the handle, the first of notice and answer is used. After a notice, the answer is awaited in the
@@ -275,7 +275,7 @@ class PrefillLeg:
         self._adopted = True
         return Prefilled(self._take(handle), handle)
 
-    def _read(self, answer: Answer) -> Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed:
+    def _read(self, answer: Answer) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
         url = self._url
         if self._turn is not None and self._turn.has_failed(answer.status):
             return AskAgain()
@@ -283,6 +283,8 @@ class PrefillLeg:
             if not is_clients_fault(answer):
                 raise refused(url, answer)
             self._verdict = GOOD
+            if is_unknown_model(answer):
+                return ModelRefused(url, answer)
             if answer.status != 400:
                 return Answered(answer)
             if self._attempt.added_is_refused(url):
@@ -301,6 +303,9 @@ class PrefillLeg:
             self._peers.learn(peer)
         handle = contract.handle(self._parsed, read, self.dispatch)
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
+            if not self._attempt.request.kv_failed:
+                self._attempt.request.kv_failed = True
+                self._attempt.resources.transfers.not_made(url)
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
         self._verdict = GOOD
         self._attempt.cached(url, read.usage)

@@ -32,6 +32,9 @@ class PromptRequest(msgspec.Struct, eq=False):
     None if nothing asks them; `stream_to` returns the writer for a relay's stream. Once a stream
     flows, nothing of this is needed: `drop` then frees the client's body. So nothing else may keep a reference to its parts.
 
+    `kv_failed`: whether a prompt's KV did not get to a decode engine: only the first such failure of a request counts, since
+    the request itself may be the cause.
+
     `left`: how often other engines may still go on with the stream; `record`: what they need for that, or why they can't;
     None before the stream flows, or if that is off.
 
@@ -49,6 +52,7 @@ class PromptRequest(msgspec.Struct, eq=False):
     left: int = 0
     record: Record | Reason | None = None
     stalled: int = 0
+    kv_failed: bool = False
 
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"

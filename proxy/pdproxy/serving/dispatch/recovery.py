@@ -57,11 +57,16 @@ class CannotSplit(msgspec.Struct, frozen=True):
 
 
 class DecodeFailed(msgspec.Struct, frozen=True):
-    """The answering engine at `url` has failed. `data_sent`: a part of its answer was sent to the client."""
+    """The answering engine at `url` has failed. `data_sent`: a part of its answer was sent to the client.
+
+    `leave_out`: which engine is left out when the prompt is tried again, this one or the prefill engine, where it may be that it
+    could not load the KV; None if it failed otherwise.
+    """
 
     url: str
     error: EngineError
     data_sent: bool
+    leave_out: str | None = None
 
     @property
     def is_engines(self) -> bool:
@@ -82,13 +87,20 @@ class AskAgain(msgspec.Struct, frozen=True):
     """The engine refused the request with something that the proxy had added, and which it adds no more."""
 
 
+class ModelRefused(msgspec.Struct, frozen=True):
+    """The engine at `url` does not know the request's model, which it or another one lists. `answer`: its own."""
+
+    url: str
+    answer: Answer
+
+
 class Failed(msgspec.Struct, frozen=True):
     """The request fails, even if other engines are left."""
 
     error: PdproxyError
 
 
-Failure = NoEngines | PrefillFailed | CannotSplit | DecodeFailed | AskAgain | Failed
+Failure = NoEngines | PrefillFailed | CannotSplit | DecodeFailed | AskAgain | ModelRefused | Failed
 Outcome = Answered | Failure
 
 # -- what is done next
@@ -97,11 +109,13 @@ Outcome = Answered | Failure
 class Retry(msgspec.Struct, frozen=True):
     """Try again in the same way, without the engine at `exclude` (None: with all).
 
-    `avoid`: the URL of one that may have failed, too: it is used only if no others can serve the prompt in this way.
+    `avoid`: the URL of one that may have failed, too: it is used only if no others can serve the prompt in this way. `keep`: the
+    URL of the decode engine that is to get it again, if it can be: this shows whether that engine was the cause.
     """
 
     exclude: str | None
     avoid: str | None = None
+    keep: str | None = None
 
 
 class ServeAlone(msgspec.Struct, frozen=True):
@@ -131,7 +145,8 @@ class Progress(msgspec.Struct, frozen=True):
     """The progress of an exchange: the attempt's number (from 1), the limit of attempts, and whether one engine served it alone.
 
     `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed. `continues`: whether streams
-    are continued at all. `stalled`: engines that stood still, perhaps because of the request, before this attempt.
+    are continued at all. `stalled`: engines that stood still, perhaps because of the request, before this attempt. `whole`: whether
+    one engine may serve it alone.
     """
 
     number: int
@@ -140,6 +155,7 @@ class Progress(msgspec.Struct, frozen=True):
     prefill_failed: Alone | None = None
     continues: bool = False
     stalled: int = 0
+    whole: bool = False
 
 
 MOST_STALLED = 2
@@ -167,12 +183,24 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return ServeAlone(reason, exclude)
         case DecodeFailed(url, _, True) if outcome.is_engines and progress.continues:
             return Continue(url)
+        case DecodeFailed(url, _, _, leave_out) if leave_out is not None and _is_last_try(progress):
+            # Whoever is the cause, KV that does not move never fails the request.
+            return ServeAlone(Alone.KV_FAILED, avoid=url)
+        case DecodeFailed(url, _, _, leave_out) if leave_out is not None and progress.number < progress.limit:
+            return Retry(leave_out, keep=url if leave_out != url else None)
         case DecodeFailed(url, error, _):
             return _again(url, error) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
         case AskAgain():
             return Retry(None)
+        case ModelRefused(url):
+            return Retry(url)
         case Failed(error):
             return Fail(error)
+
+
+def _is_last_try(progress: Progress) -> bool:
+    """Return whether the next attempt is the last one, and one engine may serve it alone."""
+    return progress.whole and progress.number + 1 == progress.limit
 
 
 def _again(url: str, error: EngineError, avoid: str | None = None) -> Retry:

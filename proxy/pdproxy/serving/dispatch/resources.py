@@ -9,6 +9,7 @@ import msgspec
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
@@ -73,6 +74,7 @@ class ExchangeResources:
     retries: RetryBudget
     comebacks: Comebacks
     outliers: Outliers
+    transfers: Transfers
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
     is_push_lost: Callable[[Custody], Awaitable[bool]]
@@ -117,18 +119,25 @@ class ExchangeResources:
         if self.tokenizing is not None:
             self.tokenizing.check.served(url, parsed, ids, sent, served)
 
-    def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None) -> None:
-        """End a lease. Report it if this takes the engine out of use. `relay`: that of the answer, if the engine has answered."""
+    def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None, beside: int = 0) -> None:
+        """End a lease. Report it if this takes the engine out of use.
+
+        `relay`: that of the answer, if the engine has answered; `beside`: how many streams it made at the same time.
+        """
         node, tokens, now, ledger = lease.node, None, self.now(), self.ledger
         if (failed := verdict is FAILED) or verdict is GOOD:
             pace = None if failed else self._pace(lease, relay, now)
-            seconds = now - lease.since if lease.role is PREFILL else None
-            self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds)
+            seconds = None
+            if lease.role is PREFILL:
+                seconds, beside = now - lease.since, node.requests
+            self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds, beside=beside)
         if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
         if ledger.close(lease, verdict, now, tokens):
-            reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
-            self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
+            reason, state = node.down_because, "down"
+            if reason is None:
+                reason, state = f"failed {node.failures} times in a row: its breaker is open", "excluded"
+            self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason, state=state))
 
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
         """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.
@@ -148,6 +157,11 @@ class ExchangeResources:
     def suspected(self) -> tuple[str, ...]:
         """Return the engines that have a request under which another one has stood still, perhaps because of it."""
         return tuple([url for url, engine in self.engines.items() if engine.open_legs.suspects])
+
+    def kv_took(self, prefill: str, decode: str, seconds: float) -> None:
+        """Count the time of a stream's KV phase, where engines may be compared by it: as of `_pace`."""
+        if self.ledger.placement is None and not self.ledger.needs_details:
+            self.outliers.loaded(prefill, decode, self.now(), seconds)
 
     async def retry_slot(self) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""

@@ -50,6 +50,8 @@ class Custodian:
         """Whether decode engines wait for a push under this contract."""
         self.loses_closed: Callable[[Handle], bool] = contract.holder.loses_closed
         self._at_host, self._engines, self._usual_lease = contract.at_host, engines, contract.holder.lease
+        self.when_unread: Callable[[str, str], object] = lambda _, __: None
+        """Called with the URLs of a prefill engine and of the decode engine that has reported that it could not read the KV."""
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(engines)
@@ -162,6 +164,8 @@ class Custodian:
             case NoticeEvent.FAILED if notice.role == "P":
                 self.orphans.forget(notice.request_id)
             case NoticeEvent.FAILED if custody is not None:
+                if custody.state is State.ASKED and custody.decode is not None:
+                    self.when_unread(custody.prefill, custody.decode)
                 custody.not_read()
             case NoticeEvent.RELEASED if custody is not None and notice.role != "D":
                 custody.freed += 1

@@ -295,6 +295,11 @@ class Custody:
                 await over.wait()
         return self.how is End.RELEASED
 
+    @property
+    def was_unread(self) -> bool:
+        """Whether the decode engine has reported that it could not read the KV."""
+        return self._unread
+
     def not_read(self) -> None:
         """Release KV that the decode engine could not read. That engine may compute the KV, and report nothing to the holder."""
         if self.state is not None:

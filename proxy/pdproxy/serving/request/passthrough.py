@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
@@ -17,6 +17,7 @@ from pdproxy.kit.errors import (
     BadRequestError,
     ClientLeftError,
     EngineError,
+    EngineRefusedError,
     EngineTimeoutError,
     Fault,
     OverloadedError,
@@ -31,7 +32,13 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
-from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
+from pdproxy.serving.dispatch.failure_class import (
+    is_clients_fault,
+    is_schema_refusal,
+    is_unknown_model,
+    refused,
+    verdict_of,
+)
 from pdproxy.serving.dispatch.recovery import has_stalled
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -60,6 +67,10 @@ from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
 """`metadata` is where vLLM describes an answer of `encoding_format: "bytes"`; the last one comes with chats and completions."""
+
+
+class _ModelRefusedError(EngineRefusedError):
+    """The engine does not have the model, which another one lists."""
 
 
 class Passthrough:
@@ -170,7 +181,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
         leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
-        stalled, until = 0, 0.0
+        stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
         while True:
             ask = Ask(body.model, size, resources.now(), session=incoming.session)
@@ -194,10 +205,15 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 open_legs = resources.engines.known[url].open_legs
                 open_leg = OpenPassedLeg(open_legs, self._asked, lease.prompt_bytes, stalled)
                 async with open_leg:
-                    verdict = await self._try(lease, leg_headers, body, open_leg)
+                    verdict = await self._try(lease, leg_headers, body, open_leg, without)
                     if verdict is Verdict.GOOD:
                         open_leg.ended_well = resources.now()
                 return
+            except _ModelRefusedError as error:
+                resources.report_failure(leg_headers, url, "alone", error, will_retry=True)
+                without.add(url)
+                refused += 1  # this says nothing of the others, and the engine is asked for this model no more
+                continue
             except EngineError as error:
                 verdict = verdict_of(error)
                 is_over = has_stalled(error, stalled)
@@ -207,7 +223,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 again = (
                     self.first is None
                     and not is_over
-                    and self._attempts < resources.limits.attempts
+                    and self._attempts - refused < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
                     and error.fault is not Fault.CLIENT
                 )
@@ -249,7 +265,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if slot is not None:
             slot.leave()
 
-    async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg) -> Verdict:
+    async def _try(
+        self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg, without: Collection[str]
+    ) -> Verdict:
         url, deadlines = lease.node.url, self._service.resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
@@ -279,6 +297,12 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         if answer.status == 404 and body.unknown_id is not None and body.unknown_id.encode() in answer.body:
             why = "no response is stored to be fetched later"
             raise BadRequestError(f"`background` is not supported: {why}", param="background")
+        if body.model is not None and is_unknown_model(answer):
+            ledger = self._service.resources.ledger
+            ledger.lost_model(url, body.model)
+            if ledger.lists(body.model, (*without, url)):
+                text = f"{url} does not have the model any more"
+                raise _ModelRefusedError(text, status=answer.status, body=b"")
         if self.writer.begun:
             raise as_event(answer)
         self.status = answer.status

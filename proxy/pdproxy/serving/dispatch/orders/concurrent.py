@@ -28,13 +28,21 @@ from pdproxy.serving.dispatch.decode_start import has_data
 from pdproxy.serving.dispatch.orders import sequential
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.prefill_record import record_of
-from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, Outcome, PrefillFailed
+from pdproxy.serving.dispatch.recovery import (
+    Answered,
+    AskAgain,
+    CannotSplit,
+    DecodeFailed,
+    ModelRefused,
+    Outcome,
+    PrefillFailed,
+)
 from pdproxy.serving.kv.custody import Custody
 
 REFUSAL_GRACE = 1.0
 """Seconds for the decode engine to refuse what the prefill engine has refused."""
 
-_Result = Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed
+_Result = Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed
 
 
 async def both(attempt: Attempt) -> Outcome | None:
@@ -100,7 +108,7 @@ class _Both:
         self._prefill = prefill
         prefill.promised = custody
         self._decode = DecodeLeg(attempt)
-        self._failure: Answered | AskAgain | CannotSplit | PrefillFailed | Exception | None = None
+        self._failure: Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed | Exception | None = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
         self._no_kv_later: str | None = None

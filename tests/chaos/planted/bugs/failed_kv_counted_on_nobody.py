@@ -1,0 +1,18 @@
+"""KV that does not move, on nobody's account."""
+
+from tests.chaos.planted.bug import Bug, Change
+
+BUG = Bug(
+    what="a decode engine that can load no KV fails fast, and nobody counts it",
+    rules=(
+        "KV that does not move is named",
+        "KV that does not move is left out",
+    ),
+    changes=(
+        Change(
+            "serving/dispatch/decode_answer.py",
+            "    return attempt.resources.transfers.failed(prefill, decode, first=first)\n",
+            "    return decode\n",
+        ),
+    ),
+)
