@@ -21,7 +21,9 @@ _HANDLE = re.compile(
     rb"|___(?:prefill|decode)_addr_"
 )
 """What only handles have, and ids that name engines."""
-_LEARNED = re.compile(rb'"(?:remote_engine_id|remote_request_id|engine_id|transfer_id)": ?"([^"]{8,200})"|"remote_block_ids": ?(\[\[[\d, ]{8,}\]\])')
+_LEARNED = re.compile(
+    rb'"(?:remote_engine_id|remote_request_id|engine_id|transfer_id)": ?"([^"]{8,200})"|"remote_block_ids": ?(\[\[[\d, ]{8,}\]\])'
+)
 """Values of handles that engines send and are sent."""
 _OPERATORS = re.compile(rb"(?m)^[A-Z]+ /(?:ready|metrics|healthcheck|docs|openapi|api/)")
 """Requests of operators, who are told of engines."""
@@ -80,6 +82,7 @@ class Watch:
         for found in _HANDLE.finditer(got):
             if found[0] not in sent:
                 self._note("a handle", got, found.start())
+                break
         for secret in self.secrets:
             if secret in got and secret not in sent:
                 self._note("a value of a handle, or the id of a leg", got, got.find(secret))

@@ -116,7 +116,9 @@ def test_events_keep_their_bytes_but_for_the_handle() -> None:
 @pytest.mark.parametrize("takes_ids", [False, True])
 @pytest.mark.parametrize("field", [b'"kv_transfer_params":%b' % HANDLE, b'"engine_id":"a"', b'"at":"http://p1:8000"'])
 def test_an_event_with_such_a_field_is_never_plain(takes_ids: bool, field: bytes) -> None:
-    event = answers.piece(False, "a").replace(b'"token_ids":null', b'"token_ids":[1]' if takes_ids else b'"token_ids":null')
+    event = answers.piece(False, "a").replace(
+        b'"token_ids":null', b'"token_ids":[1]' if takes_ids else b'"token_ids":null'
+    )
     assert EventTemplates().learn(event, takes_ids=takes_ids) is not None
     for changed in (
         event.replace(b"]}\n\n", b"],%b}\n\n" % field),
@@ -127,7 +129,9 @@ def test_an_event_with_such_a_field_is_never_plain(takes_ids: bool, field: bytes
 
 def test_of_a_passed_route_only_the_top_and_the_response_are_looked_at() -> None:
     """Inputs of tools are the model's own objects, and schemas of tools the client's."""
-    tool = b'{"type":"message","content":[{"type":"tool_use","input":{"remote_host":"a","kv_transfer_params":{"b":1}}}]%b}'
+    tool = (
+        b'{"type":"message","content":[{"type":"tool_use","input":{"remote_host":"a","kv_transfer_params":{"b":1}}}]%b}'
+    )
     assert inside.passed_without_inside(tool % b"") == tool % b""
     with_handle = tool % (b',"kv_transfer_params":%b' % HANDLE)
     assert inside.passed_without_inside(with_handle) == tool % b',"kv_transfer_params":null'

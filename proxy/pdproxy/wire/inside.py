@@ -1,8 +1,8 @@
 """What of an engine's answer no client may see: KV handles, and other fields that name engines, their addresses or their memory.
 
-Owns the list of the fields that clients know, and the removal of the others. A field in that list always passes. Any other field
-at the top of an answer or of an event passes only if neither its name nor its value names the inside. A handle is removed wherever
-it is. The removed value becomes `null`, as engines write the field of a handle where there is none; all other bytes stay.
+Owns the list of the fields that clients know. A field in that list always passes. Any other field at the top of an answer or of
+an event passes only if neither its name nor its value names the inside. A handle is removed wherever it is. The removed value
+becomes `null`, as engines write the field of a handle where there is none; all other bytes stay.
 
 In a text of the model a quote is escaped, so the byte patterns below match structure only.
 """
@@ -238,14 +238,15 @@ def _deeply(body: bytes) -> bytes:
 def _strip(value: object) -> bool:
     """Replace handles in a value by None, wherever they are. Return whether there was one."""
     if isinstance(value, list):
-        return any([_strip(one) for one in value])
+        found = [_strip(one) for one in value]  # all of them
+        return any(found)
     if not isinstance(value, dict):
         return False
-    found = False
+    changed = False
     for name, one in value.items():
         if one is not None and (name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))):
             value[name] = None
-            found = True
+            changed = True
         else:
-            found = _strip(one) or found
-    return found
+            changed = _strip(one) or changed
+    return changed
