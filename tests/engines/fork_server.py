@@ -48,9 +48,10 @@ def become_engine(order: dict[str, Any]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    os.environ.update(order["env"])
-    # Python reads PYTHONPATH only at its start, which was the fork server's start.
-    sys.path[:0] = filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep))
+    # Python reads PYTHONPATH only at its start, which was the fork server's start. Processes of the engine read it anew.
+    folders = [order["env"].get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    sys.path[:0] = filter(None, (folders[0] or "").split(os.pathsep))
+    os.environ.update(order["env"] | {"PYTHONPATH": os.pathsep.join(filter(None, folders))})
     sys.argv = [SERVER, *order["argv"]]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

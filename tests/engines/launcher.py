@@ -46,11 +46,9 @@ class Launcher:
     ) -> None:
         self.built = built
         self._fork_server: subprocess.Popen[str] | None = None
-        self._env = ENVIRONMENT | dict(env or {})
-        name = "fork-server"
-        if overlay is not None:
-            name += f"-{overlay.name}"
-            self._env["PYTHONPATH"] = str(overlay)
+        overlays = [overlay] if overlay else []
+        self._env = ENVIRONMENT | built.environment(*overlays) | dict(env or {})
+        name = "-".join(["fork-server", *(folder.name for folder in overlays)])
         self._log = built.root / "logs" / f"{name}-{os.getpid()}.log"
 
     def launch(self, argv: list[str], env: dict[str, str], log: Path) -> int:

@@ -1,4 +1,5 @@
-"""Conversations whose next turn hands D's KV back to P (`bidirectional_kv_xfer`); starts two engines with the notifier.
+"""Conversations whose next turn hands D's KV back to P (`bidirectional_kv_xfer`); starts two engines with the notifier, and two
+without if their version of vLLM has handles in streams.
 
 Each text equals the plain engine's, and P computes only what D did not hold. PDPROXY_TEST_CONVERSATIONS (default 12) is the
 number of conversations with four turns each.
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 
 from pdproxy.cli.main import main
+from pdproxy.sim.since import v033
 
+from .build import wanted_vllm
 from .client import Answer, ask
 from .connected import PairOptions, pair
 from .counters import Counters
@@ -42,20 +45,26 @@ EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 USAGE = "vllm:kv_cache_usage_perc"
 
 
-@pytest.fixture(scope="module")
-def talkers(launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fleet, int]]:
-    """P and D whose KV moves both ways, and the port for their notices."""
-    folder, port = tmp_path_factory.mktemp("notifier"), free_port()
-    assert main(["notifier", "--out", str(folder)]) == 0
-    extra = {
-        "pdproxy_notify": f"tcp://127.0.0.1:{port}",
-        "bidirectional_kv_xfer": True,
-        "decoder_kv_blocks_ttl": TTL,
-    }
-    kv = {"kv_connector_module_path": "pdproxy_nixl", "kv_connector_extra_config": extra}
-    env = {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}  # the mode has the route that empties a cache
+WAYS = ["notices", "streams"] if v033(wanted_vllm()) else ["notices"]
+"""How the proxy learns of what D keeps of a stream."""
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def talkers(
+    request: pytest.FixtureRequest, launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Fleet, int]]:
+    """P and D whose KV moves both ways, and the port for their notices, 0 if they send none."""
+    extra: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": TTL}
+    kv: dict[str, Any] = {"kv_connector_extra_config": extra}
+    env, port = {"VLLM_SERVER_DEV_MODE": "1"}, 0  # the mode has the route that empties a cache
+    if request.param == "notices":
+        folder, port = tmp_path_factory.mktemp("notifier"), free_port()
+        assert main(["notifier", "--out", str(folder)]) == 0
+        extra["pdproxy_notify"] = f"tcp://127.0.0.1:{port}"
+        kv["kv_connector_module_path"] = "pdproxy_nixl"
+        env["PYTHONPATH"] = str(folder)
     options = PairOptions(kv, env={"prefill": env, "decode": env})
-    with pair(launcher, plain, "turns", options, {"kv_load_failure_policy": "fail"}) as fleet:
+    with pair(launcher, plain, f"turns-{request.param}", options, {"kv_load_failure_policy": "fail"}) as fleet:
         yield fleet, port
 
 
@@ -63,15 +72,14 @@ def talkers(launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPath
 def proxy(talkers: tuple[Fleet, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     """pdproxy in front of them. It has proven that its ids are the engines'."""
     fleet, port = talkers
-    settings = {
+    settings: dict[str, Any] = {
         "pools": [
             {
                 "tokenizer": str(fleet.launcher.built.model),
                 "turns": {"bidirectional": True, "decoder_kv_blocks_ttl": TTL, "max_blocks": 256},
             }
         ],
-        "kv_ready": {"notifier": True, "port": port},
-    }
+    } | ({"kv_ready": {"notifier": True, "port": port}} if port else {})
     proxy = Proxy.start(fleet.prefills, fleet.decodes, tmp_path_factory.mktemp("turns"), settings=settings)
     asyncio.run(_until_reused(proxy, fleet))
     yield proxy
@@ -91,6 +99,7 @@ async def _said(url: str, path: str, body: Body) -> Answer:
     answer = await ask(url, path, body)
     assert answer.status == 200, answer.body
     assert not answer.broken
+    assert b"remote_" not in answer.body, "no client gets a handle, streamed or not"
     return answer
 
 

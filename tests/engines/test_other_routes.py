@@ -100,6 +100,8 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {**MESSAGES, "model": "nope"}),
     ("/v1/messages", {"model": MODEL, "messages": [MESSAGE]}),
     ("/v1/messages/count_tokens", {"model": MODEL, "messages": [MESSAGE]}),
+    ("/v1/decisions", {"model": MODEL, "input": TEXT, "questions": [{"type": "predicate", "instructions": "Is it?"}]}),
+    ("/v1/systemone", {"model": MODEL, "state": TEXT, "questions": {"a": {"type": "noul", "instructions": "Is it?"}}}),
     *((path, {"model": MODEL, "input": "x"}) for path in POOLING),
 ]
 GENERATED: list[tuple[str, dict[str, Any]]] = [

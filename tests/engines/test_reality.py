@@ -18,6 +18,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 
+from .build import wanted_vllm
 from .client import Answer, Progress, ask
 from .counters import Counters
 from .engine import BLOCK, CONTEXT, MODEL
@@ -153,6 +154,7 @@ class Simulated:
             "enable_prompt_tokens_details": True,
             "eos_every": 0,
             "hardware": Hardware(decode_step_s=0.01),
+            "version": wanted_vllm(),
         }
         named: dict[str, Any] = {"plain": "aggregated", "p": "prefill", "d": "decode"}
         async with AsyncExitStack() as stack:

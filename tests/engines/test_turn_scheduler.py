@@ -108,8 +108,10 @@ def test_the_simulator_decides_as_vllms_scheduler() -> None:
         if os.environ.get("PDPROXY_REQUIRE_ENGINES") == "1":
             raise
         pytest.skip(str(error))
-    command = [str(built.python), str(SCRIPT)]
-    done = subprocess.run(command, input=json.dumps(CASES), capture_output=True, text=True, check=False, timeout=110)
+    command, env = [str(built.python), str(SCRIPT)], os.environ | built.environment()
+    done = subprocess.run(
+        command, input=json.dumps(CASES), capture_output=True, text=True, check=False, timeout=110, env=env
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     real = json.loads(done.stdout[done.stdout.index("[{") :])
     for case, theirs in zip(CASES, real, strict=True):

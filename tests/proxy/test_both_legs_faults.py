@@ -36,7 +36,7 @@ async def lives_again(pair: Pair, clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), moments.with_connections())
+@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), moments.half(second=False))
 async def test_what_a_client_sees(
     connector: str, role: str, kind: str, moment: Moment, stream: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,8 +34,8 @@ async def closed(request: Request) -> None:
     await asyncio.wait_for(request.left.wait(), LONG)
 
 
-async def headers_came(w: World) -> None:
-    """Wait until the proxy has the headers of the decode leg."""
+async def headers_came(w: World, expected: int = 200) -> None:
+    """Wait until the proxy has the headers of the decode leg, with that status."""
 
     def status() -> int:
         open_legs = [one.engines[w.decode[0].url].open_legs.legs for one in w.workers]
@@ -43,7 +43,7 @@ async def headers_came(w: World) -> None:
         relay = leg._attempt.relay if isinstance(leg, OpenAnswer) else None
         return 0 if relay is None else relay.status
 
-    await until(lambda: status() == 200)
+    await until(lambda: status() == expected)
 
 
 def ends(w: World) -> list[str]:
@@ -166,6 +166,48 @@ async def test_a_decode_engine_that_refuses_in_the_grace(status: int) -> None:
         go.set()
         await w.quiet()
         assert ends(w) == ["released"]
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_decode_engine_that_refuses_in_the_grace_and_does_not_end_its_refusal(status: int) -> None:
+    """Its status says enough."""
+
+    async def script(reply: Reply) -> None:
+        await reply.raw(b"HTTP/1.1 %d No\r\ncontent-length: 500\r\n\r\n{" % status)
+        await reply.stall()
+
+    async with world(clock=ManualClock()) as w:
+        w.decode[0].script(script)
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        request = await w.decode[0].asked()
+        await headers_came(w, status)
+        await leave(client)
+        await closed(request)
+        await w.quiet()
+        assert ends(w) == ["released"]
+
+
+async def test_the_kv_is_released_through_another_engine_than_the_one_that_was_asked() -> None:
+    """That one has shown nothing. It has less to do than the other one, which does not count."""
+    clock = ManualClock()
+    async with world(decode=2, clock=clock) as w:
+        for engine in w.decode:
+            engine.script(scripts.stall)
+        stays, leaves = await w.client(), await w.client()
+        stays.post(COMPLETIONS, completion(stream=True))
+        await until(lambda: any(engine.requests for engine in w.decode))
+        busy, other = sorted(w.decode, key=lambda engine: not engine.requests)
+        leaves.post(COMPLETIONS, completion(stream=True))
+        await other.asked()
+        await leave(leaves)
+        await clock.reach(ACCEPT_GRACE)
+        await until(lambda: len(busy.releases) == 1)
+        await leave(stays)
+        await clock.reach(ACCEPT_GRACE)
+        await w.quiet()
+        assert ends(w) == ["released"] * 2
+        assert (len(busy.releases), len(other.releases)) == (1, 1)
 
 
 async def test_after_the_decode_engine_was_asked_unstreamed() -> None:

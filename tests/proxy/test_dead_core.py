@@ -12,7 +12,12 @@ from pdproxy.sim.error_body import error_body
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, PROMPT, TEXT, World, completion, world
 
-DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+VERSIONS = ["0.32.0", "0.33.0"]
+DEAD = {
+    "0.32.0": "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+    "0.33.0": "The server had an error while processing your request.",
+}
+"""What an engine says by its version of vLLM."""
 
 
 def down(w: World) -> list[str]:
@@ -20,11 +25,12 @@ def down(w: World) -> list[str]:
     return sorted({node.url for one in w.workers for node in one.ledger.nodes if node.down_because is not None})
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(role: str, stream: bool) -> None:
+async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(role: str, stream: bool, version: str) -> None:
     """One request finds it out, and is served by another engine; the next ones do not try it."""
-    async with world(2, 2, leaves=True) as w:
+    async with world(2, 2, leaves=True, facts={"version": version}) as w:
         for engine in w.prefill if role == "prefill" else w.decode:
             engine.sim.faults.add("dead_core@queued")
             break
@@ -36,20 +42,22 @@ async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(role: str, s
         assert [event.reason for event in w.events(NodeChanged) if not event.up] == ["its engine core has died"]
 
 
-async def test_a_stream_that_ends_with_it_takes_the_engine_out() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_a_stream_that_ends_with_it_takes_the_engine_out(version: str) -> None:
     """The error event says so."""
-    async with world(1, 1, leaves=True) as w:
+    async with world(1, 1, leaves=True, facts={"version": version}) as w:
         w.decode[0].sim.faults.add("dead_core@mid_stream")
         answer = await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12))
-        assert DEAD in answer.body.decode()
+        assert DEAD[version] in answer.body.decode()
         assert down(w) == [w.decode[0].url]
 
 
-async def test_an_engine_that_only_says_so_is_up_again_at_its_probe() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_an_engine_that_only_says_so_is_up_again_at_its_probe(version: str) -> None:
     """The probe comes at once, and decides."""
 
     async def says(reply: Reply) -> None:
-        await reply.whole(json.dumps(error_body(DEAD, "InternalServerError", 500)).encode(), 500)
+        await reply.whole(json.dumps(error_body(DEAD[version], "InternalServerError", 500)).encode(), 500)
 
     async with world(1, 2) as w:
         for engine in w.decode:
@@ -60,10 +68,11 @@ async def test_an_engine_that_only_says_so_is_up_again_at_its_probe() -> None:
         assert down(w) == []
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("body", [{"echo": True, "max_tokens": 1}, {}])
-async def test_a_text_that_quotes_it_does_nothing(body: dict[str, Any]) -> None:
+async def test_a_text_that_quotes_it_does_nothing(body: dict[str, Any], version: str) -> None:
     """Neither a prompt nor an answer is an error of the engine."""
     async with world(1, 1) as w:
-        answer = await w.ask(COMPLETIONS, completion(prompt=f"{DEAD} {PROMPT}", **body))
+        answer = await w.ask(COMPLETIONS, completion(prompt=f"{DEAD[version]} {PROMPT}", **body))
         assert answer.status == 200
         assert down(w) == []

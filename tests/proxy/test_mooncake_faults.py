@@ -21,7 +21,7 @@ from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
 from tests.proxy.test_both_legs import text_of
 from tests.proxy.test_connectors import COMPLETIONS, completion
-from tests.proxy.test_faults_by_moment import SILENT, expected, with_connections
+from tests.proxy.test_faults_by_moment import SILENT, expected, half
 
 GONE = ("kill", "restart", "no_fin", "dead_core", "refuse")
 """Kinds after which a prefill engine's worker is gone: who has asked it waits for minutes, and only its own end ends that."""
@@ -82,7 +82,7 @@ def wanted(role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
     return found | {"error"} if role == "prefill" and gone else found
 
 
-@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), with_connections())
+@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), half(second=True))
 async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> None:
     prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
     clock = ManualClock()

@@ -22,7 +22,7 @@ from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import known
+from tests.proxy.test_both_legs import PUSH, known
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, chat, completion
 from tests.proxy.test_stalls import AFTER, LOOK, Watched
 
@@ -46,11 +46,11 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @asynccontextmanager
-async def watched(**more: Any) -> AsyncIterator[Watched]:
+async def watched(connector: str = "nixl", canary_timeout: float = 60.0, **more: Any) -> AsyncIterator[Watched]:
     """A pair whose engines are watched."""
     clock = ManualClock()
-    health = {"stalled_after": AFTER, "canary_timeout": 60.0}
-    async with pool("nixl", clock=clock, health=health, **more) as pair:
+    health = {"stalled_after": AFTER, "canary_timeout": canary_timeout}
+    async with pool(connector, clock=clock, health=health, **more) as pair:
         await known(pair)
         try:
             yield Watched(pair, clock)
@@ -145,33 +145,110 @@ async def test_an_engine_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         await frozen.thaw_core()
 
 
-async def test_a_prefill_that_takes_longer_than_its_deadline() -> None:
-    """A long prompt, in steps: the prefill engine works on."""
+BOTH_ORDERS = [("nixl", None), (PUSH, "sequential"), (PUSH, "concurrent"), ("mooncake", "concurrent"), ("cpu", None)]
+
+
+@pytest.mark.parametrize(("connector", "dispatch"), BOTH_ORDERS)
+async def test_a_prefill_that_takes_longer_than_its_deadline(connector: str, dispatch: Any) -> None:
+    """A long prompt, in steps: the prefill engine works on. A decode engine that waits for its push does, too."""
     slow = {
         "hardware": Hardware(prefill_tokens_per_s=60.0, decode_step_s=0.0, transfer_latency_s=0.0),
         "max_num_batched_tokens": 8,
     }
-    async with watched(p=slow, deadlines=DEADLINES) as w:
+    async with watched(connector, p=slow, deadlines=DEADLINES, dispatch=dispatch) as w:
         plain = await w.pair.asked_plain(COMPLETIONS, completion(stream=True))
         asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True)))
         answer = await while_it_works(w, asked, pause=0.2)  # a step takes as long
         assert answer.text == plain.text
-        assert {event.wait for event in w.world.events(SilenceAllowed)} == {"prefill"}
+        assert "prefill" in {event.wait for event in w.world.events(SilenceAllowed)}
         assert not failures(w.pair)
 
 
-async def test_a_request_under_which_two_engines_stand_still_gets_no_third() -> None:
+@pytest.mark.parametrize(("connector", "dispatch"), BOTH_ORDERS)
+async def test_a_queue_at_the_decode_engine(connector: str, dispatch: Any) -> None:
+    """The request waits for a place behind another one, for longer than the deadline of its first data."""
+    one_place = SLOW | {"max_num_seqs": 1}
+    async with watched(connector, d=one_place, deadlines=DEADLINES, dispatch=dispatch) as w:
+        before = asyncio.ensure_future(w.pair.ask(COMPLETIONS, BODIES[COMPLETIONS]))
+        await until(lambda: w.pair.d.engine.stats.running == 1)
+        body = completion(prompt="other words " * 40, stream=True)
+        plain = await w.pair.asked_plain(COMPLETIONS, body)
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, body)))
+        assert answer.text == plain.text
+        assert (await before).status == 200
+        assert "first_token" in {event.wait for event in w.world.events(SilenceAllowed)}
+        assert not failures(w.pair)
+
+
+@pytest.mark.parametrize(
+    ("connector", "dispatch"), [(PUSH, "sequential"), (PUSH, "concurrent"), ("mooncake", "concurrent")]
+)
+async def test_a_push_behind_a_long_step(connector: str, dispatch: Any) -> None:
+    """The prefill engine has answered, and computes for others before it pushes: it is seen to be in use. The leg waits."""
+    async with watched(connector, 0.5, deadlines=DEADLINES, dispatch=dispatch, limits={"attempts": 1}) as w:
+        wanted = (await w.pair.asked_plain(COMPLETIONS, completion())).text
+        frozen, asked = await w.frozen_by("prefill", "after", completion(stream=True))
+        for _ in range(4):
+            await w.pass_(LOOK)
+            await asyncio.sleep(0.3)
+        if not asked.done():
+            assert w.stalled == []
+        await frozen.thaw_core()
+        answer = await while_it_works(w, asked)
+        assert (answer.status, answer.text) == (200, wanted)
+        assert not failures(w.pair)
+
+
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+async def test_a_push_that_is_lost_by_an_engine_that_works(dispatch: Any) -> None:
+    """Nothing else would end the wait: the deadline does, and the request is served again."""
+    async with watched(PUSH, deadlines=DEADLINES, dispatch=dispatch) as w:
+        wanted = (await w.pair.asked_plain(COMPLETIONS, completion())).text
+        w.pair.p.faults.add("load_failure@handed_over")
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True))))
+        assert (answer.status, answer.text) == (200, wanted)
+        assert [failure.phase for failure in failures(w.pair)] == ["decode"]
+        assert w.world.metric("pdproxy_deadline_total", wait="first_token") == 1
+
+
+async def test_reasoning_that_the_client_does_not_want() -> None:
+    """The engine sends nothing while it thinks."""
+    thinks = SLOW | {"reasoning_parser": "deepseek_r1"}
+    async with watched(everybody=thinks, deadlines=DEADLINES) as w:
+        body = chat(stream=True, include_reasoning=False, max_tokens=TOKENS)
+        plain = await w.pair.asked_plain(CHAT, body)
+        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(CHAT, body)))
+        assert answer.status == 200
+        assert said(answer) == said(plain)
+        assert not failures(w.pair)
+
+
+POISON: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "decode leg": ("decode", COMPLETIONS, completion(stream=True)),
+    "prefill leg": ("prefill", COMPLETIONS, completion(stream=True)),
+    "alone": ("decode", COMPLETIONS, completion(n=2, temperature=1, seed=7)),
+    "passed": ("decode", RESPONSES, BODIES[RESPONSES]),
+}
+
+
+@pytest.mark.parametrize(("role", "path", "body"), POISON.values(), ids=POISON)
+async def test_a_request_under_which_two_engines_stand_still_gets_no_third(
+    role: str, path: str, body: dict[str, Any]
+) -> None:
     """The request may be the cause. Others are served meanwhile."""
-    async with watched(decodes=3, deadlines=DEADLINES | {"first_token": 60.0}, limits={"attempts": 5}) as w:
-        decodes = [sim for sim in w.sims if sim.facts.role == "decode"]
-        for sim in decodes:
-            sim.faults.add("core_freeze@prefilling:next=1")
-        asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(stream=True, user="poison")))
+    three: dict[str, Any] = {"prefills": 3} if role == "prefill" else {"decodes": 3}
+    deadlines = DEADLINES | {"first_token": 60.0, "prefill": 30.0}
+    async with watched(deadlines=deadlines, limits={"attempts": 5}, **three) as w:
+        mine = [sim for sim in w.sims if sim.facts.role == role]
+        for sim in mine:
+            sim.faults.add(f"core_freeze@queued:path={path}")
+        asked = asyncio.ensure_future(w.pair.ask(path, body))
         answer = await while_it_works(w, asked)
         assert answer.status == 504
-        frozen = [sim for sim in decodes if sim.engine.stops.any]
+        frozen = [sim for sim in mine if sim.engine.stops.any]
         assert len(frozen) == 2
-        for sim in decodes:
+        assert len(w.stalled) == 2
+        for sim in mine:
             sim.faults.clear()
         plain = await w.pair.asked_plain(COMPLETIONS, completion())
         assert (await w.pair.ask(COMPLETIONS, completion())).text == plain.text

@@ -135,9 +135,12 @@ def ids_of(text: str) -> list[int]:
     return Tokenizer().encode(text)
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_next_turn_of_a_chat_uses_it(stream: bool) -> None:
-    async with talking() as pair:
+async def test_the_next_turn_of_a_chat_uses_it(stream: bool, version: str) -> None:
+    """With engines that show the handle in streams, the notifier is not needed."""
+    notifier = {"notifier": version == "0.32.0"}
+    async with talking(kv_ready=notifier, everybody={"version": version}) as pair:
         messages, metric = user(TEXT), pair.world.metric
         names = (
             "turns_kept_total",
@@ -237,13 +240,17 @@ async def test_another_prompt_uses_nothing(why: dict[str, Any]) -> None:
         await keeps(pair, 2)
 
 
-async def test_without_the_notifier_only_whole_answers_leave_one() -> None:
-    async with talking(kv_ready={"notifier": False}) as pair:
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+async def test_without_the_notifier_streams_leave_one_if_they_show_it(version: str) -> None:
+    """A whole answer always shows it."""
+    async with talking(kv_ready={"notifier": False}, everybody={"version": version}) as pair:
         await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4, "stream": True})
         await asyncio.sleep(0)
-        assert kept(pair) == 0
-        await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 4})
-        await keeps(pair, 1)
+        shown = version == "0.33.0"
+        assert kept(pair) == shown
+        await alike(pair, COMPLETIONS, {"prompt": IDS[::-1], "max_tokens": 4})
+        await keeps(pair, 1 + shown)
+        assert drops(pair) == []
 
 
 async def test_a_handle_reaches_no_client_where_the_proxy_does_not_use_them() -> None:

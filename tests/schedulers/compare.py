@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ def followed(program: str, question: object) -> list[list[dict[str, Any]]]:
     Raises:
         EnginesUnavailable: vLLM can't be had on this machine.
     """
-    command = [ensure().python, HERE / program]
-    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=300)
+    built = ensure()
+    command, env = [built.python, HERE / program], os.environ | built.environment()
+    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     answer: list[list[dict[str, Any]]] = json.loads(done.stdout)
     return answer

@@ -187,3 +187,47 @@ async def test_what_has_ended_before_its_last_notice_is_left_to_nobody() -> None
     expected.receive(Notice(event=NoticeEvent.READY, request_id="r1"))
     await turns(3)
     assert records.taken(0) == []
+
+
+def noticed(event: NoticeEvent, role: str = "P") -> Notice:
+    return Notice(event=event, request_id="leg", remote_request_id="r1", role=role)
+
+
+async def test_kv_that_could_not_be_read_is_released_whatever_the_decode_engine_answers() -> None:
+    """That engine has computed the prompt, so its answer is whole, and nothing has told the holder."""
+    kept = custodian(nixl(Options(notifier=True)))
+    custody = kept.take(handle("r1"), LEG)
+    custody.spend(7)
+    kept.receive(noticed(NoticeEvent.FAILED, "D"))
+    custody.end(End.LOADED)
+    assert (custody.how, kept.snapshot()["releasing"][0]) == (None, 1)
+    kept.receive(noticed(NoticeEvent.RELEASED))
+    assert custody.how is End.RELEASED
+    await kept.settle(0)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_kv_that_was_promised_is_asked_for_once_it_is_made(asked: bool) -> None:
+    """The decode engine has its handle already, if its request was written."""
+    kept = custodian(NIXL)
+    custody = kept.promise(handle("r1"), LEG)
+    if asked:
+        custody.spend(7)
+    assert kept.snapshot()["promised"][0] == 1
+    custody.made(handle("r1"))
+    assert {name for name, (count, *_) in kept.snapshot().items() if count} == {"asked" if asked else "held"}
+
+
+@pytest.mark.parametrize("released", [True, False])
+async def test_an_expiry_ends_only_a_leg_that_may_read_the_kv(released: bool) -> None:
+    """A leg whose KV is being released does not read it."""
+    kept, told = custodian(nixl(Options(notifier=True))), list[tuple[str, bool]]()
+    custody = kept.take(handle("r1"), LEG)
+    custody.spend(7)
+    custody.on_gone = lambda why, lost: told.append((why, lost))
+    if released:
+        custody.release()
+    kept.receive(noticed(NoticeEvent.EXPIRED))
+    assert custody.how is End.EXPIRED
+    assert told == ([] if released else [("the lease on the KV at http://p ended before it was loaded", False)])
+    await kept.settle(0)

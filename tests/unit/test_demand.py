@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.serving.request.demand import MOST_ANSWERS, MOST_TOKENS, Demand, demand_of, passed_demand
+from pdproxy.serving.request.demand import (
+    MOST_ANSWERS,
+    MOST_TOKENS,
+    PRIORITY,
+    Demand,
+    demand_of,
+    passed_demand,
+    prioritized,
+)
 from pdproxy.wire.request import Route, parse
 
 
@@ -53,3 +61,26 @@ def test_bodies_for_one_engine() -> None:
     assert passed_demand(400, generates=True) == Demand(100, 1)
     assert passed_demand(0, generates=False) == Demand(1, 0)
     assert passed_demand(2**40, generates=False).prompt == MOST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("header", "own", "is_known", "counts", "lines"),
+    [
+        (None, 3, True, 3, []),  # the engine reads it in the body, as it was read here
+        (None, 9, True, 5, [b"5"]),
+        (None, 0, False, 0, [b"0"]),  # it may read another one there
+        (b"4", 9, True, 4, [b"4"]),
+        (b"4", 9, False, 4, [b"4"]),
+        (b"7", 3, True, 5, [b"5"]),
+        (b"x", 3, True, 3, [b"x"]),  # read by nobody
+    ],
+)
+def test_the_priority_that_counts_is_the_one_that_engines_get(
+    header: bytes | None, own: int, is_known: bool, counts: int, lines: list[bytes]
+) -> None:
+    """Of a client with priorities from 0 to 5."""
+    forward = ((b"traceparent", b"t"), *([(PRIORITY, header)] if header is not None else []))
+    found, sent = prioritized(Demand(1, 1, None, own), forward, (0, 5), is_known=is_known)
+    assert found.priority == counts
+    assert [value for name, value in sent if name == PRIORITY] == lines
+    assert (b"traceparent", b"t") in sent

@@ -23,7 +23,7 @@ PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p timeout 
 ROW = Row('tests/x.py::test_y[a "b"]', "0123456789ab", date(2026, 3, 1), "the gate", "assert 1 == 2\n  because \\ é")
 
 
-def run(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
+def run(folder: Path, tests: str, *arguments: str, report: str = "report") -> tuple[int, str]:
     """Run pytest on a file of tests, with the hooks of all tests. Return its exit code and all it printed."""
     (folder / "conftest.py").write_text(HOOKS)
     (folder / "pytest.ini").write_text(
@@ -32,7 +32,7 @@ def run(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
     (folder / "test_some.py").write_text(tests)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "test_some.py", *arguments],
-        cwd=folder, env={**os.environ, **PLUGINS, "PYTHONPATH": str(ROOT), REPORT: str(folder / "report")},
+        cwd=folder, env={**os.environ, **PLUGINS, "PYTHONPATH": str(ROOT), REPORT: report and str(folder / report)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -61,6 +61,14 @@ def test_failures_are_shown_and_written_as_they_happen(tmp_path: Path) -> None:
     bad = "FAILED test_some.py::test_bad[a b]"
     assert output.index(f"{bad} (call): AssertionError: a reason") < output.index("= FAILURES =")
     assert f"{bad} (teardown): ValueError: at its end" in output
+
+
+def test_failures_are_shown_where_no_file_is_named(tmp_path: Path) -> None:
+    """Nobody waits for the end of the run to see which test it was."""
+    code, output = run(tmp_path, FAILING.replace("os._exit(1)", "assert 0"), report="")
+    assert code == 1
+    assert output.index("FAILED test_some.py::test_gone (call): assert 0") < output.index("= FAILURES =")
+    assert not (tmp_path / "report").exists()
 
 
 def test_failures_in_other_processes_are_recorded_once_and_those_of_a_process_that_died(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from pdproxy.serving.kv.kept_turns import (
 )
 from pdproxy.serving.kv.open_turns import MAX_NAMESAKES, MAX_OVER, WAIT, OpenTurn, OpenTurns
 from pdproxy.sim.facts import Facts
-from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
+from pdproxy.transfer.turns import DecodeHandle, TurnRules, read, shown_in_streams
 from tests.sim.engines import Engines, plain
 
 LIMITS = TurnLimits(seconds=100, count=100, max_bytes=1 << 20, max_blocks=100, min_tokens=1, min_share=0)
@@ -166,7 +166,7 @@ def test_the_time_counts_from_the_receipt() -> None:
 
 def test_a_turn_of_a_slow_stream_is_not_used_after_its_own_time() -> None:
     shelf = Shelf()
-    turn = shelf.open.open(shelf.record("a", SCOPE + text(*HISTORY[:40])), stream=True)
+    turn = shelf.open.open(shelf.record("a", SCOPE + text(*HISTORY[:40])), in_answer=False)
     assert turn is not None
     shelf.open.receive("a", params(59))
     shelf.at += 60
@@ -248,7 +248,7 @@ def test_equal_ones_are_all_found() -> None:
 
 
 def opened(shelf: Shelf, name: str = "a", prompt: int = 40, *, stream: bool = True) -> OpenTurn:
-    turn = shelf.open.open(shelf.record(name, SCOPE + text(*HISTORY[:prompt])), stream=stream)
+    turn = shelf.open.open(shelf.record(name, SCOPE + text(*HISTORY[:prompt])), in_answer=not stream)
     assert turn is not None
     return turn
 
@@ -345,7 +345,7 @@ def test_a_notice_without_a_handle(params_: bytes) -> None:
 
 def test_what_cannot_be_compared_or_cut_is_released() -> None:
     shelf = Shelf()
-    unknown = shelf.open.open(shelf.record("unknown"), stream=True)
+    unknown = shelf.open.open(shelf.record("unknown"), in_answer=False)
     assert unknown is not None
     shelf.open.receive("unknown", params(59))
     unknown.answered(ANSWER, 20)
@@ -359,8 +359,8 @@ def test_two_turns_of_one_name_are_both_released() -> None:
     """Nobody knows of which one the first notice is: the second would be continued with KV of the first."""
     shelf = Shelf()
     first = opened(shelf)
-    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), stream=True) is None
-    assert shelf.open.open(shelf.record("a", SCOPE + text(2), decode="e"), stream=True) is None
+    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), in_answer=False) is None
+    assert shelf.open.open(shelf.record("a", SCOPE + text(2), decode="e"), in_answer=False) is None
     first.answered(ANSWER, 20)
     first.close()
     assert len(shelf.open) == shelf.open.size == 0
@@ -392,16 +392,16 @@ def test_a_turn_of_the_same_name_as_one_whose_client_left() -> None:
     """The notice of that one may still come."""
     shelf = Shelf()
     opened(shelf).close()
-    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), stream=True) is None
+    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), in_answer=False) is None
     shelf.at += WAIT
-    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), stream=True) is not None
+    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), in_answer=False) is not None
 
 
 def test_turns_of_one_name_that_are_remembered_are_bounded() -> None:
     shelf = Shelf()
     opened(shelf)
     for _ in range(3 * MAX_NAMESAKES):
-        shelf.open.open(shelf.record("a", SCOPE), stream=True)
+        shelf.open.open(shelf.record("a", SCOPE), in_answer=False)
     for _ in range(3 * MAX_NAMESAKES):
         shelf.open.receive("a", params(59))
     assert len(shelf.dropped) == MAX_NAMESAKES
@@ -422,9 +422,17 @@ def test_without_notices_the_older_turn_of_a_name_is_released_by_its_answer() ->
     assert len(shelf.open) == shelf.open.size == 0
 
 
-def test_streams_without_notices_are_not_followed() -> None:
+@pytest.mark.parametrize(
+    ("version", "shown"),
+    [("0.32.0", False), ("0.33.0", True), ("0.40.1rc2", True), ("1.0", True), ("", False), ("dev", False)],
+)
+def test_which_versions_show_handles_in_streams(version: str, shown: bool) -> None:
+    assert shown_in_streams(version) is shown
+
+
+def test_streams_without_notices_are_followed_only_if_they_show_handles() -> None:
     shelf = Shelf(by_notice=False)
-    assert shelf.open.open(shelf.record("a", SCOPE), stream=True) is None
+    assert shelf.open.open(shelf.record("a", SCOPE), in_answer=False) is None
     turn = opened(shelf, stream=False)
     turn.answered(ANSWER, 20)
     assert len(shelf.open) == shelf.open.size == 0
@@ -493,7 +501,7 @@ def test_whatever_was_edited_the_text_is_one_engines(
     shelf = Shelf()
     for one in (shelf.p, shelf.nodes["d"]):
         one.evidence = node("x", Role.DECODE, 0, block_size).evidence
-    turn = shelf.open.open(shelf.record("a", SCOPE + text(*prompt)), stream=False)
+    turn = shelf.open.open(shelf.record("a", SCOPE + text(*prompt)), in_answer=True)
     assert turn is not None
     turn.keeps(json.dumps(run.handle).encode())
     turn.answered(array("I", run.tokens), tokens)

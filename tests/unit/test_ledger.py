@@ -387,3 +387,22 @@ def test_legs_of_a_removed_engine_move_no_breaker(verdict: Verdict) -> None:
     assert not made.breakers.opened
     assert not node.usable(1e9)
     assert (node.requests, node.trial_places) == (0, 0)
+
+
+def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
+    """No other engine is asked: its 404 would be wrong. One that is down is not waited for."""
+    made = Ledger([NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)], breaker_failures=3, breaker_cooldown=10)
+    made.mark_up("d1", evidence("a"))
+    made.mark_up("d2", evidence("b"))
+    ask = Ask("a", 1, 0.0)
+    changes: list[None] = []
+    made.when_changed(lambda: changes.append(None))
+    made.mark_stalled("d1", "stands still")
+    assert changes
+    assert made.assign_alone(ask) is None
+    assert (made.may_return("a"), made.may_return("b"), made.may_return("c")) == (True, False, False)
+    assert (lease := made.assign_alone(Ask("c", 1, 0.0))) is not None
+    assert lease.node.url == "d2"
+    made.mark_down("d1", "refused", 0.0)
+    assert not made.may_return("a")
+    assert made.assign_alone(ask) is not None

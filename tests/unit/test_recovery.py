@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +14,15 @@ from pdproxy.kit.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
+    KvGoneError,
     OverloadedError,
+    OwnBodyRefusedError,
+    StaleConnectionError,
+    UnparsedError,
     Wait,
 )
 from pdproxy.serving.dispatch.recovery import (
+    MOST_STALLED,
     AskAgain,
     CannotSplit,
     Continue,
@@ -29,6 +36,7 @@ from pdproxy.serving.dispatch.recovery import (
     Retry,
     ServeAlone,
     after,
+    has_stalled,
 )
 from pdproxy.wire.request import Alone
 
@@ -44,6 +52,12 @@ FULL = EngineRefusedError("full", status=429, body=b"")
 BROKEN = EngineRefusedError("broken", status=500, body=b"")
 REFUSED = EngineRefusedError("refused", status=400, body=b"")
 NO_SPACE = AnswerBudgetError("no space")
+STALE = StaleConnectionError("closed a kept connection")
+GONE = KvGoneError("the KV is gone")
+OWN_BODY = OwnBodyRefusedError("refused what the client has not sent")
+UNPARSED = UnparsedError("no engine parses it")
+STALLED = EngineTimeoutError("stands still", wait=Wait.STALLED)
+SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +98,23 @@ NO_SPACE = AnswerBudgetError("no space")
         (DecodeFailed(D, NO_SPACE, data_sent=True), GOES_ON, Fail(NO_SPACE)),
         (DecodeFailed(D, CLOSED, data_sent=False), GOES_ON, Fail(CLOSED)),
         (Failed(TIMEOUT), FIRST, Fail(TIMEOUT)),
-        # What the proxy had added was refused: the same again without it.
+        # What the proxy had added was refused: the same again without it, however many attempts there were.
         (AskAgain(), FIRST, Retry(None)),
+        (AskAgain(), LAST_ALONE, Retry(None)),
+        # A connection that was closed while it was idle, KV that is gone: nothing against the engine.
+        (PrefillFailed(P, Alone.PREFILL_FAILED, STALE, D), FIRST, Retry(None, avoid=P)),
+        (DecodeFailed(D, STALE, data_sent=False), FIRST, Retry(None, avoid=D)),
+        (DecodeFailed(D, GONE, data_sent=False), FIRST, Retry(None)),
+        (PrefillFailed(P, Alone.PREFILL_FAILED, OWN_BODY), FIRST, Retry(None)),
+        (DecodeFailed(D, GONE, data_sent=False), LAST, Fail(GONE)),
+        # No engine parses what is streamed: another one would not, either.
+        (DecodeFailed(D, UNPARSED, data_sent=False), FIRST, Fail(UNPARSED)),
+        # An engine that stood still may have done so because of the request: a second one, and no third.
+        (PrefillFailed(P, Alone.PREFILL_FAILED, STALLED), FIRST, Retry(P)),
+        (DecodeFailed(D, STALLED, data_sent=False), FIRST, Retry(D)),
+        (PrefillFailed(P, Alone.PREFILL_FAILED, STALLED), SECOND, Fail(STALLED)),
+        (DecodeFailed(D, STALLED, data_sent=False), SECOND, Fail(STALLED)),
+        (DecodeFailed(D, CLOSED, data_sent=False), SECOND, Retry(D)),
     ],
 )
 def test_what_follows(outcome: Failure, progress: Progress, action: object) -> None:
@@ -100,27 +129,44 @@ def test_no_engine_at_all_is_an_overload() -> None:
         assert isinstance(action.error, OverloadedError)
 
 
-ERRORS = st.sampled_from([CLOSED, TIMEOUT, UNREACHABLE, FULL, BROKEN, REFUSED, NO_SPACE])
+ERRORS = [CLOSED, TIMEOUT, UNREACHABLE, FULL, BROKEN, REFUSED, NO_SPACE, STALE, GONE, OWN_BODY, UNPARSED, STALLED]
+FAILED_LEGS = st.sampled_from(ERRORS)
 FAILURES = st.one_of(
     st.just(NoEngines()),
-    st.builds(PrefillFailed, st.just(P), st.sampled_from([Alone.PREFILL_FAILED, Alone.NO_HANDLE]), ERRORS),
+    st.builds(PrefillFailed, st.just(P), st.sampled_from([Alone.PREFILL_FAILED, Alone.NO_HANDLE]), FAILED_LEGS),
     st.builds(CannotSplit, st.sampled_from([Alone.KV_LATE, Alone.PREFILL_REFUSED, Alone.FIRST_TOKEN]), st.just(D)),
-    st.builds(DecodeFailed, st.just(D), ERRORS, st.booleans()),
+    st.builds(DecodeFailed, st.just(D), FAILED_LEGS, st.booleans()),
+    st.just(AskAgain()),
+    st.builds(Failed, FAILED_LEGS),
 )
 
 
-@given(st.integers(1, 8), st.lists(FAILURES, min_size=20, max_size=20))
-def test_every_course_ends(limit: int, failures: list[Failure]) -> None:
-    """Whatever fails: at most `limit` attempts, and one more where the last prefill failed, which is one engine alone."""
-    is_alone, prefill_failed = False, None
+def test_every_course_has_every_outcome_in_it() -> None:
+    """A new outcome belongs into the courses."""
+    made = {NoEngines, PrefillFailed, CannotSplit, DecodeFailed, AskAgain, Failed}
+    assert made == set(get_args(Failure))
+
+
+@given(st.integers(1, 8), st.booleans(), st.lists(FAILURES, min_size=20, max_size=20))
+def test_every_course_ends(limit: int, continues: bool, failures: list[Failure]) -> None:
+    """Whatever fails: at most `limit` attempts, and one more where the last prefill failed, which is one engine alone.
+
+    Each time that an engine refused what the proxy had added, there is one more: it is added no more.
+    """
+    is_alone, prefill_failed, stalled = False, None, 0
     for number, outcome in enumerate(failures, 1):
         if is_alone and isinstance(outcome, PrefillFailed | CannotSplit):
             continue  # an engine that serves alone prefills nothing for others
-        action = after(outcome, Progress(number, limit, is_alone, prefill_failed))
+        action = after(outcome, Progress(number, limit, is_alone, prefill_failed, continues, stalled))
+        stalled += has_stalled(outcome)
         if isinstance(outcome, PrefillFailed):
             prefill_failed = outcome.reason
-        if isinstance(action, Fail):
+        if isinstance(action, Fail | Continue):
+            sent = isinstance(outcome, DecodeFailed) and outcome.data_sent
+            assert isinstance(action, Fail) or (sent and continues), "only a stream that was begun goes on"
             return
-        assert number <= limit or not isinstance(action, Retry)
+        assert stalled < MOST_STALLED
+        assert number <= limit or not isinstance(action, Retry) or isinstance(outcome, AskAgain)
         is_alone = is_alone or isinstance(action, ServeAlone)
-    assert is_alone  # the rest were outcomes that one engine alone cannot have
+    # The rest were outcomes that one engine alone cannot have, or requests that are sent without what was added.
+    assert is_alone or all(isinstance(outcome, AskAgain) for outcome in failures)

@@ -40,6 +40,7 @@ class Leg:
     must_progress: bool = True
     waits_for: str | None = None
     prompt_bytes: int = 0
+    stalled_before: int = 0
     failed: list[EngineError] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
@@ -554,4 +555,80 @@ async def test_a_suspected_engine_that_refuses_canaries_is_not_asked_for_ever() 
     asked = len(pool.asked)
     await pool.look(100)
     assert len(pool.asked) <= asked + 1
+    await pool.close()
+
+
+def blamed(*legs: Leg) -> list[bool | None]:
+    """Whether each leg may have brought the standstill about; None: it goes on."""
+    return [leg.failed[0].may_be_cause if leg.failed else None for leg in legs]  # type: ignore[attr-defined]
+
+
+async def test_what_has_data_and_what_came_later_is_not_the_cause() -> None:
+    """Where data flowed until a step that did not end."""
+    pool = Pool("d1", "d2")
+    pool.now += 10
+    flowing = pool.leg("d1")
+    pool.now += 5
+    cause = pool.leg("d1")
+    flowing.sign = pool.now
+    pool.frozen.add("d1")
+    late: list[Leg] = []
+    await pool.look(AFTER, lambda: late.append(pool.leg("d1")))
+    assert pool.stalled == ["d1"]
+    assert blamed(flowing, cause) == [False, True]
+    assert blamed(*late)[1:] == [False] * (len(late) - 1)
+    await pool.close()
+
+
+async def test_without_data_the_cause_may_be_any_that_was_sent_before_it_was_asked() -> None:
+    """It may have worked in silence, on answers that are not streamed."""
+    pool = Pool("d1", "d2")
+    pool.frozen.add("d1")
+    legs: list[Leg] = []
+    await pool.look(AFTER, lambda: legs.append(pool.leg("d1")))
+    assert pool.stalled == ["d1"]
+    found = blamed(*legs)
+    assert found[0]
+    assert found == sorted(found, key=bool, reverse=True)
+    assert not found[-1]
+    await pool.close()
+
+
+async def test_only_streams_are_all_suspected() -> None:
+    """The step of one of them does not end."""
+    pool = Pool("d1", "d2")
+    legs = [pool.leg("d1", sign=pool.now + 0.5), pool.leg("d1", sign=pool.now + 0.5)]
+    pool.frozen.add("d1")
+    await pool.look(AFTER)
+    assert blamed(*legs) == [True, True]
+    await pool.close()
+
+
+async def test_a_request_that_has_stopped_an_engine_before_is_waited_for() -> None:
+    """So are streams that flow. Those without data end: others serve them. A sign lets all go on."""
+    pool = Pool("d1", "d2")
+    legs = [pool.leg("d1", stalled_before=1), pool.leg("d1", sign=pool.now + 0.5), pool.leg("d1")]
+    pool.frozen.add("d1")
+    await pool.look(4 * AFTER)
+    assert pool.stalled == ["d1"]
+    assert blamed(*legs) == [None, None, False]
+    assert pool.engines["d1"].open_legs.waits_out
+    pool.frozen.clear()
+    await pool.look(3 * STEP)
+    assert pool.stalled == []
+    assert not pool.engines["d1"].open_legs.waits_out
+    assert blamed(*legs) == [None, None, False]
+    await pool.close()
+
+
+async def test_it_is_waited_for_up_to_the_longest_time() -> None:
+    """Then the one of them with the longest prompt is the cause."""
+    pool = Pool("d1", "d2")
+    legs = [pool.leg("d1", stalled_before=1), pool.leg("d1", stalled_before=1, prompt_bytes=9), pool.leg("d1")]
+    pool.frozen.add("d1")
+    await pool.look(119)
+    assert blamed(*legs) == [None, None, False]
+    await pool.look(2)
+    assert blamed(*legs) == [False, True, False]
+    assert not pool.engines["d1"].open_legs.waits_out
     await pool.close()

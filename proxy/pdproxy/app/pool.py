@@ -28,13 +28,17 @@ from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.works import Works
+from pdproxy.observe import catalog_health
+from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.models import PoolModels
+from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
+from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.passthrough import Passthrough
@@ -147,6 +151,11 @@ class PoolParts:
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())
+        stalls = watching.stalls
+        works = Works(engines.known, admin.scrape, observers, lambda: stalls.stalled_after > 0, watching.canary)
+        late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
+        comebacks = Comebacks(ledger, clock, observers, limits)
+        metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
@@ -161,8 +170,10 @@ class PoolParts:
             clock=clock,
             answer_budget=process.answer_budget,
             retries=process.retries,
+            comebacks=comebacks,
             outliers=outliers,
-            works=Works(engines.known, admin.scrape, observers, lambda: watching.stalls.stalled_after > 0).on_all,
+            works=works.on_all,
+            is_push_lost=late_pushes.is_lost,
             is_alive=partial(admin.answers, path="/health"),
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,

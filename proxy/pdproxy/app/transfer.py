@@ -60,8 +60,8 @@ def build_turns(
         return None
     if not settings.kv_ready.notifier:
         logger.warning(
-            "turns.bidirectional without kv_ready.notifier: no handle of a stream is known, and decode engines keep the KV of "
-            "each stream for %g s",
+            "turns.bidirectional without kv_ready.notifier: engines before vLLM 0.33.0 name no handle of a stream, and keep the "
+            "KV of each stream for %g s",
             wanted.decoder_kv_blocks_ttl,
         )
     limits = TurnLimits(

@@ -31,7 +31,7 @@ INTERRUPTED = 130
 _PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100, "any": 8100}
 _ENGINE = {
     "model": "name of the model",
-    "version": "version that /version reports, and whose events it sends: from 0.33.0 on with KV handles",
+    "version": "version that /version reports, and as which it answers (0.33.0 differs, docs/reference/versions.md)",
     "weights": "a whole number; engines with different weights generate different texts",
     "template": "chat template",
     "add_bos": "put the tokenizer's first token (BOS) before the prompt of a completion",

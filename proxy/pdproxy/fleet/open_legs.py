@@ -16,6 +16,10 @@ class OpenLeg(Protocol):
     prompt_bytes: int
     """Of the prompt that the engine computes for it; 0 where it gets the KV."""
 
+    @property
+    def stalled_before(self) -> int:
+        """How many engines have stood still under its request before, perhaps because of it."""
+
     def last_sign(self) -> float:
         """Return when its last data came, or a time before `since` if none has."""
 
@@ -37,7 +41,17 @@ class OpenLeg(Protocol):
 class OpenLegs:
     """The open legs of one engine, in the order in which they were sent."""
 
-    __slots__ = ("busy_since", "canaries", "last_sign", "legs", "life", "pace", "shows_nothing")
+    __slots__ = (
+        "busy_since",
+        "canaries",
+        "last_sign",
+        "legs",
+        "life",
+        "pace",
+        "shows_nothing",
+        "suspects",
+        "waits_out",
+    )
 
     def __init__(self) -> None:
         self.legs: dict[OpenLeg, None] = {}
@@ -48,6 +62,10 @@ class OpenLegs:
         self.pace = Pace()
         self.canaries = 0
         """Requests for one token that are under way, by which the engine is asked whether it works."""
+        self.waits_out = False
+        """Whether it stands still, and its legs wait for its sign nevertheless. Written by the watch over it, which ends them."""
+        self.suspects = 0
+        """Requests without data under which another engine has stood still, perhaps because of them."""
         self.life = 0.0
         """When the engine has shown last that its core works. Written by the watch over it."""
         self.shows_nothing = False

@@ -9,6 +9,9 @@ another engine must send, is a silence too. So it raises a suspicion, and then t
     silent for all of the time allowed      it stands still: it gets no more requests, and its legs end. (The longest time is
                                             allowed to one without metrics whose legs have shown nothing yet; to
                                             one for prefills with a long prompt, before the pace of such is known.)
+    ... with a request under which another  the request may be the cause, and would stop the next engine, too. So it stays, up to
+    engine has stood still                  the longest time: a plain engine would answer behind its long step. So do streams that
+                                            flow; the others go to other engines
     a sign of it behind that                one request shows whether it serves again; also without a sign, after 30 s and
                                             ever more, if it can't be asked for a token: nothing else may show it. Soon after
                                             the verdict, its silence is learned, too: it may only have been slow
@@ -25,7 +28,7 @@ from typing import Protocol
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import Enquiry
 from pdproxy.fleet.open_legs import OpenLeg
-from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.kit.errors import StandstillError
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.pace import LARGE, Pace
 
@@ -42,6 +45,8 @@ FIRST_HOLD, LONGEST_HOLD = 5.0, 300.0
 FIRST_BLIND = 30.0
 """The same without a sign, for one that can't be asked for a token: without requests its metrics do not move, so that one which
 has only lost an answer looks like one that stands still."""
+LAST_STEP = 1.0
+"""Seconds behind the last data of an engine: what it was sent later is not in the step that does not end."""
 THAWED = 2.0
 """An engine that shows a sign when it has been silent for no more than so many times the silence of the verdict may only have
 been slow: next time it is allowed to be silent for longer."""
@@ -107,7 +112,7 @@ class StallWatch:
         """Begin with a run of which nothing is known."""
         self._run = self.engine.node.run_number
         self._life = self.engine.open_legs.life = now
-        self.engine.open_legs.shows_nothing = False
+        self.engine.open_legs.shows_nothing = self.engine.open_legs.waits_out = False
         self._suspected: float | None = None
         self._enquiry: Enquiry | None = None
         self._silent_from = now
@@ -263,12 +268,14 @@ class StallWatch:
         self.close()
         self._life = self._let_in_at = now
         self._stalled_at = None
+        self.engine.open_legs.waits_out = False
 
     def _look_at_stalled(self, now: float) -> None:
         if self._stalled_at is None:  # another worker has found it
             self.close()
             self._was_taken_out(now)
             self._has_learned = True  # that worker knows for how long it had been silent
+            self._silent_from = now
         assert self._stalled_at is not None
         self._fail([*self.engine.open_legs.legs], now)  # also one that was leased before
         if not self._verdicts.leads:
@@ -288,6 +295,7 @@ class StallWatch:
                 self.close()
                 self._life = self._let_in_at = now
                 self._stalled_at = None
+                self.engine.open_legs.waits_out = False
                 self._verdicts.let_in(self.engine)
             return
         due = now >= self._next_canary
@@ -296,12 +304,38 @@ class StallWatch:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
         enquiry.ask(canary=due, again=True)
 
+    def _causes(self, legs: list[OpenLeg]) -> dict[OpenLeg, None]:
+        """Return the legs whose request may have brought the standstill about: it may stop the next engine, too.
+
+        Those that were sent before it began, and have no data: what has data is done with its prompt. If an engine has stood
+        still under one of these before, that one is the cause; of several, the one with the longest prompt.
+        """
+        assert self._stalled_at is not None
+        flowing = [leg for leg in legs if leg.last_sign() > leg.since]
+        # Without data of any leg, it may have worked in silence until it was asked.
+        asked = self._stalled_at - SUSPECT * self._verdicts.stalled_after + self._verdicts.stalled_after / LOOKS
+        latest = max(leg.last_sign() for leg in flowing) + LAST_STEP if flowing else asked
+        early = [leg for leg in legs if leg.since <= latest]
+        found = [leg for leg in early if leg.last_sign() <= leg.since] or early
+        again = [leg for leg in found if leg.stalled_before]
+        if not again:
+            return dict.fromkeys(found)
+        return {max(again, key=lambda leg: (leg.stalled_before, leg.prompt_bytes, -leg.since)): None}
+
     def _fail(self, legs: list[OpenLeg], now: float) -> None:
-        """End the legs to it, and those that wait for its KV in silence."""
-        least = SUSPECT * self._verdicts.stalled_after
+        """End the legs to it, and those that wait for its KV in silence.
+
+        Those whose request may be the cause end first: the others avoid the engines that these go to.
+        """
+        causes, least = self._causes(legs), SUSPECT * self._verdicts.stalled_after
+        legs = [*causes, *[leg for leg in legs if leg not in causes]]
+        waits_out = now < self._silent_from + self._verdicts.longest and any(leg.stalled_before for leg in legs)
+        self.engine.open_legs.waits_out = waits_out
+        if waits_out:
+            legs = [leg for leg in legs if leg.last_sign() <= leg.since and not leg.stalled_before]
         for leg in legs:
             if self.engine.ranks == 1 or now - max(leg.since, leg.last_sign()) >= least:
-                leg.fail(EngineTimeoutError(f"{self.engine.url} stands still", wait=Wait.STALLED))
+                leg.fail(StandstillError(f"{self.engine.url} stands still", may_be_cause=leg in causes))
         for leg in self._verdicts.legs_waiting_for(self.engine.url):
             if now - leg.since >= least:
                 leg.source_lost(f"{self.engine.url} stands still, and has the KV")

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.kit.errors import EngineError, OverloadedError
 from pdproxy.observe.events import Observers, SilenceAllowed
 from pdproxy.upstream.metrics_page import Scrape
@@ -30,21 +31,31 @@ class Works:
         scrape: Callable[[str], Awaitable[Scrape]],
         observers: Observers,
         is_watched: Callable[[], bool],
+        canary: HealthCanary,
     ) -> None:
         self._engines = engines
         self._scrape = scrape
         self._observers = observers
         self._is_watched = is_watched
+        self._canary = canary
 
     async def on_all(self, url: str, wait: str) -> bool:
         """Return whether an engine works on all that it was sent. `wait`: the wait that may go on, for the metric."""
         engine = self._engines.get(url)
         if engine is None or not self._is_watched():
             return False
-        if not self._shows_work(engine) or await self._has_lost(engine) or not self._shows_work(engine):
+        if not engine.open_legs.waits_out and not await self._works(engine):
             return False
         self._observers.notify(SilenceAllowed(wait, url))
         return True
+
+    async def moves(self, url: str) -> bool | None:
+        """Return whether an engine has answered with a token; None if it can't be asked, or refuses to say."""
+        engine = self._engines.get(url)
+        return None if engine is None or not self._canary.may_ask(engine) else await self._canary.works(engine, None)
+
+    async def _works(self, engine: Engine) -> bool:
+        return self._shows_work(engine) and not await self._has_lost(engine) and self._shows_work(engine)
 
     def _shows_work(self, engine: Engine) -> bool:
         node = engine.node

@@ -50,6 +50,7 @@ class Wait(Enum):
     DETECT = "detect"
     PROBE = "probe"
     STALLED = "stalled"  # health.stalled_after
+    ENGINE = "engine"  # deadlines.queue
     CANARY = "canary"  # health.canary_timeout
     DNS = "dns"  # dns.timeout
 
@@ -308,6 +309,14 @@ class EngineTimeoutError(EngineError):
     def __init__(self, message: str, *, wait: Wait) -> None:
         super().__init__(message)
         self.wait = wait
+
+
+class StandstillError(EngineTimeoutError):
+    """An engine stands still. `may_be_cause`: whether the request may have brought that about."""
+
+    def __init__(self, message: str, *, may_be_cause: bool) -> None:
+        super().__init__(message, wait=Wait.STALLED)
+        self.may_be_cause = may_be_cause
 
 
 class EngineRefusedError(EngineError):

@@ -75,6 +75,7 @@ ALONE = (
 )
 _OTHER_WAITS = {
     Wait.STALLED: "health.stalled_after",
+    Wait.ENGINE: "deadlines.queue, for an engine that stands still",
     Wait.CANARY: "health.canary_timeout",
     Wait.DNS: "dns.timeout",
 }

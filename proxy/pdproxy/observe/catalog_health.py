@@ -65,6 +65,12 @@ RETRIES_REFUSED = Description(
     "Requests that were not tried again since too many were for deadlines.retry",
     "requests",
 )
+WAITING_FOR_ENGINES = Description(
+    "pdproxy_waiting_for_engines",
+    Kind.GAUGE,
+    "Requests that wait for an engine that stands still, because no other can serve them (deadlines.queue)",
+    "requests",
+)
 EXCLUSIONS = Description(
     "pdproxy_exclusions_total",
     Kind.COUNTER,

@@ -30,9 +30,10 @@ class Eligibility:
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
         """Return the engines of a role that may serve a request, best first.
 
-        A model that no engine serves, not even one of `without`, matches all but prefill engines: the engine's own 404 is the
-        answer. Engines whose breaker is open, or leaves them no place, are used only if there are no others, and those whose
-        cooldown is over before these: they are better than no answer. Those with room in their window come first.
+        A model that no engine serves, not even one of `without` or one that stands still, matches all but prefill engines: the
+        engine's own 404 is the answer. Engines whose breaker is open, or leaves them no place, are used only if there are no
+        others, and those whose cooldown is over before these: they are better than no answer. Those with room in their window
+        come first.
         """
         eligible = self.eligible(role, ask, without)
         if len(eligible) < 2:
@@ -44,10 +45,17 @@ class Eligibility:
         """As `ranked`, in no order."""
         up = [node for node in self._nodes if role in node.uses and node.available]
         serving = [node for node in up if ask.model is None or node.serves(ask.model)]
-        known = serving or (up if role is not Role.PREFILL else [])
+        known = serving or (up if role is not Role.PREFILL and not self._may_serve_later(ask.model) else [])
         fitting = [node for node in known if node.url not in without] if without else known
         now = ask.now
         return [n for n in fitting if n.takes(now)] or [n for n in fitting if n.usable(now)] or fitting
+
+    def _may_serve_later(self, model: str | None) -> bool:
+        """Return whether an engine that answers clients serves a model once it moves again."""
+        if model is None:
+            return False
+        stalled = [node for node in self._nodes if node.stalled is not None and node.returns]
+        return any(node.serves(model) and node.role is not Role.PREFILL for node in stalled)
 
     def changed(self) -> None:
         """Forget all preparations: an engine came up, went down or changed."""

@@ -84,6 +84,7 @@ class Ledger:
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
         self._when_up: Callable[[str, bool], None] = lambda _, __: None
+        self._when_changed: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -108,6 +109,10 @@ class Ledger:
     def when_up(self, then: Callable[[str, bool], None]) -> None:
         """Call `then(url, restarted)` when an engine's run is up: the first one since it was added, or another one."""
         self._when_up = then
+
+    def when_changed(self, then: Callable[[], None]) -> None:
+        """Call `then()` when other engines may serve requests than before."""
+        self._when_changed = then
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
@@ -379,6 +384,7 @@ class Ledger:
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
         self.block_size, self.adapters, self.template_tokens = in_common(nodes)
+        self._when_changed()
 
     # -- what an operator asks
 
@@ -397,6 +403,10 @@ class Ledger:
         return any(
             n.role is DECODE and n.available and (model is None or n.serves(model)) for n in self._nodes.values()
         )
+
+    def may_return(self, model: str | None) -> bool:
+        """Return whether a request could be served, if the engines moved again that stand still."""
+        return readiness.may_return(self.nodes, model, alone=self._alone)
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""

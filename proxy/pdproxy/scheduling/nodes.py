@@ -201,6 +201,11 @@ class Node:
         return in_use and self.evidence is not None
 
     @property
+    def returns(self) -> bool:
+        """Whether the engine may get requests, at the latest once it moves again."""
+        return self.down_because is None and self.draining is None and self.evidence is not None
+
+    @property
     def full(self) -> bool:
         """Whether all its places are taken."""
         return self.spec.places is not None and self.requests >= self.spec.places

@@ -48,6 +48,16 @@ def _is_pair(prefill: Node, decode: Node) -> bool:
     return prefill_and_decode(prefill, decode) is None
 
 
+def may_return(nodes: Sequence[Node], model: str | None, *, alone: Sequence[Role]) -> bool:
+    """Return whether a request could be served if the engines that stand still moved again."""
+    found = [node for node in nodes if node.returns and (model is None or node.serves(model))]
+    if not any(node.stalled is not None for node in found):
+        return False
+    return any(not node.uses.isdisjoint(alone) for node in found) or (
+        any(Role.PREFILL in node.uses for node in found) and any(Role.DECODE in node.uses for node in found)
+    )
+
+
 def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
     """Return why no prompt can be split now, although the pool has prefill engines; None if one can be, or has none."""
     prefills = [node for node in nodes if Role.PREFILL in node.uses]

@@ -14,7 +14,8 @@ class Health(Section, frozen=True):
     stalled_after: OffOrSeconds = 10.0
     """An engine counts as standing still if its legs, its metrics and a request for one token show no sign for so long, or for
     as long as it was silent before while it worked, four times over. Legs to it end then, and other engines serve what they
-    can. 0: engines are not watched for this."""
+    can; a request under which a second engine stands still stays there for up to `deadlines.prefill`. 0: engines are not
+    watched for this."""
 
     canary_timeout: Seconds = 5.0
     """The answer to a request for one token, by which an engine is asked whether it works."""

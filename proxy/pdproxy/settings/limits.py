@@ -33,7 +33,8 @@ class Deadlines(Section, frozen=True):
     """Reading a large body in a reader process, the wait for one included. 64 MiB of images take a fifth of a second."""
 
     queue: Seconds = 30.0
-    """A request's wait for a place (`limits.max_inflight`). Clients time out at about this time."""
+    """A request's wait for a place (`limits.max_inflight`), and its wait for an engine where all that could serve it stand
+    still. Clients time out at about this time."""
 
     tokenize: Seconds = 2.0
     """Making the token ids of a prompt. After that the engines make them, unless the connector needs them before."""
@@ -50,7 +51,7 @@ class Deadlines(Section, frozen=True):
 
     first_token: Seconds = 60.0
     """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch. While the engine is
-    seen to work (`health.stalled_after`), the wait goes on; not where it may wait for KV that a prefill engine pushes."""
+    seen to work (`health.stalled_after`), the wait goes on; not if it waits for KV that a prefill engine should have pushed."""
 
     between_tokens: Seconds = 30.0
     """Between two pieces of a stream. Behind it the engine is looked at: while it is seen to work (`health.stalled_after`), the

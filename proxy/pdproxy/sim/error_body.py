@@ -10,6 +10,15 @@ def error_body(message: str, kind: str, status: int, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def error_event(message: str, kind: str = "InternalServerError", status: int = 500, param: str | None = None) -> bytes:
-    """Return the event that reports a stream's failure, with spaces in its JSON, as vLLM writes it."""
-    return b"data: " + json.dumps(error_body(message, kind, status, param), ensure_ascii=False).encode() + b"\n\n"
+def error_event(
+    message: str,
+    kind: str = "InternalServerError",
+    status: int = 500,
+    param: str | None = None,
+    *,
+    compact: bool = False,
+) -> bytes:
+    """Return the event that reports a stream's failure, with spaces in its JSON, as vLLM writes it. `compact`: without spaces."""
+    separators = (",", ":") if compact else None
+    body = error_body(message, kind, status, param)
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=separators).encode() + b"\n\n"

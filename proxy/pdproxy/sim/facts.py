@@ -6,7 +6,6 @@ Owns names and defaults. Times are in seconds, sizes in bytes or tokens.
 from __future__ import annotations
 
 import math
-import re
 from typing import Literal
 
 import msgspec
@@ -154,7 +153,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     role: Role = "aggregated"
     model: str = "sim"
     version: str = "0.32.0"
-    """From 0.33.0 on, events have `kv_transfer_params`, those of a choice's last event a handle."""
+    """What it does as this version: `since`."""
     weights: int = 0
     """A number. Engines with the same model name and different weights generate different text."""
     template: Template = "chatml"
@@ -306,11 +305,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             )
         if not self.pd_buffer_chunks:
             raise ValueError(f"pd_buffer_size must hold a chunk at least, got {self.lmcache.pd_buffer_size}")
-
-    @property
-    def handle_in_events(self) -> bool:
-        """Whether the last event of a choice has the handle of its KV, as a whole answer has it."""
-        return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2]) >= (0, 33)
 
     @property
     def has_nixl(self) -> bool:

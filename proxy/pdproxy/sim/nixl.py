@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.sim import since
 from pdproxy.sim.active import ActiveRequest
 from pdproxy.sim.connector import Connector
 from pdproxy.sim.facts import Facts
@@ -164,6 +165,7 @@ class Nixl(Connector):
             "pp_size": 1,
             "remote_num_tokens": length,
             "remote_blocks_expiry_time": None,
+            **since.registration(self._facts.version),
             "transfer_mode": self.mode,
         }
 

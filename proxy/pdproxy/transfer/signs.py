@@ -13,7 +13,8 @@ import msgspec
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
-def _release(version: str) -> tuple[int, int] | None:
+def release(version: str) -> tuple[int, int] | None:
+    """Return the first two numbers of a version of vLLM, None if it can't be read."""
     found = _RELEASE.match(version)
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -64,8 +65,8 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
 
     def in_version(self, version: str) -> bool:
         """Return whether an engine of this version may run the contract. A version that can't be read excludes nothing."""
-        found = _release(version)
-        first, last = _release(self.first_version), _release(self.last_version)
+        found = release(version)
+        first, last = release(self.first_version), release(self.last_version)
         return found is None or ((first is None or first <= found) and (last is None or found <= last))
 
 

@@ -2,6 +2,7 @@
 
 Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py` (`bidirectional_kv_xfer`). The prefill engine compares no
 tokens, and pairs blocks from the end of both lists. So a handle is used whole, or cut to whole blocks in both of its fields.
+A handle stands in whole answers, and since vLLM 0.33.0 in the last event of streams.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdproxy.transfer.signs import release
 from pdproxy.wire.engine import UNREADABLE
 
 _MAX_BLOCKS = 1 << 24
@@ -50,6 +52,14 @@ class _Params(msgspec.Struct, frozen=True):
     remote_block_ids: list[list[int]]
     remote_num_tokens: int
     do_remote_prefill: bool = False
+
+
+_SHOWN_IN_STREAMS = (0, 33)
+
+
+def shown_in_streams(version: str) -> bool:
+    """Return whether an engine of this version of vLLM has the handle in the last event of a stream."""
+    return (release(version) or (0, 0)) >= _SHOWN_IN_STREAMS
 
 
 _params = msgspec.json.Decoder(_Params)

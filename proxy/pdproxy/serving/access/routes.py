@@ -72,6 +72,8 @@ TABLE: tuple[RouteEntry, ...] = (
         "/tokenizer_info", ("GET",), RouteKind.PASSED, "an engine's tokenizer, where its flag allows it", slow=False
     ),
     _passed("/generative_scoring", "score texts by the next token of a generating model"),
+    _passed("/v1/decisions", "OpenAI's Decisions API: answers to questions, each with its probability"),
+    _passed("/v1/systemone", "the same in vLLM's own form"),
     _passed("/v1/embeddings", "embed texts"),
     _passed("/pooling", "what a pooling model makes of texts"),
     _passed("/classify", "classify texts"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.one_shot_event import OneShotEvent
@@ -43,6 +44,7 @@ class Attempt:
         "_expected_is_custodys",
         "_predictions",
         "_space",
+        "_suspected",
         "_unused",
         "asked_url",
         "assignment",
@@ -93,6 +95,7 @@ class Attempt:
         self._unused = list(assignment.leases)
         self._space = space
         self._predictions: tuple[Prediction, ...] = ()
+        self._suspected: tuple[OpenLegs, ...] = ()
         self._expected: Expected | None = None
         self._expected_is_custodys = False
 
@@ -142,6 +145,13 @@ class Attempt:
     def take(self, lease: Lease) -> None:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
         self._unused.remove(lease)
+
+    def suspect(self) -> None:
+        """Note at its engines, until its data, that the request may stop them: another one has stood still under it."""
+        known = self.resources.engines.known
+        self._suspected = tuple(known[lease.node.url].open_legs for lease in self.assignment.leases)
+        for open_legs in self._suspected:
+            open_legs.suspects += 1
 
     # -- what engines have in their caches
 
@@ -236,6 +246,10 @@ class Attempt:
         if self.retry_slot is not None:
             self.retry_slot.leave()
             self.retry_slot = None
+        if self._suspected:
+            for open_legs in self._suspected:
+                open_legs.suspects -= 1
+            self._suspected = ()
 
     def keep_record(self) -> None:
         """Keep what another engine needs to go on with the stream, which flows now."""

@@ -198,17 +198,18 @@ class DecodeLeg:
 
     def _first_data_late(self) -> None:
         """The deadline has come. A stream's engine may be seen to work: then it gets as long again."""
-        custody, relay = self._custody, self._attempt.relay
+        relay = self._attempt.relay
         if self._starts_in_silence or relay is None or (relay.status == 0 and self._leg is None):
             self._end_late()
-        elif custody is not None and custody.awaits_push and not custody.promised:
-            self._end_late()  # it may wait for KV that does not come, in an engine that works on others
         else:
             self._asking = asyncio.get_running_loop().create_task(self._ask_engine(), name="does a silent engine work")
 
     async def _ask_engine(self) -> None:
-        resources = self._attempt.resources
-        if await resources.works(self._url, Wait.FIRST_TOKEN.value):
+        resources, custody = self._attempt.resources, self._custody
+        works = await resources.works(self._url, Wait.FIRST_TOKEN.value)
+        if works and custody is not None and custody.awaits_push and not custody.promised:
+            works = not await resources.is_push_lost(custody)
+        if works:
             self._first_data_within(resources.deadlines.first_token)
         else:
             self._end_late()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pdproxy.kit.errors import StandstillError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.scheduling.split import why_alone
@@ -41,7 +42,6 @@ from pdproxy.serving.dispatch.recovery import (
     Progress,
     Retry,
     after,
-    has_stalled,
 )
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -91,7 +91,7 @@ class Exchange:
         "_request",
         "_served_alone",
         "_slot",
-        "_stalled",
+        "_until",
         "_without",
     )
 
@@ -110,8 +110,8 @@ class Exchange:
         self._served_alone: Alone | None = None
         """Why one engine served the last attempt that had engines; None: it was split."""
         self._prefill_failed: Alone | None = None
-        self._stalled = 0
-        """Engines that stood still while they had it, before their data."""
+        self._until = 0.0
+        """Until when it may wait for an engine that stands still, 0 before it does."""
         self._slot: RetrySlot | None = None
         """Of the next attempt, if it is a retry."""
         self._following: Following | None = None
@@ -194,6 +194,8 @@ class Exchange:
                 outcome = await self._try()
                 if isinstance(outcome, Answered):
                     return outcome.answer
+                if isinstance(outcome, NoEngines) and self._alone is not None and await self._engines_changed():
+                    continue
                 action = self._recover(outcome)
                 if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
                     drop_traceback(outcome.error)  # the client may leave while this waits
@@ -252,6 +254,8 @@ class Exchange:
             return NoEngines() if error is None else Failed(error)
         self._attempt = attempt
         attempt.retry_slot, self._slot = self._slot, None
+        if self._request.stalled:
+            attempt.suspect()
         attempt.sent()
         self._asked += 1
         if why_alone is not None and why_alone is not self._served_alone:
@@ -266,13 +270,38 @@ class Exchange:
         finally:
             attempt.close()
 
+    async def _engines_changed(self) -> bool:
+        """Wait for an engine that stands still, if no other can serve the prompt. Return whether it is to be tried once more.
+
+        Raises:
+            OverloadedError: too many requests are being tried again then.
+        """
+        resources, slot = self._dispatcher.resources, self._slot
+        if slot is not None:
+            slot.leave()  # others are tried again meanwhile
+            self._slot = None
+        self._until = self._until or resources.now() + resources.deadlines.queue
+        if not await resources.comebacks.wait(self._request.parsed.model, self._until):
+            return False
+        if slot is not None:
+            self._slot = await resources.retry_slot()
+            if self._slot is None:
+                raise resources.not_retried()
+        self._number -= 1
+        if self._alone is Alone.NO_PAIR:
+            self._alone = None
+        return True
+
     def _recover(self, outcome: Failure) -> Action:
         """Return what is done after an attempt that failed, and note what the next one must know."""
         resources = self._dispatcher.resources
         most, continues = resources.limits.attempts, resources.records is not None
-        progress = Progress(self._number, most, self._alone is not None, self._prefill_failed, continues, self._stalled)
+        request, is_alone = self._request, self._alone is not None
+        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, request.stalled)
         action = after(outcome, progress)
-        self._stalled += has_stalled(outcome)
+        if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
+            request.stalled += outcome.error.may_be_cause
+            self._avoid += resources.suspected()
         if isinstance(action, Continue):
             return action
         will_retry = not isinstance(action, Fail)
@@ -303,7 +332,9 @@ class Exchange:
             self._drop_record()
         exchange = Exchange(self._dispatcher, request)
         exchange._slot = slot
-        exchange._avoid = (failed,)  # it may serve on: a broken connection is not its end
+        # The engine that has failed may serve on: a broken connection is not its end.
+        exchange._avoid = (failed, *self._dispatcher.resources.suspected()) if silent else (failed,)
+        request.stalled = self._request.stalled
         exchange._without = (failed,) if silent else ()
         return exchange
 

@@ -19,8 +19,8 @@ from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
 
-_DEAD = "EngineCore encountered an issue"
-"""The beginning of the message of vLLM's `EngineDeadError`."""
+_DEAD = ("EngineCore encountered an issue", "The server had an error while processing your request.")
+"""The beginnings of the message of vLLM's `EngineDeadError`: up to 0.32.0, and since 0.33.0."""
 NO_ENGINES_FAULT = (StaleConnectionError, KvGoneError, OwnBodyRefusedError)
 """What says nothing against the engine that was asked, or about to be."""
 

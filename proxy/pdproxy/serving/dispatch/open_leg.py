@@ -17,6 +17,7 @@ class OpenPrefillLeg(msgspec.Struct, eq=False):
     since: float
     prompt_bytes: int
     fail: Callable[[EngineError], None]
+    stalled_before: int = 0
     must_progress: bool = True
     waits_for: None = None
 
@@ -40,6 +41,11 @@ class OpenAnswer(msgspec.Struct, eq=False):
         """Return when the last data came that went on to the client."""
         relay = self._attempt.relay
         return relay.fast_path.last if relay is not None and relay.fast_path.events else 0.0
+
+    @property
+    def stalled_before(self) -> int:
+        """How many engines have stood still under its request before."""
+        return self._attempt.request.stalled
 
     @property
     def must_progress(self) -> bool:

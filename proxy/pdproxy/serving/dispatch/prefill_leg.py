@@ -128,7 +128,7 @@ class PrefillLeg:
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
-        open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, self._end)
+        open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, self._end, self._attempt.request.stalled)
         self._open_legs.add(open_leg)
         try:
             if resources.turns is not None:

@@ -34,6 +34,8 @@ class PromptRequest(msgspec.Struct, eq=False):
 
     `left`: how often other engines may still go on with the stream; `record`: what they need for that, or why they can't;
     None before the stream flows, or if that is off.
+
+    `stalled`: how many engines have stood still under it so far, perhaps because of it.
     """
 
     parsed: Parsed
@@ -46,6 +48,7 @@ class PromptRequest(msgspec.Struct, eq=False):
     beginning: Beginning | None = None
     left: int = 0
     record: Record | Reason | None = None
+    stalled: int = 0
 
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"

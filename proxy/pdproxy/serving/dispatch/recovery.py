@@ -11,15 +11,14 @@ from pdproxy.kit.errors import (
     AnswerBudgetError,
     EngineError,
     EngineRefusedError,
-    EngineTimeoutError,
     KvGoneError,
     OverloadedError,
     OwnBodyRefusedError,
     PdproxyError,
     Reason,
     StaleConnectionError,
+    StandstillError,
     UnparsedError,
-    Wait,
 )
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
@@ -132,7 +131,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The progress of an exchange: the attempt's number (from 1), the limit of attempts, and whether one engine served it alone.
 
     `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed. `continues`: whether streams
-    are continued at all. `stalled`: engines that stood still while they had the request, before this attempt.
+    are continued at all. `stalled`: engines that stood still, perhaps because of the request, before this attempt.
     """
 
     number: int
@@ -147,21 +146,16 @@ MOST_STALLED = 2
 """Engines that may stand still under one request: the request may be the cause, and would stop a third engine, too."""
 
 
-def has_stalled(outcome: Failure) -> bool:
-    """Return whether an attempt has failed because its engine stood still before its data."""
-    if not isinstance(outcome, PrefillFailed | DecodeFailed) or (
-        isinstance(outcome, DecodeFailed) and outcome.data_sent
-    ):
-        return False
-    return isinstance(outcome.error, EngineTimeoutError) and outcome.error.wait is Wait.STALLED
+def has_stalled(error: EngineError, before: int) -> bool:
+    """Return whether engines have stood still that often, perhaps because of the request. `before`: how many until now."""
+    return isinstance(error, StandstillError) and error.may_be_cause and before + 1 >= MOST_STALLED
 
 
 def after(outcome: Failure, progress: Progress) -> Action:
     """Return what is done after an attempt that did not answer the client."""
-    if progress.stalled + 1 >= MOST_STALLED and has_stalled(outcome):
-        assert isinstance(outcome, PrefillFailed | DecodeFailed)
-        return Fail(outcome.error)
     match outcome:
+        case PrefillFailed(error=error) | DecodeFailed(error=error) if has_stalled(error, progress.stalled):
+            return Fail(error)
         case NoEngines() if progress.alone:
             return Fail(OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE))
         case NoEngines():

@@ -16,6 +16,7 @@ from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import PREFILL
 from pdproxy.scheduling.outliers import Outliers
+from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
@@ -26,6 +27,7 @@ from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.stream.relay import Relay
@@ -69,9 +71,12 @@ class ExchangeResources:
     clock: Clock
     answer_budget: AnswerBudget
     retries: RetryBudget
+    comebacks: Comebacks
     outliers: Outliers
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
+    is_push_lost: Callable[[Custody], Awaitable[bool]]
+    """Returns whether the push that a decode leg may wait for is lost, though its prefill engine has answered."""
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None
@@ -139,6 +144,10 @@ class ExchangeResources:
         if relay is None or relay.fast_path.events < _MIN_EVENTS:
             return None
         return relay.fast_path.total / (relay.fast_path.events - 1)
+
+    def suspected(self) -> tuple[str, ...]:
+        """Return the engines that have a request under which another one has stood still, perhaps because of it."""
+        return tuple([url for url, engine in self.engines.items() if engine.open_legs.suspects])
 
     async def retry_slot(self) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""

@@ -16,7 +16,7 @@ from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
-from pdproxy.transfer.turns import ids_text
+from pdproxy.transfer.turns import ids_text, shown_in_streams
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import tokens
 from pdproxy.wire.fields import has_value, is_absent
@@ -149,7 +149,9 @@ def opened(attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, eng
         prompt_tokens=handle.prompt_tokens,
         may_stop=not is_absent(request.parsed.fields, "stop"),
     )
-    turn = turns.open.open(record, stream=request.parsed.stream)
+    evidence = engine.node.evidence
+    in_answer = not request.parsed.stream or (evidence is not None and shown_in_streams(evidence.version))
+    turn = turns.open.open(record, in_answer=in_answer)
     if turn is not None and not request.parsed.stream:
         attempt.dispatch = structs.replace(attempt.dispatch, answer_ids=True)
     return turn

@@ -1,8 +1,8 @@
 """Turns whose answer is under way, until both are known: all token ids, and the handle of the KV.
 
-Owns the turns that decode engines were asked for. The handle comes with an answer that is not streamed, and in the notifier's
-notice for a stream, which may be earlier or later than the stream's end. A turn that is not kept is remembered for a while:
-its notice may still come, and then names blocks that have to be released.
+Owns the turns that decode engines were asked for. The handle comes with the answer (of a stream since vLLM 0.33.0), and in the
+notifier's notice, which may be earlier or later than a stream's end. A turn that is not kept is remembered for a while: its
+notice may still come, and then names blocks that have to be released.
 """
 
 from __future__ import annotations
@@ -104,9 +104,12 @@ class OpenTurns:
         """Bytes of ids that are held."""
         return self._bytes
 
-    def open(self, record: TurnRecord, *, stream: bool) -> OpenTurn | None:
-        """Begin a turn whose decode engine is asked now. None: no handle of it can come."""
-        if stream and not self._by_notice:
+    def open(self, record: TurnRecord, *, in_answer: bool) -> OpenTurn | None:
+        """Begin a turn whose decode engine is asked now. None: no handle of it can come.
+
+        `in_answer`: whether the answer has the handle.
+        """
+        if not in_answer and not self._by_notice:
             return None
         self._sweep()
         if record.prompt is not None and self._bytes + len(record.prompt) > self._max_bytes // 2:

@@ -12,12 +12,14 @@ from pdproxy.kit.errors import EngineError
 class OpenPassedLeg:
     """Such a leg, while it is entered as a context, by the task that works for it. Raises what it was ended with."""
 
-    __slots__ = ("_error", "_legs", "_limit", "ended_well", "paused", "prompt_bytes", "sign", "since")
+    __slots__ = ("_error", "_legs", "_limit", "ended_well", "paused", "prompt_bytes", "sign", "since", "stalled_before")
 
     waits_for = None
 
-    def __init__(self, legs: OpenLegs, since: float, prompt_bytes: int) -> None:
+    def __init__(self, legs: OpenLegs, since: float, prompt_bytes: int, stalled_before: int = 0) -> None:
         self._legs = legs
+        self.stalled_before = stalled_before
+        """How many engines have stood still under its request before."""
         self._limit = asyncio.timeout(None)
         self._error: EngineError | None = None
         self.since = since
@@ -32,11 +34,13 @@ class OpenPassedLeg:
     async def __aenter__(self) -> None:
         await self._limit.__aenter__()
         self._legs.add(self)
+        self._legs.suspects += bool(self.stalled_before)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._legs.remove(self, ended_well=self.ended_well)
+        self._legs.suspects -= bool(self.stalled_before)
         try:
             await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:

@@ -22,6 +22,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PdproxyError,
     Reason,
+    StandstillError,
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, LegTimes
@@ -31,7 +32,7 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
-from pdproxy.serving.dispatch.recovery import MOST_STALLED
+from pdproxy.serving.dispatch.recovery import has_stalled
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
@@ -169,19 +170,29 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
         leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
-        stalled = 0
+        stalled, until = 0, 0.0
+        avoid: tuple[str, ...] = ()
         while True:
             ask = Ask(body.model, size, resources.now(), session=incoming.session)
-            lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
+            assign = resources.ledger.assign_alone
+            lease = assign(ask, without=without.union(avoid)) if avoid else None
+            lease = lease or assign(ask, without=without) or assign(ask)
             if lease is None:
-                self._leave_slot()
-                raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
+                is_retry = self._slot is not None
+                self._leave_slot()  # others are tried again meanwhile
+                until = until or resources.now() + resources.deadlines.queue
+                if not await resources.comebacks.wait(body.model, until):
+                    raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
+                if is_retry:
+                    await self._take_slot()
+                continue
             url = self._url = lease.node.url
             self._attempts += 1
             self._asked = resources.now()
             verdict = Verdict.NEUTRAL
             try:
-                open_leg = OpenPassedLeg(resources.engines.known[url].open_legs, self._asked, lease.prompt_bytes)
+                open_legs = resources.engines.known[url].open_legs
+                open_leg = OpenPassedLeg(open_legs, self._asked, lease.prompt_bytes, stalled)
                 async with open_leg:
                     verdict = await self._try(lease, leg_headers, body, open_leg)
                     if verdict is Verdict.GOOD:
@@ -189,10 +200,13 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 return
             except EngineError as error:
                 verdict = verdict_of(error)
-                stalled += isinstance(error, EngineTimeoutError) and error.wait is Wait.STALLED
+                is_over = has_stalled(error, stalled)
+                if isinstance(error, StandstillError):
+                    stalled += error.may_be_cause
+                    avoid = resources.suspected()
                 again = (
                     self.first is None
-                    and stalled < MOST_STALLED
+                    and not is_over
                     and self._attempts < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
                     and error.fault is not Fault.CLIENT
@@ -207,9 +221,14 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             finally:
                 resources.close(lease, verdict)
                 self._leave_slot()
-            self._slot = await resources.retry_slot()
-            if self._slot is None:
-                raise resources.not_retried()
+            await self._take_slot()
+
+    async def _take_slot(self) -> None:
+        """Wait for a place for one more attempt. Raises OverloadedError if none came free."""
+        resources = self._service.resources
+        self._slot = await resources.retry_slot()
+        if self._slot is None:
+            raise resources.not_retried()
 
     def _comment(self, comment: bytes) -> None:
         """Send a comment, unless the client has not taken the last one."""

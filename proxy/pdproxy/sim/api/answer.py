@@ -16,6 +16,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
+from pdproxy.sim import since
 from pdproxy.sim.api.errors import INTERNAL, Refused, failure, refusal
 from pdproxy.sim.api.generation import LoadFailedError
 from pdproxy.sim.api.protocol import GenerationBody
@@ -103,8 +104,8 @@ async def answered(engine: Engine, body: Handled, request: Request, work: Awaita
         return found
     except Refused as error:
         return refusal(error)
-    except EngineDeadError as error:
-        return failure(str(error))
+    except EngineDeadError:
+        return failure(since.dead_message(engine.facts.version))
     except LoadFailedError:
         return failure(INTERNAL)
     finally:
@@ -133,27 +134,30 @@ async def _left(request: Request) -> None:
         pass
 
 
-def streamed(events: AsyncGenerator[bytes, None]) -> Response:
-    """Return a stream of events as the answer; a later failure is an event, too."""
-    return StreamingResponse(_guarded(events), media_type="text/event-stream")
+def streamed(events: AsyncGenerator[bytes, None], version: str, *, chat: bool = False) -> Response:
+    """Return a stream of events as the answer; a later failure is an event, too. `version`: vLLM's."""
+    return StreamingResponse(_guarded(events, version, chat), media_type="text/event-stream")
 
 
-def streamed_refusal(error: Refused) -> Response:
+def streamed_refusal(error: Refused, version: str, *, chat: bool = False) -> Response:
     """Return the answer to a stream that is refused after its status was sent."""
-    return Response(
-        error_event(str(error), error.kind, error.status, error.param) + DONE, media_type="text/event-stream"
-    )
+    return Response(_refused(error, version, chat) + DONE, media_type="text/event-stream")
 
 
-async def _guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+def _refused(error: Refused, version: str, chat: bool) -> bytes:
+    return error_event(str(error), error.kind, error.status, error.param, compact=chat and since.v033(version))
+
+
+async def _guarded(events: AsyncGenerator[bytes, None], version: str, chat: bool) -> AsyncGenerator[bytes, None]:
+    compact = chat and since.v033(version)
     try:
         async with aclosing(events) as found:
             async for one in found:
                 yield one
     except Refused as error:
-        yield error_event(str(error), error.kind, error.status, error.param)
-    except EngineDeadError as error:
-        yield error_event(str(error))
+        yield _refused(error, version, chat)
+    except EngineDeadError:
+        yield error_event(since.dead_message(version), compact=compact)
     except LoadFailedError:
-        yield error_event(INTERNAL)
+        yield error_event(INTERNAL, compact=compact)
     yield DONE

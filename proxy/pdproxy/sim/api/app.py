@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pdproxy.sim import since
 from pdproxy.sim.api import adapters, metrics
 from pdproxy.sim.api.answer import answered, check_model
 from pdproxy.sim.api.batch import BatchBody, chat_batch
@@ -143,8 +144,8 @@ async def _refused(_: Request, error: Exception) -> Response:
     return refusal(error)
 
 
-async def _dead(_: Request, error: Exception) -> Response:
-    return failure(str(error))
+async def _dead(request: Request, _: Exception) -> Response:
+    return failure(since.dead_message(_engine(request).facts.version))
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdproxy.sim import since
 from pdproxy.sim.api import answer, reasoning
 from pdproxy.sim.api.errors import EngineRefused, Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
@@ -45,10 +46,10 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
         admit(params, body, prompt.ids, engine.facts, engine.tokenizer, grammar, rank)
     except EngineRefused as error:
         if body.stream:
-            return answer.streamed_refusal(error)
+            return answer.streamed_refusal(error, engine.facts.version, chat=True)
         raise
     if body.stream:
-        return answer.streamed(job.events(params))
+        return answer.streamed(job.events(params), engine.facts.version, chat=True)
     return await job.whole(params)
 
 
@@ -221,6 +222,7 @@ class _Job:
             "stop_reason": last.stop_reason,
             "token_ids": self._ids(merged),
             "routed_experts": None,
+            **since.weight_versions(self._engine.facts.version),
         }
 
     def _prompt_text(self) -> str | None:
@@ -258,6 +260,8 @@ class _Job:
                 if finish is not None:
                     choice["stop_reason"] = delta.stop_reason
                 choice["token_ids"] = self._ids(delta)
+                if finish is not None:
+                    choice |= since.weight_versions(facts.version)
                 chunk = head | {"choices": [choice]}
                 if self._running_usage:
                     counted = answer.usage(len(self._prompt.ids), len(generated[index]))
@@ -265,7 +269,7 @@ class _Job:
                     chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
                 if finish is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
-                if facts.handle_in_events:
+                if since.v033(facts.version):
                     chunk["kv_transfer_params"] = None if finish is None else delta.kv_transfer_params
                 yield answer.event(chunk)
         if self._usage_at_end:

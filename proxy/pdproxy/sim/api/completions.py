@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from pdproxy.sim import since
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.errors import EngineRefused, Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
@@ -39,10 +40,10 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
             one.grammar = one.grammar or grammar_of_begun_call(prompt.ids, engine.tokenizer)
     except EngineRefused as error:
         if body.stream:
-            return answer.streamed_refusal(error)
+            return answer.streamed_refusal(error, engine.facts.version)
         raise
     if body.stream:
-        return answer.streamed(job.events(params))
+        return answer.streamed(job.events(params), engine.facts.version)
     return await job.whole(params)
 
 
@@ -53,7 +54,7 @@ def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
         raise Refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
     if given == []:
-        raise Refused("You must pass at least one prompt")
+        raise Refused("You must pass at least one prompt", "prompt" if since.v033(engine.facts.version) else None)
     found = []
     for one in several:
         if isinstance(one, str):
@@ -153,6 +154,7 @@ class _Job:
                     "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
                     "prompt_token_ids": self._prompts[first.prompt].ids if body.return_token_ids else None,
                     "routed_experts": None,
+                    **since.weight_versions(facts.version),
                 }
             )
         counted = answer.usage(sum(len(prompt.ids) for prompt in self._prompts), generated)
@@ -196,13 +198,14 @@ class _Job:
                     "stop_reason": delta.stop_reason,
                     "prompt_token_ids": shown,
                     "token_ids": delta.ids if body.return_token_ids else None,
+                    **since.weight_versions(facts.version),
                 }
                 chunk = head | {"choices": [choice]}
                 if self._running_usage:
                     chunk["usage"] = answer.usage(seen[delta.prompt], counts[index])
                 if delta.finish_reason is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
-                if facts.handle_in_events:
+                if since.v033(facts.version):
                     chunk["kv_transfer_params"] = None if delta.finish_reason is None else delta.kv_transfer_params
                 yield answer.event(chunk)
         if self._usage_at_end:

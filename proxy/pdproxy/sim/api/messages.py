@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from pdproxy.sim import since
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.errors import Refused, response
@@ -72,9 +73,10 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
-def refused(error: Refused) -> Response:
-    """Return a refusal in Anthropic's shape."""
-    return response({"type": "error", "error": {"type": error.kind, "message": str(error)}}, error.status)
+def refused(error: Refused, version: str) -> Response:
+    """Return a refusal in Anthropic's shape; `version`: vLLM's."""
+    kind = since.message_error(version, error.kind, error.status)
+    return response({"type": "error", "error": {"type": kind, "message": str(error)}}, error.status)
 
 
 async def count(engine: Engine, body: CountBody, date: Callable[[], str]) -> Response:
@@ -83,7 +85,7 @@ async def count(engine: Engine, body: CountBody, date: Callable[[], str]) -> Res
         answer.check_model(body.model, engine)
         tokens = len(chat_prompt(engine, body.chat(), date).ids)
     except Refused as error:
-        return refused(error)
+        return refused(error, engine.facts.version)
     return response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
 
@@ -103,7 +105,7 @@ async def message(engine: Engine, body: MessagesBody, _: Request, date: Callable
         params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer)
         admit(params, chat, prompt.ids, engine.facts, engine.tokenizer)
     except Refused as error:
-        return refused(error)
+        return refused(error, engine.facts.version)
     name = f"chatcmpl-{secrets.token_hex(8)}"
     used = len(prompt.ids)
     found = deltas(engine, name, [prompt], [params], chat, numbered=False)

@@ -16,6 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from pdproxy.sim import since
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.errors import Refused, response
@@ -120,7 +121,7 @@ class _Job:
         self._made = 0
 
     def _response(self, status: str, text: str | None) -> dict[str, Any]:
-        output = [] if text is None else [self._item("completed", text)]
+        output = [] if text is None else [self._item(self._item_status(status), text)]
         used, made = len(self._prompt.ids), self._made
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         counted = {"input_tokens": used, "output_tokens": made, "total_tokens": used + made, **details}
@@ -148,6 +149,10 @@ class _Job:
             "user": self._body.user,
         }
 
+    def _item_status(self, status: str) -> str:
+        """Return the status of the output item of a response that has ended with this one."""
+        return status if since.v033(self._engine.facts.version) else "completed"
+
     def _item(self, status: str, text: str | None) -> dict[str, Any]:
         content = [] if text is None else [self._part(text)]
         return {"id": self._message, "content": content, "role": "assistant", "status": status, "type": "message"}
@@ -171,7 +176,7 @@ class _Job:
         return response(self._response("incomplete" if finish == "length" else "completed", text))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield a stream's events. vLLM ends every stream of text with `response.completed`."""
+        """Yield a stream's events. vLLM up to 0.32.0 ends every stream of text with `response.completed`."""
         started = self._response("in_progress", None)
         yield self._event("response.created", response=started)
         yield self._event("response.in_progress", response=started)
@@ -187,9 +192,10 @@ class _Job:
                 yield self._event("response.output_text.delta", **place, delta=piece, logprobs=[])
         yield self._event("response.output_text.done", **place, text=text, logprobs=[])
         yield self._event("response.content_part.done", **place, part=self._part(text))
-        yield self._event("response.output_item.done", output_index=0, item=self._item("completed", text))
         status = "incomplete" if finish == "length" else "completed"
-        yield self._event("response.completed", response=self._response(status, text))
+        ended = self._item_status(status)
+        yield self._event("response.output_item.done", output_index=0, item=self._item(ended, text))
+        yield self._event(f"response.{ended}", response=self._response(status, text))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = msgspec.json.encode({**fields, "sequence_number": self._number, "type": kind})

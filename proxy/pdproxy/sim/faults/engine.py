@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pdproxy.sim import since
 from pdproxy.sim.error_body import error_event
 from pdproxy.sim.faults.kind import FaultError, Kind, Occurrence, arguments
 from pdproxy.sim.faults.messages import send_stream
 from pdproxy.sim.faults.moments import REQUEST, Moment
 from pdproxy.sim.faults.targets import Answer
-from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.sse import DONE
 
 
@@ -25,7 +25,7 @@ class _DeadCore(Kind):
         return not (answer.streamed and answer.writer.head_out) or now.at == "after"
 
     async def take_over(self, answer: Answer, now: Occurrence) -> None:
-        await send_stream(answer, error_event(str(EngineDeadError())), DONE)
+        await send_stream(answer, error_event(since.dead_message(answer.engine.facts.version)), DONE)
 
 
 class _LeaseExpiry(Kind):

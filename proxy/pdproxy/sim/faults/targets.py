@@ -9,6 +9,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pdproxy.sim.facts import Facts
 from pdproxy.sim.write_style import Style
 
 Message = MutableMapping[str, Any]
@@ -55,6 +56,10 @@ class AnswerWriter(Protocol):
 
 class EngineControls(Protocol):
     """What can be made to fail in an engine."""
+
+    @property
+    def facts(self) -> Facts:
+        """What the engine is."""
 
     def expire_leases(self) -> object:
         """End the lease of every handle now."""

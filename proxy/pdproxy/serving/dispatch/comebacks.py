@@ -1,0 +1,58 @@
+"""Requests that wait for engines that stand still: none of the others can serve them, and an engine may only be slow.
+
+A plain engine would answer all of them behind its long step. A request waits as long as one that waits for a place, and keeps its
+place meanwhile: so no more than half of the places wait here, and the requests of other pools go on. Whenever an engine has
+changed, those that wait are tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import Wait
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.settings.limits import Limits
+
+
+class Comebacks:
+    """All such requests of one pool."""
+
+    def __init__(self, ledger: Ledger, clock: Clock, observers: Observers, limits: Limits) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._observers = observers
+        self._limits = limits
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        ledger.when_changed(self._changed)
+
+    def __repr__(self) -> str:
+        return f"<Comebacks {self.waiting} waiting>"
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    async def wait(self, model: str | None, until: float) -> bool:
+        """Wait until the engines have changed, up to a time. Return False if that is no use, or if too many wait."""
+        most = min(self._limits.max_queue, self._limits.max_inflight // 2)
+        if not self._ledger.may_return(model) or self.waiting >= most:
+            return False
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting[changed] = None
+        try:
+            async with self._clock.within(until - self._clock.now()):
+                await changed
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.ENGINE.value))
+            return False
+        finally:
+            self._waiting.pop(changed, None)
+        return True
+
+    def _changed(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
