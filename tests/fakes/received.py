@@ -25,7 +25,7 @@ _LEARNED = re.compile(
     rb'"(?:remote_engine_id|remote_request_id|engine_id|transfer_id)": ?"([^"]{8,200})"|"remote_block_ids": ?(\[\[[\d, ]{8,}\]\])'
 )
 """Values of handles that engines send and are sent."""
-_OPERATORS = re.compile(rb"(?m)^[A-Z]+ /(?:ready|metrics|healthcheck|docs|openapi|api/)")
+_OPERATORS = re.compile(rb"(?m)^[A-Z]+ \S*/(?:ready|metrics|healthcheck|docs|openapi|api/)")
 """Requests of operators, who are told of engines."""
 _ASKED = b"x-pdproxy-decision"
 

@@ -29,18 +29,7 @@ _KNOWN = (
 _KNOWN_ELSEWHERE = (
     *("type", "error", "message", "code", "param", "detail", "response", "sequence_number", "item", "item_id", "delta"),
     *("part", "index", "output_index", "content_index", "content_block", "content", "role", "stop_reason", "text"),
-    *(
-        "stop_sequence",
-        "output",
-        "status",
-        "data",
-        "results",
-        "tools",
-        "tool_choice",
-        "metadata",
-        "instructions",
-        "input",
-    ),
+    *("stop_sequence", "output", "status", "data", "results", "tools", "tool_choice", "metadata", "instructions", "input"),
     *("annotation", "logprobs", "arguments", "name", "reasoning", "incomplete_details", "input_messages"),
     *("output_messages", "summary", "previous_response_id", "prompt", "user", "truncation", "tokens", "token_strs"),
 )
@@ -54,8 +43,7 @@ _NULL_NAME, _SPACED_NULL_NAME = b'_transfer_params":null', b'_transfer_params": 
 _WORDS = rb"(?:remote_|engine|block_id|transfer|host|port|addr|peer|worker|rank|handle)"
 _INSIDE_NAME = re.compile(_WORDS, re.IGNORECASE)
 _INSIDE_VALUE = re.compile(
-    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"'
-    % _WORDS,
+    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"' % _WORDS,
     re.IGNORECASE,
 )
 """A key with such a word, or a string that is an address. Words in a text show nothing."""
@@ -85,7 +73,10 @@ def may_hide(data: bytes) -> bool:
     if data.find(_NAME) >= 0 and data.count(_NAME) != data.count(_NULL_NAME) + data.count(_SPACED_NULL_NAME):
         return True
     return (
-        data.find(_ENGINE_ID) >= 0 or data.find(_BLOCK_IDS) >= 0 or data.find(_HOST) >= 0 or data.find(_BOOTSTRAP) >= 0
+        data.find(_ENGINE_ID) >= 0
+        or data.find(_BLOCK_IDS) >= 0
+        or data.find(_HOST) >= 0
+        or data.find(_BOOTSTRAP) >= 0
     )
 
 
@@ -253,9 +244,7 @@ def _strip(value: object) -> bool:
         return False
     changed = False
     for name, one in value.items():
-        if one is not None and (
-            name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))
-        ):
+        if one is not None and (name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))):
             value[name] = None
             changed = True
         else:
