@@ -21,6 +21,11 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 SAID = Answer(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
 
 
+def bare(answer: Answer) -> Answer:
+    """An answer without the names of its fields, which each form has of its own."""
+    return msgspec.structs.replace(answer, fields=frozenset())
+
+
 def read(*events: object) -> Answer:
     """A stream's lines."""
     stream = Stream()
@@ -33,18 +38,17 @@ def read(*events: object) -> Answer:
 
 def test_all_four_forms_read_alike() -> None:
     choice = {"text": "ab", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3], "finish_reason": "length"}
-    assert read_whole(msgspec.json.encode({"choices": [choice], "usage": USAGE})) == SAID
+    assert bare(read_whole(msgspec.json.encode({"choices": [choice], "usage": USAGE}))) == SAID
     message = {"message": {"content": "b", "reasoning": "a"}, "token_ids": [7, 8], "finish_reason": "length"}
-    assert (
-        read_whole(msgspec.json.encode({"choices": [message], "prompt_token_ids": [1, 2, 3], "usage": USAGE})) == SAID
-    )
+    whole = {"choices": [message], "prompt_token_ids": [1, 2, 3], "usage": USAGE}
+    assert bare(read_whole(msgspec.json.encode(whole))) == SAID
     end = {"choices": [], "usage": USAGE}
     first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
     streamed = read(
         {"choices": [first]}, {"choices": [{"text": "b", "token_ids": [8], "finish_reason": "length"}]}, end, b"[DONE]"
     )
     assert streamed.events == 2
-    assert msgspec.structs.replace(streamed, events=0) == SAID
+    assert bare(msgspec.structs.replace(streamed, events=0)) == SAID
     role = {"prompt_token_ids": [1, 2, 3], "choices": [{"delta": {"role": "assistant", "content": ""}}]}
     deltas = [
         {"choices": [{"delta": {"content": "a"}, "token_ids": [7]}]},
@@ -52,7 +56,7 @@ def test_all_four_forms_read_alike() -> None:
     ]
     streamed = read(role, *deltas, end, b"[DONE]")
     assert streamed.events == 2
-    assert msgspec.structs.replace(streamed, events=0) == SAID
+    assert bare(msgspec.structs.replace(streamed, events=0)) == SAID
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":"a"}]}'])
@@ -92,6 +96,34 @@ def test_what_is_no_whole_stream(events: list[object]) -> None:
 def test_any_difference_is_named(changed: dict[str, object], words: str) -> None:
     assert SAID.differences(msgspec.structs.replace(SAID, **changed), "D") == [words]
     assert SAID.differences(msgspec.structs.replace(SAID, seconds=9.0, events=5), "D") == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_only_one_of_them_has_is_named(stream: bool) -> None:
+    """In whichever event. What has no value is no difference, nor is what depends on what was cached."""
+
+    def answer(**last: object) -> Answer:
+        first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
+        choice = {"index": 0, "text": "b", "token_ids": [8], "finish_reason": "length"}
+        ended = {"id": "1", "choices": [choice], "metrics": None, "usage": USAGE, **last}
+        return (
+            read({"id": "1", "choices": [first]}, ended, b"[DONE]")
+            if stream
+            else read_whole(msgspec.json.encode(ended))
+        )
+
+    plain = answer()
+    handle, moved = (
+        answer(kv_transfer_params={"remote_host": "a"}),
+        answer(usage=USAGE | {"prompt_tokens_details": {"a": 1}}),
+    )
+    assert handle.differences(plain, "D") == [
+        "it has the fields kv_transfer_params, kv_transfer_params.remote_host, D has not"
+    ]
+    assert plain.differences(answer(service_tier="a"), "D") == ["it has no fields service_tier, D has"]
+    for other in (answer(kv_transfer_params=None, x=None), moved):
+        assert plain.differences(other, "D") == other.differences(plain, "D") == []
+    assert plain.differences(answer(kv_transfer_params={}), "D") == [], "an engine alone may show it"
 
 
 def test_a_question_asked_again_differs_in_its_salt_alone() -> None:

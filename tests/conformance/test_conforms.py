@@ -9,6 +9,7 @@ from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.runner import run
 from tests.conformance.engines import PATIENT, rig
 
+NEW = {"version": "0.33.0", "bidirectional_kv_xfer": True}
 NO_LEASE = {"release", "lease"}
 ANY_LENGTH = {"short_prompt"}
 READ = {"transfer_mode": "READ"}
@@ -55,6 +56,13 @@ async def test_all_pass_that_apply(connector, how, not_applicable):
             assert not one.engine.handles
             assert one.engine.stats.kv_cache_usage == 0
             assert not one.crashes
+
+
+async def test_handles_in_events_are_hidden():
+    """As D of vLLM 0.33.0 sends them, if it keeps KV for the next turn: nothing differs from an engine that sends none."""
+    async with rig(p=NEW, d=NEW) as engines:
+        results = await engines.judge("completion", "completion_stream", "chat_stream", options=PATIENT, plain=True)
+        assert {result.verdict for result in results.values()} == {"passed"}, results
 
 
 async def test_without_a_plain_engine_a_shared_storage_proves_no_answer():

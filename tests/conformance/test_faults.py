@@ -22,7 +22,7 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.sim.memory import EMPTY
 from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.transfer import bodies, nixl
-from pdproxy.wire import fields
+from pdproxy.wire import fields, inside
 from tests.conformance.engines import BRISK, Rig, exactly, rig
 
 Inject = Callable[[Rig, pytest.MonkeyPatch], None]
@@ -80,6 +80,11 @@ def shows_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(service, "Relay", lambda **kinds: Relay(**{**kinds, "takes_ids": False}))
 
 
+def shows_handles(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy leaves a decode engine's handle in."""
+    patch.setattr(inside, "without_inside", lambda body: (body, None))
+
+
 def hides_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy asks for no ids though the client does."""
     fields = bodies.decode_fields
@@ -125,6 +130,9 @@ class Wrong:
 NO_PULL: dict[str, Any] = {"d": {"connector": "none"}}
 PD: dict[str, Any] = {"connector": "lmcache-pd", "ranks": 2}
 MP: dict[str, Any] = {"connector": "lmcache-mp", "ranks": 2}
+KEEPS = {"version": "0.33.0", "bidirectional_kv_xfer": True}
+NEW: dict[str, Any] = {"p": KEEPS, "d": KEEPS}
+"""Whole answers and last events have handles."""
 SOON: dict[str, Any] = {"deadlines": {"kv_ready": 1}}
 WRONG = [
     Wrong("pair", "different versions", how={"p": {"version": "0.31.0"}}),
@@ -139,6 +147,9 @@ WRONG = [
     Wrong("completion", "computed the prompt itself", how=NO_PULL, verdict="not_judged"),
     Wrong("completion_stream", "token ids differ from D alone", empty_pages),
     Wrong("completion_stream", "while waiting for a streamed completion through the proxy", hangs),
+    Wrong("completion", "it has the fields kv_transfer_params", shows_handles, NEW),
+    Wrong("completion_stream", "it has the fields kv_transfer_params", shows_handles, NEW),
+    Wrong("chat_stream", "it has the fields kv_transfer_params", shows_handles, NEW),
     Wrong("chat", "token ids differ from D alone", empty_pages),
     Wrong("chat_stream", "token ids differ from D alone", empty_pages),
     Wrong("one_token", "token ids differ from D alone", empty_pages),
@@ -170,7 +181,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=[f"{one.check}: {one.words}" for one in WRONG])
+def named(wrong: Wrong) -> Any:
+    """A parameter of a test."""
+    on_purpose = pytest.mark.names_engines("the proxy is broken here on purpose")
+    marks = [on_purpose] if wrong.inject is shows_handles else []
+    return pytest.param(wrong, marks=marks, id=f"{wrong.check}: {wrong.words}")
+
+
+@pytest.mark.parametrize("wrong", [named(one) for one in WRONG])
 async def test_a_check_fails_of_its_fault(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig(**wrong.how) as engines:
         if wrong.inject is not None:

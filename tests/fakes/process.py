@@ -118,16 +118,18 @@ async def served(
     interval: float = 2.0,
     facts: Mapping[str, Any] | None = None,
     linger: float = 0.0,
+    port: int | None = None,
 ) -> AsyncIterator[Served]:
     """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed.
 
-    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual ones; `linger`: after SIGTERM.
+    `interval`: seconds between probes; `facts`: of both engines, where they differ from the usual ones; `linger`: after SIGTERM;
+    `port`: None: a free one.
     """
     books = Books()
     engines = [FakeEngine(role, books, **(facts or {})) for role in ("prefill", "decode")]
     for engine in engines:
         await engine.listen()
-    port = free_port()
+    port = port or free_port()
     given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers), str(interval)]
     given.append(str(linger))
     arguments = [sys.executable, "-c", SERVE, *given]

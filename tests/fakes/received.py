@@ -82,6 +82,7 @@ class Watch:
         for found in _HANDLE.finditer(got):
             if found[0] not in sent:
                 self._note("a handle", got, found.start())
+                break
         for secret in self.secrets:
             if secret in got and secret not in sent:
                 self._note("a value of a handle, or the id of a leg", got, got.find(secret))
@@ -153,7 +154,8 @@ def _follow_engines(watch: Watch, stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(connection, "data_received", data_received))
     for name in ("serving.dispatch.attempt", "serving.kv.release", "serving.kv.turn_release"):
-        module = sys.modules[f"pdproxy.{name}"]
+        if (module := sys.modules.get(f"pdproxy.{name}")) is None:
+            continue  # so far no test of this process has a whole proxy
 
         def mint(*arguments: Any, _mint: Any = module.mint) -> str:
             minted = str(_mint(*arguments))

@@ -13,6 +13,7 @@ import zmq
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
+from pdproxy.serving.kv.orphans import REMEMBERED
 from pdproxy.wire.request import Route
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock
@@ -118,6 +119,25 @@ async def test_kv_of_a_prefill_that_was_given_up_is_given_back(monkeypatch: pyte
         await until(lambda: "released" in endings(pair))
         await nothing_held(pair)
         assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}
+
+
+async def test_a_prefill_that_was_given_up_is_remembered_for_a_while() -> None:
+    """Neither its answer nor its notice comes: its engine stays known for a minute, should a notice name KV there."""
+    clock = ManualClock()
+    async with pool("nixl", deadlines={"prefill": 7, "abandoned_prefill": 3}, clock=clock) as pair:
+        await heard(pair)
+        pair.p.faults.add("lost_notice")
+        pair.p.faults.add("stall@handed_over")
+        asked = asyncio.create_task(pair.ask(COMPLETIONS, completion()))
+        await clock.reach(7)
+        await clock.reach(3)
+        assert (await asked).status == 200
+        custodian = pair.world.proxy.custodian
+        await until(lambda: not custodian.orphans.count)
+        await clock.advance(REMEMBERED - 1)
+        assert pair.p.url in custodian.named()
+        await clock.advance(1)
+        assert pair.p.url not in custodian.named()
 
 
 @pytest.mark.parametrize("early", [False, True])

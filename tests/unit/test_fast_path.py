@@ -104,6 +104,10 @@ STRANGE = {
     "two events in one": event("a", finish="stop") + event("b"),
     "an error before another": b'data: {"error": {"message": "no"}}\n\n' + event("b"),
     "no event's end": event("a")[:-1],
+    "a handle before the text": event("a").replace(
+        b'"choices"', b'"kv_transfer_params":{"remote_host":"p1"},"choices"'
+    ),
+    "a handle behind the text": event("a", kv_transfer_params={"remote_host": "p1"}),
     "a line that only clients see": event("a").replace(b'"text":"a"', b'"text":"a\rb"'),
 }
 

@@ -1,7 +1,7 @@
 """What `/openapi.json` says of the routes: requests, answers with their media types, and errors.
 
 Requests are described as far as they are the same for all engines: which other fields count, and which values, each engine
-decides. Owns the document's schemas.
+decides; engines read values of another type where they can, such as "5" for 5. Owns the document's schemas.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ _DETAIL: Schema = {
     "description": "The server's own error: no such route or method, or a body that is not JSON.",
     "required": ["detail"],
 }
+_EVENT: Schema = {
+    "type": "object",
+    "description": "A server-sent event. Comments may come between events.",
+    "required": ["data"],
+    "properties": {"event": _TEXT, "data": _TEXT},
+}
 _SCHEMAS = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR, "Detail": _DETAIL}
 
 _OF_CONNECTION = {400: "No request of HTTP", 408: "The request came too slowly", 431: "The head is too large"}
@@ -101,7 +107,7 @@ def answers_of(entry: RouteEntry) -> dict[int | str, Any]:
         return _errors(entry.dialect, {**_OF_CONNECTION, 401: _OF_ENGINES[401], 404: entry.why, 503: _OF_ENGINES[503]})
     content = {JSON: {"schema": _WHOLE.get(entry.path, _ANY)}}
     if _streams(entry):
-        content[EVENTS] = {"schema": {**_TEXT, "description": "Server-sent events. Comments may come between them."}}
+        content[EVENTS] = {"schema": _EVENT}
     if entry.path in _BINARY_TOO:
         content[BINARY] = {"schema": {**_TEXT, "format": "binary"}}
     return {**_errors(entry.dialect, _OF_ENGINES), 200: _answer("The engine's answer", {"content": content})}
@@ -143,13 +149,9 @@ TEXT, COUNT = _TEXT, {"type": "integer", "minimum": 0}
 
 # -- requests
 
-_MESSAGE: Schema = {"type": "object", "required": ["role"], "properties": {"role": _TEXT}}
-_MESSAGES: Schema = {"type": "array", "minItems": 1, "items": _MESSAGE}
+_MESSAGES: Schema = {"type": "array", "minItems": 1, "items": _ANY}
 _IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPT: Schema = {
-    "description": "A text, token ids, or a list of either",
-    "anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}}],
-}
+_PROMPT: Schema = {"description": "A text, token ids, or a list of either", "type": ["string", "array"]}
 _MODEL: Schema = {"type": ["string", "null"], "description": "Without it, that of the engines"}
 _MAX_TOKENS: Schema = {"description": "The most tokens of the answer"}
 _FIELDS: dict[str, dict[str, Schema]] = {
@@ -158,7 +160,7 @@ _FIELDS: dict[str, dict[str, Schema]] = {
     "/v1/responses": {"input": {"anyOf": [_TEXT, {"type": "array"}]}},
     "/v1/messages": {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES, "max_tokens": _MAX_TOKENS},
     "/v1/messages/count_tokens": {"model": {**_TEXT, "minLength": 1}, "messages": _MESSAGES},
-    "/detokenize": {"tokens": _IDS},
+    "/detokenize": {"tokens": {"description": "Token ids", "type": "array"}},
 }
 """The fields that a route's requests must have."""
 _ONE_OF: dict[str, dict[str, Schema]] = {
@@ -166,7 +168,7 @@ _ONE_OF: dict[str, dict[str, Schema]] = {
         "prompt": _PROMPT,
         "prompt_embeds": {"description": "Tensors in base64, or a list of them"},
     },
-    "/tokenize": {"prompt": _TEXT, "messages": _MESSAGES},
+    "/tokenize": {"prompt": _TEXT_OR_NONE, "messages": {**_MESSAGES, "type": ["array", "null"]}},
 }
 """Fields of which a route's requests must have one."""
 _STREAM: Schema = {"description": "true: the answer comes as server-sent events", "default": False}

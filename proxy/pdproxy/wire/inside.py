@@ -1,8 +1,8 @@
 """What of an engine's answer no client may see: KV handles, and other fields that name engines, their addresses or their memory.
 
-Owns the list of the fields that clients know, and the removal of the others. A field in that list always passes. Any other field
-at the top of an answer or of an event passes only if neither its name nor its value names the inside. A handle is removed wherever
-it is. The removed value becomes `null`, as engines write the field of a handle where there is none; all other bytes stay.
+Owns the list of the fields that clients know. A field in that list always passes. Any other field at the top of an answer or of
+an event passes only if neither its name nor its value names the inside. A handle is removed wherever it is. The removed value
+becomes `null`, as engines write the field of a handle where there is none; all other bytes stay.
 
 In a text of the model a quote is escaped, so the byte patterns below match structure only.
 """
@@ -29,7 +29,18 @@ _KNOWN = (
 _KNOWN_ELSEWHERE = (
     *("type", "error", "message", "code", "param", "detail", "response", "sequence_number", "item", "item_id", "delta"),
     *("part", "index", "output_index", "content_index", "content_block", "content", "role", "stop_reason", "text"),
-    *("stop_sequence", "output", "status", "data", "results", "tools", "tool_choice", "metadata", "instructions", "input"),
+    *(
+        "stop_sequence",
+        "output",
+        "status",
+        "data",
+        "results",
+        "tools",
+        "tool_choice",
+        "metadata",
+        "instructions",
+        "input",
+    ),
     *("annotation", "logprobs", "arguments", "name", "reasoning", "incomplete_details", "input_messages"),
     *("output_messages", "summary", "previous_response_id", "prompt", "user", "truncation", "tokens", "token_strs"),
 )
@@ -43,7 +54,8 @@ _NULL_NAME, _SPACED_NULL_NAME = b'_transfer_params":null', b'_transfer_params": 
 _WORDS = rb"(?:remote_|engine|block_id|transfer|host|port|addr|peer|worker|rank|handle)"
 _INSIDE_NAME = re.compile(_WORDS, re.IGNORECASE)
 _INSIDE_VALUE = re.compile(
-    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"' % _WORDS,
+    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"'
+    % _WORDS,
     re.IGNORECASE,
 )
 """A key with such a word, or a string that is an address. Words in a text show nothing."""
@@ -73,10 +85,7 @@ def may_hide(data: bytes) -> bool:
     if data.find(_NAME) >= 0 and data.count(_NAME) != data.count(_NULL_NAME) + data.count(_SPACED_NULL_NAME):
         return True
     return (
-        data.find(_ENGINE_ID) >= 0
-        or data.find(_BLOCK_IDS) >= 0
-        or data.find(_HOST) >= 0
-        or data.find(_BOOTSTRAP) >= 0
+        data.find(_ENGINE_ID) >= 0 or data.find(_BLOCK_IDS) >= 0 or data.find(_HOST) >= 0 or data.find(_BOOTSTRAP) >= 0
     )
 
 
@@ -238,14 +247,17 @@ def _deeply(body: bytes) -> bytes:
 def _strip(value: object) -> bool:
     """Replace handles in a value by None, wherever they are. Return whether there was one."""
     if isinstance(value, list):
-        return any([_strip(one) for one in value])
+        found = [_strip(one) for one in value]  # all of them
+        return any(found)
     if not isinstance(value, dict):
         return False
-    found = False
+    changed = False
     for name, one in value.items():
-        if one is not None and (name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))):
+        if one is not None and (
+            name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))
+        ):
             value[name] = None
-            found = True
+            changed = True
         else:
-            found = _strip(one) or found
-    return found
+            changed = _strip(one) or changed
+    return changed

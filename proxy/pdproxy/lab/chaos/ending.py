@@ -15,6 +15,7 @@ from pdproxy.lab.chaos.oracle import BODIES
 from pdproxy.lab.chaos.schedule import Call, Client
 from pdproxy.lab.chaos.trace import Trace
 from pdproxy.lab.chaos.world import DEADLINES, World
+from pdproxy.serving.kv.orphans import REMEMBERED
 
 _CALLS, _WITHIN, _TERM = 12, 1.6, 0.8
 """So many requests within so many seconds, and the second at which the proxy is asked to stop."""
@@ -38,7 +39,8 @@ class Ending:
         """Remove an engine for good, and look for what is left of it."""
         engine = chance.choice(self._world.engines)
         await self._world.in_proxy(self._take_out(engine.url))
-        await asyncio.sleep(_GONE)
+        has_notices = self._world.proxy.transfer.contract.handle_from_notice is not None
+        await asyncio.sleep(_GONE + REMEMBERED if has_notices else _GONE)  # a notice may come of a leg that is remembered
         return series_left(self._world.proxy.metrics.page().decode(), engine.url)
 
     async def _take_out(self, url: str) -> None:

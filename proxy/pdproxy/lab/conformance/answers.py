@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import msgspec
 
 from pdproxy.wire.engine import Usage
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """One answer. `ids` and `prompt_ids` are empty if it has none; `events` counts a stream's events with output."""
+    """One answer. `ids` and `prompt_ids` are empty if it has none; `events` counts a stream's events with output.
+
+    `fields`: the paths of all fields that have a value, in any event, such as `choices.delta.content`.
+    """
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -18,6 +24,7 @@ class Answer(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     events: int = 0
     seconds: float = 0.0
+    fields: frozenset[str] = frozenset()
 
     def differences(self, other: Answer, whose: str) -> list[str]:
         """Return descriptions of the differences from another answer to the same request."""
@@ -35,7 +42,37 @@ class Answer(msgspec.Struct, kw_only=True):
         ):
             if mine != others and not (name == "text" and found):
                 found.append(f"{name} is {_short(mine)}, {whose} has {_short(others)}")
+        if own := self.fields - other.fields:
+            found.append(f"it has the fields {_named(own)}, {whose} has not")
+        # An engine alone may show a handle. No client of the proxy gets one.
+        missing = {name for name in other.fields - self.fields if not name.endswith(_HANDLE)}
+        if missing and not found:
+            found.append(f"it has no fields {_named(missing)}, {whose} has")
         return found
+
+
+_HANDLE = "_transfer_params"
+_MOST = 5
+_FREE = ("logprobs", "prompt_logprobs")
+"""Fields whose keys are tokens."""
+_VARYING = ("prompt_tokens_details", "completion_tokens_details")
+"""Fields that depend on what is cached: an engine leaves them out if that is nothing."""
+
+
+def _named(names: Collection[str]) -> str:
+    shown = sorted(names)[:_MOST]
+    return ", ".join(shown) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+
+
+def _paths(value: Any, prefix: str = "") -> frozenset[str]:
+    """Return the paths of the fields with a value."""
+    if isinstance(value, list):
+        return frozenset().union(*(_paths(one, prefix) for one in value if isinstance(one, dict | list)))
+    if not isinstance(value, dict):
+        return frozenset()
+    found = {prefix + name for name, one in value.items() if one is not None and name not in _VARYING}
+    inner = (_paths(one, f"{prefix}{name}.") for name, one in value.items() if name not in (*_FREE, *_VARYING))
+    return frozenset(found).union(*inner)
 
 
 def _short(value: object) -> str:
@@ -86,7 +123,7 @@ def read_whole(body: bytes) -> Answer:
         InvalidAnswerError: it can't be read, or is not complete.
     """
     answer = Answer()
-    _take(answer, _read(body))
+    _take(answer, body)
     if answer.finish is None:
         raise InvalidAnswerError("its answer has no finish_reason")
     return answer
@@ -111,12 +148,11 @@ class Stream:
         if data == b"[DONE]":
             self.done = True
             return False
-        event = _read(data)
+        event = _take(self.answer, data)
         output = any(
             choice.text or (choice.delta and choice.delta.text) or choice.token_ids for choice in event.choices
         )
         self.answer.events += bool(output)
-        _take(self.answer, event)
         return bool(output)
 
     def end(self) -> Answer:
@@ -142,7 +178,14 @@ def _read(data: bytes) -> _Body:
     raise InvalidAnswerError(f"its answer is an error: {error[:200]}")
 
 
-def _take(answer: Answer, body: _Body) -> None:
+def _take(answer: Answer, data: bytes) -> _Body:
+    """Add a whole answer, or an event, to an answer. Return it.
+
+    Raises:
+        InvalidAnswerError: it can't be read, or is an error.
+    """
+    body = _read(data)
+    answer.fields |= _paths(msgspec.json.decode(data))
     if body.prompt_token_ids is not None:
         answer.prompt_ids = tuple(body.prompt_token_ids)
     if body.usage is not None:
@@ -155,3 +198,4 @@ def _take(answer: Answer, body: _Body) -> None:
         answer.finish = choice.finish_reason or answer.finish
         if choice.prompt_token_ids is not None:
             answer.prompt_ids = tuple(choice.prompt_token_ids)
+    return body

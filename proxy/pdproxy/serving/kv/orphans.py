@@ -27,8 +27,9 @@ from pdproxy.wire.notices import Notice
 
 MAX_REMEMBERED = 1024
 """Legs for which a notice may still come."""
-LOST_FOR = 60.0
-"""Seconds for which a leg is remembered whose connection was lost: the engine has finished by then, or given it up."""
+REMEMBERED = 60.0
+"""Seconds for which a leg is remembered whose answer nobody awaits any more: the engine has finished by then, or given it up.
+Meanwhile its engine stays known, also if it is removed."""
 MAX_REMEMBERED_BYTES = 4 << 20
 """Bytes of client headers that are remembered with them: a header with a key may be as long as a request's head."""
 
@@ -145,7 +146,7 @@ class Orphans:
 
     def remember(self, leg: PrefillRecord) -> None:
         """Remember a leg whose connection was lost, for a while: a notice that names its KV has that KV released."""
-        self._remember(leg, self._clock.now() + LOST_FOR)
+        self._remember(leg, self._clock.now() + REMEMBERED)
 
     def _remember(self, leg: PrefillRecord, until: float) -> _Orphan:
         orphan = _Orphan(leg, until)
@@ -215,7 +216,8 @@ class Orphans:
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))
             leg.nothing_kept(f"it has not answered in {timeout:g} s")
-            return  # it stays remembered: its engine may work on it for a long time
+            orphan.until = self._clock.now() + REMEMBERED  # its engine may still work on it
+            return
         except EngineError as error:
             self.forget(leg.id or "")
             leg.nothing_kept(error.message)

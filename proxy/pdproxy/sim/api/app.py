@@ -280,9 +280,13 @@ def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> R
     if body.messages is not None:
         given = body.model_dump(exclude_unset=True, by_alias=True)
         ids = chat_prompt(engine, ChatBody.model_validate({**given, "messages": body.messages}), date).ids
+    elif body.prompt is None:
+        missing = {"type": "missing", "msg": "Field required", "input": body.model_dump(exclude_unset=True)}
+        fields = ("TokenizeCompletionRequest", "prompt"), ("TokenizeChatRequest", "messages")
+        raise RequestValidationError([{**missing, "loc": ("body", *field)} for field in fields])
     else:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        ids = engine.tokenizer.encode(body.prompt or "", add_special_tokens=special)
+        ids = engine.tokenizer.encode(body.prompt, add_special_tokens=special)
     strings = None
     if body.return_token_strs:
         strings = [engine.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

@@ -26,7 +26,7 @@ async def compare(pair: PairUnderTest, *shapes: Shape) -> str:
             if tried == _TRIES:
                 raise FailedError(f"a {shape.name}: {', '.join(different)}; twice, with two prompts")
             remarks.append(f"the first of two {shape.name}s differed")
-    return "; ".join([f"the same ids, text, finish and usage as {judged}", *remarks])
+    return "; ".join([f"the same ids, text, finish, usage and fields as {judged}", *remarks])
 
 
 async def against_others(pair: PairUnderTest, split: Split) -> tuple[list[str], str]:
