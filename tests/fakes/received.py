@@ -154,7 +154,8 @@ def _follow_engines(watch: Watch, stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(connection, "data_received", data_received))
     for name in ("serving.dispatch.attempt", "serving.kv.release", "serving.kv.turn_release"):
-        module = sys.modules[f"pdproxy.{name}"]
+        if (module := sys.modules.get(f"pdproxy.{name}")) is None:
+            continue  # so far no test of this process has a whole proxy
 
         def mint(*arguments: Any, _mint: Any = module.mint) -> str:
             minted = str(_mint(*arguments))

@@ -67,9 +67,10 @@ class Running:
         connection = HTTPConnection("127.0.0.1", self.ports[name], timeout=PATIENCE)
         try:
             headers = {"content-type": "application/json"}
-            connection.request(
-                "GET" if body is None else "POST", path, body and json.dumps(body), headers if body else {}
-            )
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, json.dumps(body), headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:

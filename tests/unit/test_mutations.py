@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from tests.chaos.planted.bug import PACKAGE
 from tests.mutations import __main__ as script
 from tests.mutations.nearest import MOST, PARTS, TESTS, nearest
 from tests.mutations.sites import Mutation, sites
@@ -88,6 +89,6 @@ def test_survivors_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def test_a_copy_is_what_is_tested() -> None:
     """A mutation that nothing could survive is noticed by the smallest of tests."""
-    source = (script.PACKAGE / "scheduling" / "waits.py").read_bytes()
+    source = (PACKAGE / "scheduling" / "waits.py").read_bytes()
     broken = Mutation("scheduling/waits.py", 1, 0, len(source), "raise SystemExit(1)", "nothing is left")
     assert script.judged(broken, ["unit/test_waits.py"], 100.0) == script.NOTICED
