@@ -78,7 +78,7 @@ def _said(answer: Answer) -> dict[str, Any]:
     """Return the name and the arguments of the call, how the stream has ended, and how many tokens it had."""
     found: dict[str, Any] = {"name": "", "arguments": "", "end": "", "tokens": 0}
     for event in _events(answer):
-        delta = event.get("delta")
+        delta: Any = event.get("delta")
         for choice in event.get("choices", ()):
             for call in choice["delta"].get("tool_calls") or ():
                 found["name"] += call["function"].get("name") or ""
@@ -94,7 +94,7 @@ def _said(answer: Answer) -> dict[str, Any]:
         elif kind in {"response.completed", "response.incomplete", "response.failed"}:
             found["end"] = kind
         if kind in {"response.output_item.added", "content_block_start"}:
-            found["name"] += (event.get("item") or event.get("content_block")).get("name") or ""
+            found["name"] += (event.get("item") or event["content_block"]).get("name") or ""
         usage = event.get("usage") or (event.get("response") or {}).get("usage") or {}
         found["tokens"] = usage.get("completion_tokens") or usage.get("output_tokens") or found["tokens"]
     return found

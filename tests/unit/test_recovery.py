@@ -18,6 +18,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     OwnBodyRefusedError,
     StaleConnectionError,
+    StandstillError,
     UnparsedError,
     Wait,
 )
@@ -30,14 +31,15 @@ from pdproxy.serving.dispatch.recovery import (
     Fail,
     Failed,
     Failure,
+    ModelRefused,
     NoEngines,
     PrefillFailed,
     Progress,
     Retry,
     ServeAlone,
     after,
-    has_stalled,
 )
+from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
 
 P, D = "http://p:1", "http://d:1"
@@ -56,7 +58,10 @@ STALE = StaleConnectionError("closed a kept connection")
 GONE = KvGoneError("the KV is gone")
 OWN_BODY = OwnBodyRefusedError("refused what the client has not sent")
 UNPARSED = UnparsedError("no engine parses it")
-STALLED = EngineTimeoutError("stands still", wait=Wait.STALLED)
+STALLED = StandstillError("stands still", may_be_cause=True)
+STOPPED = StandstillError("stands still", may_be_cause=False)
+LAST_TRY = Progress(2, 3, alone=False, whole=True)
+REFUSED_MODEL = ModelRefused(D, Answer(404, [], b""))
 SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
 
 
@@ -114,7 +119,15 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
         (DecodeFailed(D, STALLED, data_sent=False), FIRST, Retry(D)),
         (PrefillFailed(P, Alone.PREFILL_FAILED, STALLED), SECOND, Fail(STALLED)),
         (DecodeFailed(D, STALLED, data_sent=False), SECOND, Fail(STALLED)),
+        (DecodeFailed(D, STOPPED, data_sent=False), SECOND, Retry(D)),
         (DecodeFailed(D, CLOSED, data_sent=False), SECOND, Retry(D)),
+        # KV that may not have been loaded: another try shows whose fault it is, and the last one needs no KV.
+        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=D), FIRST, Retry(D)),
+        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), FIRST, Retry(P, keep=D)),
+        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), LAST_TRY, ServeAlone(Alone.KV_FAILED, avoid=D)),
+        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), LAST, Fail(BROKEN)),
+        # An engine that does not know the model, although it or another one lists it: however many attempts there were.
+        (REFUSED_MODEL, LAST_ALONE, Retry(D)),
     ],
 )
 def test_what_follows(outcome: Failure, progress: Progress, action: object) -> None:
@@ -129,36 +142,51 @@ def test_no_engine_at_all_is_an_overload() -> None:
         assert isinstance(action.error, OverloadedError)
 
 
-ERRORS = [CLOSED, TIMEOUT, UNREACHABLE, FULL, BROKEN, REFUSED, NO_SPACE, STALE, GONE, OWN_BODY, UNPARSED, STALLED]
+ERRORS = [
+    CLOSED,
+    TIMEOUT,
+    UNREACHABLE,
+    FULL,
+    BROKEN,
+    REFUSED,
+    NO_SPACE,
+    STALE,
+    GONE,
+    OWN_BODY,
+    UNPARSED,
+    STALLED,
+    STOPPED,
+]
 FAILED_LEGS = st.sampled_from(ERRORS)
 FAILURES = st.one_of(
     st.just(NoEngines()),
     st.builds(PrefillFailed, st.just(P), st.sampled_from([Alone.PREFILL_FAILED, Alone.NO_HANDLE]), FAILED_LEGS),
     st.builds(CannotSplit, st.sampled_from([Alone.KV_LATE, Alone.PREFILL_REFUSED, Alone.FIRST_TOKEN]), st.just(D)),
-    st.builds(DecodeFailed, st.just(D), FAILED_LEGS, st.booleans()),
-    st.just(AskAgain()),
+    st.builds(DecodeFailed, st.just(D), FAILED_LEGS, st.booleans(), st.sampled_from([None, P, D])),
+    st.sampled_from([AskAgain(), REFUSED_MODEL]),
     st.builds(Failed, FAILED_LEGS),
 )
 
 
 def test_every_course_has_every_outcome_in_it() -> None:
     """A new outcome belongs into the courses."""
-    made = {NoEngines, PrefillFailed, CannotSplit, DecodeFailed, AskAgain, Failed}
+    made = {NoEngines, PrefillFailed, CannotSplit, DecodeFailed, AskAgain, ModelRefused, Failed}
     assert made == set(get_args(Failure))
 
 
-@given(st.integers(1, 8), st.booleans(), st.lists(FAILURES, min_size=20, max_size=20))
-def test_every_course_ends(limit: int, continues: bool, failures: list[Failure]) -> None:
+@given(st.integers(1, 8), st.booleans(), st.booleans(), st.lists(FAILURES, min_size=20, max_size=20))
+def test_every_course_ends(limit: int, continues: bool, whole: bool, failures: list[Failure]) -> None:
     """Whatever fails: at most `limit` attempts, and one more where the last prefill failed, which is one engine alone.
 
-    Each time that an engine refused what the proxy had added, there is one more: it is added no more.
+    Each time that an engine refused what the proxy had added, or did not know the model, there is one more.
     """
     is_alone, prefill_failed, stalled = False, None, 0
     for number, outcome in enumerate(failures, 1):
         if is_alone and isinstance(outcome, PrefillFailed | CannotSplit):
             continue  # an engine that serves alone prefills nothing for others
-        action = after(outcome, Progress(number, limit, is_alone, prefill_failed, continues, stalled))
-        stalled += has_stalled(outcome)
+        action = after(outcome, Progress(number, limit, is_alone, prefill_failed, continues, stalled, whole))
+        if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
+            stalled += outcome.error.may_be_cause
         if isinstance(outcome, PrefillFailed):
             prefill_failed = outcome.reason
         if isinstance(action, Fail | Continue):
@@ -166,7 +194,7 @@ def test_every_course_ends(limit: int, continues: bool, failures: list[Failure])
             assert isinstance(action, Fail) or (sent and continues), "only a stream that was begun goes on"
             return
         assert stalled < MOST_STALLED
-        assert number <= limit or not isinstance(action, Retry) or isinstance(outcome, AskAgain)
+        assert number <= limit or not isinstance(action, Retry) or isinstance(outcome, AskAgain | ModelRefused)
         is_alone = is_alone or isinstance(action, ServeAlone)
     # The rest were outcomes that one engine alone cannot have, or requests that are sent without what was added.
-    assert is_alone or all(isinstance(outcome, AskAgain) for outcome in failures)
+    assert is_alone or all(isinstance(outcome, AskAgain | ModelRefused) for outcome in failures)

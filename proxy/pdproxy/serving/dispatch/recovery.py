@@ -145,8 +145,8 @@ class Progress(msgspec.Struct, frozen=True):
     """The progress of an exchange: the attempt's number (from 1), the limit of attempts, and whether one engine served it alone.
 
     `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed. `continues`: whether streams
-    are continued at all. `stalled`: engines that stood still, perhaps because of the request, before this attempt. `whole`: whether
-    one engine may serve it alone.
+    are continued at all. `stalled`: engines that stood still, perhaps because of the request, before this attempt. `whole`:
+    whether one engine may serve it alone.
     """
 
     number: int
