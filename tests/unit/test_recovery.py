@@ -111,6 +111,7 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
         (DecodeFailed(D, STALE, data_sent=False), FIRST, Retry(None, avoid=D)),
         (DecodeFailed(D, GONE, data_sent=False), FIRST, Retry(None)),
         (PrefillFailed(P, Alone.PREFILL_FAILED, OWN_BODY), FIRST, Retry(None)),
+        (DecodeFailed(D, GONE, data_sent=False), LAST_TRY, ServeAlone(Alone.KV_FAILED)),
         (DecodeFailed(D, GONE, data_sent=False), LAST, Fail(GONE)),
         # No engine parses what is streamed: another one would not, either.
         (DecodeFailed(D, UNPARSED, data_sent=False), FIRST, Fail(UNPARSED)),

@@ -215,6 +215,7 @@ class Scraped:
         self._note(engine, metrics, elsewhere=True)
 
     def _note(self, engine: Engine, metrics: Scrape, *, elsewhere: bool = False) -> None:
+        engine.kv_expired = metrics.expired
         if self._replicas is not None:
             count = None if metrics.waiting is None else metrics.running + metrics.waiting
             self._replicas.reported(engine.url, count, self._now())

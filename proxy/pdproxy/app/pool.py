@@ -38,6 +38,7 @@ from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
+from pdproxy.serving.kv.ended_leases import EndedLeases
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns
@@ -177,6 +178,7 @@ class PoolParts:
             transfers=transfers,
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,
+            lease_may_have_ended=EndedLeases(engines.known, admin.scrape).may_have,
             is_alive=partial(admin.answers, path="/health"),
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,

@@ -125,6 +125,8 @@ class Engine:
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
     - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
     - `kv_lease`: seconds for which it keeps KV that nobody reads, as configured. None: as its connector does.
+    - `kv_expired`: how many of its KV handles have expired, as it has reported last; None: it does not report it. Written by
+      `app.capacity`.
     - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove themselves.
     """
 
@@ -140,6 +142,7 @@ class Engine:
     bootstrap: str | None = None
     registered_as: str = ""
     kv_lease: float | None = None
+    kv_expired: float | None = None
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
     open_legs: OpenLegs = field(default_factory=OpenLegs)

@@ -45,6 +45,8 @@ class Scrape:
     """Those of `waiting` that wait for a place, and not for KV; None if the engine does not report it."""
     asleep: str | None = None
     """How it sleeps, in words; None: it is awake, or does not report it."""
+    expired: float | None = None
+    """KV handles whose lease has ended before a decode engine had read the KV; None if the engine does not report it."""
     progress: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values that change as a core works, by the rank that it is of ("" where lines name none); empty if it reports none. Only
     the core's own reports change them, so that those of a core that stands still do not."""
@@ -111,6 +113,7 @@ def read_metrics(page: bytes) -> Scrape:
         queued=sum(queued) if queued else None,
         kv_blocks=int(kv_blocks) if _SIZE.fullmatch(kv_blocks) else None,
         asleep=_asleep(found[_SLEEP]),
+        expired=sum(value for _, value in found[_EXPIRED]) if found[_EXPIRED] else None,
         progress=progress,
     )
 
@@ -126,6 +129,7 @@ _READ = (
     _GENERATED := b"vllm:generation_tokens_total",
     _CACHE := b"vllm:cache_config_info",
     _SLEEP := b"vllm:engine_sleep_state",
+    _EXPIRED := b"vllm:nixl_num_kv_expired_reqs_total",
 )
 _PROGRESS = (_GENERATED, _BY_SOURCE, _USAGE, _RUNNING, _WAITING)
 _SINGLE = (_STARTED, _CACHE)

@@ -11,7 +11,7 @@ import asyncio
 from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, KvGoneError, Wait
 from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
@@ -123,6 +123,9 @@ class DecodeLeg:
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
             first = await self._first_data()
+            if custody is not None and custody.may_have_expired and await resources.lease_may_have_ended(custody):
+                custody.end(End.EXPIRED)
+                raise KvGoneError(f"the lease of KV at {custody.prefill} ended before {url} had sent data")
             data_came = True
             first_at = resources.now()
             asked_at = max(started, attempt.kv_made_at)

@@ -186,6 +186,8 @@ def after(outcome: Failure, progress: Progress) -> Action:
         case DecodeFailed(url, _, _, leave_out) if leave_out is not None and _is_last_try(progress):
             # Whoever is the cause, KV that does not move never fails the request.
             return ServeAlone(Alone.KV_FAILED, avoid=url)
+        case DecodeFailed(error=KvGoneError()) if _is_last_try(progress):
+            return ServeAlone(Alone.KV_FAILED)
         case DecodeFailed(url, _, _, leave_out) if leave_out is not None and progress.number < progress.limit:
             return Retry(leave_out, keep=url if leave_out != url else None)
         case DecodeFailed(url, error, _):

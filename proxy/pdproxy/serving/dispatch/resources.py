@@ -79,6 +79,8 @@ class ExchangeResources:
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
     is_push_lost: Callable[[Custody], Awaitable[bool]]
     """Returns whether the push that a decode leg may wait for is lost, though its prefill engine has answered."""
+    lease_may_have_ended: Callable[[Custody], Awaitable[bool]]
+    """Returns whether a handle's lease may have ended before its KV was read, though the decode engine has answered."""
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None

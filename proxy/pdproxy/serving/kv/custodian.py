@@ -105,6 +105,14 @@ class Custodian:
         own = None if engine is None else engine.kv_lease
         return own or self._usual_lease or math.inf
 
+    def expired_at(self, prefill: str) -> float | None:
+        """Return how many handles of a prefill engine have expired, as it has reported last.
+
+        None if that is not known, or if notices say it of each handle.
+        """
+        engine = self._engines.get(prefill)
+        return None if engine is None or self._has_notices else engine.kv_expired
+
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""
         custody = Custody(self, handle, leg)

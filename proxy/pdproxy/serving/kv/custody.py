@@ -75,6 +75,9 @@ class Keeper(Protocol):
     def lease_of(self, prefill: str) -> float:
         """Return the seconds for which a prefill engine keeps KV that nobody reads."""
 
+    def expired_at(self, prefill: str) -> float | None:
+        """Return how many handles of a prefill engine have expired, as it has reported last; None if that is not known."""
+
     def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
 
@@ -104,6 +107,7 @@ class Custody:
         "decode",
         "decode_run",
         "expected",
+        "expired_before",
         "freed",
         "handle",
         "how",
@@ -137,6 +141,8 @@ class Custody:
         self.on_gone: Callable[[str, bool], None] | None = None
         """Called if a decode engine must not wait for the KV, or read it, any more: with the reason, and whether the prefill
         engine was lost. (Otherwise its lease has ended: the decode engine could read another prompt's KV.)"""
+        self.expired_before: float | None = None
+        """How many of the prefill engine's handles had expired when this one was given away; None: not known."""
         self.was_asked = False
         """Whether a decode engine was sent the handle: it may have read the KV."""
         self._over: list[Callable[[], None]] = []
@@ -181,11 +187,23 @@ class Custody:
             self.end(End.EXPIRED)
             raise KvGoneError(f"the KV at {self.prefill} is {age:.3g} s old: its lease ends")
         self.decode_run, self.was_asked = run, True
+        self.expired_before = self._custodian.expired_at(self.prefill)
         self._decode_waits = self._custodian.decode_waits
         self.loses_closed = self._custodian.loses_closed(handle)
         if self.state is not None and not self.promised:
             self.state = State.ASKED
         return handle
+
+    @property
+    def may_have_expired(self) -> bool:
+        """Whether the lease may have ended since the handle was given away, and no notice would have said so.
+
+        A decode engine that reads the KV later renews the lease, unless it stands still, or its messages are lost: then it
+        reads another prompt's KV, and knows nothing of that.
+        """
+        if self.expired_before is None or self.state is not State.ASKED or self._decode_waits:
+            return False
+        return self._custodian.now() - self._held_since >= USABLE * self._custodian.lease_of(self.prefill)
 
     @property
     def decode_waits(self) -> bool:

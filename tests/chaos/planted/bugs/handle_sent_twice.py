@@ -36,8 +36,8 @@ BUG = Bug(
         ),
         Change(
             "serving/dispatch/decode_leg.py",
-            "from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait",
-            "from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait",
+            "from pdproxy.kit.errors import EngineError, EngineTimeoutError, KvGoneError, Wait",
+            "from pdproxy.kit.errors import EngineError, EngineTimeoutError, KvGoneError, StaleConnectionError, Wait",
         ),
     ),
 )
