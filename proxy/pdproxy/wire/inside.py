@@ -157,7 +157,9 @@ def passed_without_inside(body: bytes) -> bytes:
         return body
     try:
         fields = _fields.decode(body)
-        inner = _fields.decode(fields["response"]) if memoryview(fields.get("response", _NULL))[:1] == b"{" else None
+        inner = (
+            _fields.decode(fields["response"]) if bytes(memoryview(fields.get("response", _NULL))[:1]) == b"{" else None
+        )
     except UNREADABLE:
         return body
     body = _without(body, fields)
