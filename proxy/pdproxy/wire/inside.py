@@ -37,7 +37,8 @@ _KNOWN_ELSEWHERE = (
 _PASSES = frozenset((*_KNOWN, *_KNOWN_ELSEWHERE))
 _HANDLE_KEYS = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_bootstrap_addr")
 """Of these keys every handle has one."""
-_ENGINE_ID, _BLOCK_IDS, _HOST, _BOOTSTRAP = (b'"%b":' % key.encode() for key in _HANDLE_KEYS)
+_REMOTE = b'"remote_'
+"""The beginning of each of these keys."""
 _NAME = b'_transfer_params":'
 _NULL_NAME, _SPACED_NULL_NAME = b'_transfer_params":null', b'_transfer_params": null'
 _WORDS = rb"(?:remote_|engine|block_id|transfer|host|port|addr|peer|worker|rank|handle)"
@@ -52,6 +53,7 @@ _MAX_KEYS = 1 << 16
 """Keys of an answer, about, up to which its fields become objects. An answer with more has many logprobs: there only fields of
 handles are looked for."""
 
+_DATA = len(b"data: ")
 _NULL = msgspec.Raw(b"null")
 _plain = msgspec.json.Decoder(
     msgspec.defstruct(
@@ -72,12 +74,16 @@ def may_hide(data: bytes) -> bool:
     """Return whether an answer, or a batch of events, may have a handle in it: a few searches, no parsing."""
     if data.find(_NAME) >= 0 and data.count(_NAME) != data.count(_NULL_NAME) + data.count(_SPACED_NULL_NAME):
         return True
-    return (
-        data.find(_ENGINE_ID) >= 0
-        or data.find(_BLOCK_IDS) >= 0
-        or data.find(_HOST) >= 0
-        or data.find(_BOOTSTRAP) >= 0
-    )
+    return data.find(_REMOTE) >= 0
+
+
+def is_plain(event: bytes) -> bool:
+    """Return whether an event is one line of data with nothing at its top but fields that clients know, and without handles."""
+    try:
+        _plain.decode(event[_DATA:])
+    except UNREADABLE:
+        return False
+    return True
 
 
 def without_inside(body: bytes) -> tuple[bytes, bytes | None]:
@@ -115,6 +121,8 @@ def event_without_inside(event: bytes) -> tuple[bytes, bytes | None]:
 
 def batch_without_inside(batch: bytes) -> tuple[bytes, bytes | None]:
     """Return whole events of such a stream as clients see them, and the last handle that they have."""
+    if not may_hide(batch) and all(map(is_plain, batch.split(sse.END)[:-1])):
+        return batch, None
     events: list[bytes] = []
     handle = None
     changed = False
@@ -137,7 +145,9 @@ def passed_without_inside(body: bytes) -> bytes:
         return body
     try:
         fields = _fields.decode(body)
-        inner = _fields.decode(fields["response"]) if memoryview(fields.get("response", _NULL))[:1] == b"{" else None
+        inner = (
+            _fields.decode(fields["response"]) if bytes(memoryview(fields.get("response", _NULL))[:1]) == b"{" else None
+        )
     except UNREADABLE:
         return body
     body = _without(body, fields)

@@ -116,7 +116,7 @@ class EventFilter:
             if not lines:
                 passed.append(event)  # a keep-alive comment
                 continue
-            if not sse.is_done(lines[0]):
+            if not sse.is_done(lines[0]) and (hides or not inside.is_plain(event)):
                 event = self.shown(event)
             if sse.is_usage_only(event):
                 if self._ends_early():
