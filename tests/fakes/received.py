@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -154,7 +155,7 @@ def _follow_engines(watch: Watch, stack: ExitStack) -> None:
 
     stack.enter_context(patch.object(connection, "data_received", data_received))
     for name in ("serving.dispatch.attempt", "serving.kv.release", "serving.kv.turn_release"):
-        module = sys.modules[f"pdproxy.{name}"]
+        module = importlib.import_module(f"pdproxy.{name}")
 
         def mint(*arguments: Any, _mint: Any = module.mint) -> str:
             minted = str(_mint(*arguments))
