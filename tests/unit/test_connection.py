@@ -13,7 +13,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
-from pdproxy.upstream.connection import LARGE_READ, EngineConnection, Headers
+from pdproxy.upstream.connection import LARGE_READ, MAX_HEAD, EngineConnection, Headers
 from tests.fakes.legs import CHUNKED, LAST, Heard
 from tests.fuzz.ingress import Transport
 
@@ -286,3 +286,16 @@ async def test_what_forwards_reads_is_forgotten_with_its_answer() -> None:
     connection.data_received(b"1\r\nd\r\n")
     assert len(forwarded) == 1
     assert after.body == b"cd"
+
+
+async def test_a_long_body_is_not_counted_with_what_is_no_body() -> None:
+    """Behind it, a read may hold a part of a chunk's frame alone."""
+    transport, heard = Transport(), Heard()
+    connection = EngineConnection("engine", lambda _: None, lambda _: None)
+    connection.connection_made(transport)
+    connection.send(b"", heard)
+    connection.data_received(CHUNKED + b"%x\r\n" % (2 * MAX_HEAD) + b"x" * (2 * MAX_HEAD - 1))
+    for read in (b"x", b"\r", b"\n", b"1", b"\r\ny\r\n", LAST):
+        connection.data_received(read)
+    assert heard.ending == "whole"
+    assert len(heard.body) == 2 * MAX_HEAD + 1
