@@ -23,12 +23,12 @@ from .fleet import Fleet
 from .launcher import Launcher
 from .proxy import Proxy
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900, func_only=True)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
 
 OUT = os.environ.get("PDPROXY_TEST_SILENCE_OUT")
 NAMES: dict[str, Role] = {"writer": "plain", "writer-p": "prefill", "writer-d": "decode"}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-DEADLINE = 2
+DEADLINE, TIMEOUT = 2, 600.0
 SETTINGS = {
     "deadlines": {"first_token": DEADLINE, "between_tokens": DEADLINE, "stream_comment": 1, "probe": 20},
     "limits": {"attempts": 1, "continuations": 0},
@@ -94,7 +94,7 @@ def _said(answer: Answer) -> dict[str, Any]:
         elif kind in {"response.completed", "response.incomplete", "response.failed"}:
             found["end"] = kind
         if kind in {"response.output_item.added", "content_block_start"}:
-            found["name"] += (event.get("item") or event["content_block"]).get("name") or ""
+            found["name"] += (event.get("item") or event.get("content_block") or {}).get("name") or ""
         usage = event.get("usage") or (event.get("response") or {}).get("usage") or {}
         found["tokens"] = usage.get("completion_tokens") or usage.get("output_tokens") or found["tokens"]
     return found
@@ -138,7 +138,7 @@ async def test_a_call_with_a_long_argument(writers: tuple[Fleet, str], tmp_path:
     fleet, content = writers
     body = _body(path)
     alone = Silences()
-    plain = await ask(fleet.plain.url, path, body, progress=alone)
+    plain = await ask(fleet.plain.url, path, body, progress=alone, timeout=TIMEOUT)
     said = _said(plain)
     assert said["name"] == "write_file"
     assert json.loads(said["arguments"]) == {"content": content}
@@ -148,7 +148,7 @@ async def test_a_call_with_a_long_argument(writers: tuple[Fleet, str], tmp_path:
     proxy = Proxy.start(fleet.prefills, fleet.decodes, tmp_path, settings=SETTINGS | WATCHED)
     try:
         through = Silences()
-        answer = await ask(proxy.url, path, body, progress=through)
+        answer = await ask(proxy.url, path, body, progress=through, timeout=TIMEOUT)
         allowed = proxy.counters().sum("pdproxy_silences_allowed_total")
         failed = proxy.counters().sum("pdproxy_leg_failures_total")
     finally:

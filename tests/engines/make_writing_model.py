@@ -37,9 +37,7 @@ def main(tiny: Path, out: Path) -> None:
     tokenizer.add_tokens(
         [AddedToken(text, special=False, normalized=False) for text in (BEGIN, CALL, END_OF_CALL, END)]
     )
-    ids = tokenizer.convert_tokens_to_ids([BEGIN, CALL, END_OF_CALL, END])
-    assert isinstance(ids, list)
-    begin, call, end_of_call, end = ids
+    begin, call, end_of_call, end = (tokenizer.convert_tokens_to_ids(text) for text in (BEGIN, CALL, END_OF_CALL, END))
     (before,) = tokenizer("\n", add_special_tokens=False)["input_ids"]  # the end of every prompt
     written: list[int] = []
     size = 0

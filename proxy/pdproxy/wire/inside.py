@@ -29,7 +29,18 @@ _KNOWN = (
 _KNOWN_ELSEWHERE = (
     *("type", "error", "message", "code", "param", "detail", "response", "sequence_number", "item", "item_id", "delta"),
     *("part", "index", "output_index", "content_index", "content_block", "content", "role", "stop_reason", "text"),
-    *("stop_sequence", "output", "status", "data", "results", "tools", "tool_choice", "metadata", "instructions", "input"),
+    *(
+        "stop_sequence",
+        "output",
+        "status",
+        "data",
+        "results",
+        "tools",
+        "tool_choice",
+        "metadata",
+        "instructions",
+        "input",
+    ),
     *("annotation", "logprobs", "arguments", "name", "reasoning", "incomplete_details", "input_messages"),
     *("output_messages", "summary", "previous_response_id", "prompt", "user", "truncation", "tokens", "token_strs"),
 )
@@ -44,7 +55,8 @@ _NULL_NAME, _SPACED_NULL_NAME = b'_transfer_params":null', b'_transfer_params": 
 _WORDS = rb"(?:remote_|engine|block_id|transfer|host|port|addr|peer|worker|rank|handle)"
 _INSIDE_NAME = re.compile(_WORDS, re.IGNORECASE)
 _INSIDE_VALUE = re.compile(
-    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"' % _WORDS,
+    rb'"[^"\\]{0,64}%b[^"\\]{0,64}": ?(?!null)|"[a-z][a-z0-9+]{1,9}://[^"\s]*"|"\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?"'
+    % _WORDS,
     re.IGNORECASE,
 )
 """A key with such a word, or a string that is an address. Words in a text show nothing."""
@@ -254,7 +266,9 @@ def _strip(value: object) -> bool:
         return False
     changed = False
     for name, one in value.items():
-        if one is not None and (name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))):
+        if one is not None and (
+            name.endswith(_SUFFIX) or (isinstance(one, dict) and any(key in one for key in _HANDLE_KEYS))
+        ):
             value[name] = None
             changed = True
         else:

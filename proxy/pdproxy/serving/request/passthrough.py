@@ -336,8 +336,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 raise EngineTimeoutError(f"{url} sent no data in time", wait=wait) from None
             if not data:
                 break
-            open_leg.sign, open_leg.paused = now(), True
+            open_leg.paused = True
             held += self._shown(stream, data)
+            if stream.generating:  # events before that are the API server's: they say nothing of the engine's core
+                open_leg.sign = now()
             leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
                 if self.first is None:
@@ -401,7 +403,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 await self.writer.finish()
                 return
             self.status = error.status
-            await self.writer.whole(error.status, self.error_headers(error), failure_body(dialect, error, self._engines()))
+            await self.writer.whole(
+                error.status, self.error_headers(error), failure_body(dialect, error, self._engines())
+            )
         except ClientLeftError:
             return  # nobody reads the answer
 
