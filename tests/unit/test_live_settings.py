@@ -158,6 +158,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     ),
     "pools[0].models": (("a*",), lambda p: p.models.choose("abc", None), (0, "abc")),
     "pools[0].aliases": ({"fast": "tiny"}, lambda p: p.pools[0].service.routes.of("fast", None)[1], "tiny"),  # type: ignore[union-attr]
+    "pools[0].alone": (512, lambda p: p.ledger.alone_up_to, 512),
     "pools[0].weight": (3.0, lambda p: p.models.pools[0].weight, 3.0),
     "pools[0].policy.prefill": ("round_robin", _kind(Role.PREFILL), "RoundRobin"),
     "pools[0].policy.decode": ("session", _kind(Role.DECODE), "Session"),

@@ -37,8 +37,8 @@ from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.ended_leases import EndedLeases
+from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns

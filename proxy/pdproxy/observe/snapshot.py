@@ -78,6 +78,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_turn_blocks": Rule.SUM,
         "pdproxy_turn_bytes": Rule.SUM,
         "pdproxy_turns": Rule.SUM,
+        "pdproxy_waiting_for_engines": Rule.SUM,
         "pdproxy_worker_restarts_total": Rule.MOST,
         "pdproxy_workers": Rule.SUM,
     }
