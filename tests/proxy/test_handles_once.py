@@ -279,6 +279,41 @@ async def test_kv_whose_lease_ends_is_not_read(
         assert ended(pair).count("expired") == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_kv_that_was_read_behind_its_lease_is_not_used(stream: bool) -> None:
+    """The decode engine stands still until the prefill engine has given the blocks to others. Then it reads those, and answers."""
+    lease = {"kv_lease_duration": 0.5}
+    few = {"num_gpu_blocks": 64, "max_model_len": 1000}
+    async with pool("nixl", p=few | lease, prefill_facts=lease) as pair:
+        text = await warm(pair)
+        asked_before = len(pair.p.requests)
+        await pair.d.freeze_core()
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=stream)))
+        await until(lambda: any("kv_transfer_params" in one.json for one in list(pair.d.requests)[asked_before:]))
+        await until(lambda: not pair.p.engine.handles)
+        await overwritten(pair.p)
+        await pair.d.thaw_core()
+        answer = await asked
+        assert answer.status == 200
+        assert (answer.text if stream else answer.json["choices"][0]["text"]) == text
+        assert "expired" in ended(pair)
+
+
+async def test_a_late_answer_is_used_where_no_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine that works renews the lease, however long its answer takes."""
+    async with pool("nixl", d={"hardware": Hardware()}) as pair:
+        body = completion(max_tokens=30)  # 0.6 s
+        text = await warm(pair, body=body)
+        custodian = pair.world.proxy.custodian
+        now, before = custodian.now, len(pair.p.requests)
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, body))
+        await until(lambda: any(one.was_asked for one in custodian._live))
+        monkeypatch.setattr(custodian, "now", lambda: now() + 1000.0)
+        assert (await asked).json["choices"][0]["text"] == text
+        assert len(pair.p.requests) == before + 1
+        assert ended(pair)[-1] == "loaded"
+
+
 @pytest.mark.parametrize("connector", [PUSH, "mooncake"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prefill_beside_the_answer_is_not_sent_for_nothing(
