@@ -283,8 +283,9 @@ async def test_kv_whose_lease_ends_is_not_read(
 async def test_kv_that_was_read_behind_its_lease_is_not_used(stream: bool) -> None:
     """The decode engine stands still until the prefill engine has given the blocks to others. Then it reads those, and answers."""
     lease = {"kv_lease_duration": 0.5}
-    few = {"num_gpu_blocks": 64, "max_model_len": 1000}
-    async with pool("nixl", p=few | lease, prefill_facts=lease) as pair:
+    few, uncached = {"num_gpu_blocks": 64, "max_model_len": 1000}, {"enable_prefix_caching": False}
+    silent = {"notifier": False}
+    async with pool("nixl", p=few | lease, d=uncached, prefill_facts=lease, kv_ready=silent) as pair:
         text = await warm(pair)
         asked_before = len(pair.p.requests)
         await pair.d.freeze_core()
@@ -301,7 +302,7 @@ async def test_kv_that_was_read_behind_its_lease_is_not_used(stream: bool) -> No
 
 async def test_a_late_answer_is_used_where_no_lease_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode engine that works renews the lease, however long its answer takes."""
-    async with pool("nixl", d={"hardware": Hardware()}) as pair:
+    async with pool("nixl", d={"hardware": Hardware()}, kv_ready={"notifier": False}) as pair:
         body = completion(max_tokens=30)  # 0.6 s
         text = await warm(pair, body=body)
         custodian = pair.world.proxy.custodian
