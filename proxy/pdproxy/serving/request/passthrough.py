@@ -379,7 +379,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 await self.writer.finish()
                 return
             self.status = error.status
-            await self.writer.whole(error.status, self.error_headers(error), failure_body(dialect, error, self._engines()))
+            await self.writer.whole(
+                error.status, self.error_headers(error), failure_body(dialect, error, self._engines())
+            )
         except ClientLeftError:
             return  # nobody reads the answer
 
