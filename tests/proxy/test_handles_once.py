@@ -281,7 +281,7 @@ async def test_kv_whose_lease_ends_is_not_read(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_kv_that_was_read_behind_its_lease_is_not_used(stream: bool) -> None:
-    """The decode engine stands still until the prefill engine has given the blocks to others. Then it reads those, and answers."""
+    """The decode engine stands still until the prefill engine has given the blocks to others. Then it reads those."""
     lease = {"kv_lease_duration": 0.5}
     few, uncached = {"num_gpu_blocks": 64, "max_model_len": 1000}, {"enable_prefix_caching": False}
     silent = {"notifier": False}
