@@ -12,6 +12,7 @@ from typing import Any
 from pdproxy.observe.recent import Recent
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.settings.schema import Settings
+from tests.fakes.received import Connection
 
 _ATOMS = (
     int,
@@ -23,6 +24,8 @@ _ATOMS = (
     types.CodeType,
     asyncio.AbstractEventLoop,
 )
+_TESTS_OWN = (Connection,)
+"""What the tests keep at each connection of a client."""
 _HISTORY = (Settings, Decisions, Recent, logging.Logger)
 """What may name engines that are gone: the settings of the start, the last decisions, and the last requests."""
 
@@ -40,7 +43,7 @@ def remains(root: object, names: Collection[str], skip: Collection[object] = ())
             if any(name in text for name in names):
                 found.append(f"{path} = {text[:80]}")
             continue
-        if one is None or isinstance(one, _ATOMS + _HISTORY) or id(one) in seen:
+        if one is None or isinstance(one, _ATOMS + _HISTORY + _TESTS_OWN) or id(one) in seen:
             continue
         seen.add(id(one))
         kept.append(one)
