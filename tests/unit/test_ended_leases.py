@@ -20,7 +20,6 @@ P = "http://p:1"
     [
         (0.0, 1.0, 3, True),
         (4.0, 4.0, 3, False),
-        (None, 1.0, 3, False),  # it was not known
         (4.0, None, 3, False),  # it is not reported any more
         (4.0, 5.0, 2, False),  # the engine was started again
         (4.0, EngineUnreachableError("gone"), 3, False),

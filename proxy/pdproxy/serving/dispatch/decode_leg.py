@@ -123,11 +123,11 @@ class DecodeLeg:
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
             first = await self._first_data()
-            if custody is not None and custody.may_have_expired and await resources.lease_may_have_ended(custody):
-                custody.end(End.EXPIRED)
-                raise KvGoneError(f"the lease of KV at {custody.prefill} ended before {url} had sent data")
-            data_came = True
             first_at = resources.now()
+            if custody is not None and first_at >= custody.sure_until and await resources.lease_may_have_ended(custody):
+                custody.end(End.EXPIRED)
+                raise KvGoneError(f"the lease of the KV at {custody.prefill} ended before {url} had sent data")
+            data_came = True
             asked_at = max(started, attempt.kv_made_at)
             if isinstance(first, Answer):
                 whole = True

@@ -49,7 +49,8 @@ class Custodian:
         self.decode_waits = contract.holder.decode_waits
         """Whether decode engines wait for a push under this contract."""
         self.loses_closed: Callable[[Handle], bool] = contract.holder.loses_closed
-        self._at_host, self._engines, self._usual_lease = contract.at_host, engines, contract.holder.lease
+        self._at_host, self._engines = contract.at_host, engines
+        self._usual_lease = contract.holder.lease or math.inf
         self.when_unread: Callable[[str, str], object] = lambda _, __: None
         """Called with the URLs of a prefill engine and of the decode engine that has reported that it could not read the KV."""
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
@@ -99,19 +100,15 @@ class Custodian:
         engine = self._engines.get(prefill)
         return handle if engine is None or engine.kv_host is None else self._at_host(handle, engine.kv_host)
 
-    def lease_of(self, prefill: str) -> float:
-        """Return the seconds for which a prefill engine keeps KV that nobody reads."""
-        engine = self._engines.get(prefill)
-        own = None if engine is None else engine.kv_lease
-        return own or self._usual_lease or math.inf
+    def leases_of(self, prefill: str) -> tuple[float, float | None]:
+        """Return the seconds for which a prefill engine keeps KV that nobody reads, and how many of its handles have expired.
 
-    def expired_at(self, prefill: str) -> float | None:
-        """Return how many handles of a prefill engine have expired, as it has reported last.
-
-        None if that is not known, or if notices say it of each handle.
+        None: that is not known, or notices say it of each handle.
         """
         engine = self._engines.get(prefill)
-        return None if engine is None or self._has_notices else engine.kv_expired
+        if engine is None:
+            return self._usual_lease, None
+        return engine.kv_lease or self._usual_lease, None if self._has_notices else engine.kv_expired
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
@@ -72,11 +73,11 @@ class Keeper(Protocol):
     def placed(self, handle: Handle, prefill: str) -> Handle:
         """Return a handle with the host at which the settings say that others reach its prefill engine."""
 
-    def lease_of(self, prefill: str) -> float:
-        """Return the seconds for which a prefill engine keeps KV that nobody reads."""
+    def leases_of(self, prefill: str) -> tuple[float, float | None]:
+        """Return the seconds for which a prefill engine keeps KV that nobody reads, and how many of its handles have expired.
 
-    def expired_at(self, prefill: str) -> float | None:
-        """Return how many handles of a prefill engine have expired, as it has reported last; None if that is not known."""
+        None: that is not known, or notices say it of each handle.
+        """
 
     def decode_releases(self, prefill_run: int | None, decode_run: int | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
@@ -119,6 +120,7 @@ class Custody:
         "promised",
         "since",
         "state",
+        "sure_until",
         "was_asked",
     )
 
@@ -141,8 +143,11 @@ class Custody:
         self.on_gone: Callable[[str, bool], None] | None = None
         """Called if a decode engine must not wait for the KV, or read it, any more: with the reason, and whether the prefill
         engine was lost. (Otherwise its lease has ended: the decode engine could read another prompt's KV.)"""
-        self.expired_before: float | None = None
-        """How many of the prefill engine's handles had expired when this one was given away; None: not known."""
+        self.sure_until = math.inf
+        """Until when the decode engine has read this KV, and no other. Behind that, the lease may have ended before the read, and
+        nothing has said so: a decode engine renews the lease, unless it stands still, or its messages are lost."""
+        self.expired_before = 0.0
+        """How many of the prefill engine's handles had expired when this one was given away, if that time is bounded."""
         self.was_asked = False
         """Whether a decode engine was sent the handle: it may have read the KV."""
         self._over: list[Callable[[], None]] = []
@@ -182,28 +187,19 @@ class Custody:
         handle = self.handle
         if not isinstance(handle, Handle) or self.how is not None or self.state is State.RELEASING:
             raise KvGoneError(f"the KV at {self.prefill} is gone")
-        age = self._custodian.now() - self._held_since
-        if self.state is State.HELD and age >= USABLE * self._custodian.lease_of(self.prefill):
+        lease, expired = self._custodian.leases_of(self.prefill)
+        until = self._held_since + USABLE * lease
+        if self.state is State.HELD and self._custodian.now() >= until:
             self.end(End.EXPIRED)
-            raise KvGoneError(f"the KV at {self.prefill} is {age:.3g} s old: its lease ends")
+            raise KvGoneError(f"the lease of the KV at {self.prefill} ends")
         self.decode_run, self.was_asked = run, True
-        self.expired_before = self._custodian.expired_at(self.prefill)
         self._decode_waits = self._custodian.decode_waits
+        if expired is not None and not self._decode_waits:
+            self.sure_until, self.expired_before = until, expired
         self.loses_closed = self._custodian.loses_closed(handle)
         if self.state is not None and not self.promised:
             self.state = State.ASKED
         return handle
-
-    @property
-    def may_have_expired(self) -> bool:
-        """Whether the lease may have ended since the handle was given away, and no notice would have said so.
-
-        A decode engine that reads the KV later renews the lease, unless it stands still, or its messages are lost: then it
-        reads another prompt's KV, and knows nothing of that.
-        """
-        if self.expired_before is None or self.state is not State.ASKED or self._decode_waits:
-            return False
-        return self._custodian.now() - self._held_since >= USABLE * self._custodian.lease_of(self.prefill)
 
     @property
     def decode_waits(self) -> bool:

@@ -27,11 +27,11 @@ class EndedLeases:
 
         An engine that does not answer, or was started again, shows nothing: then the answer is used.
         """
-        before, engine = custody.expired_before, self._engines.get(custody.prefill)
-        if before is None or engine is None or engine.node.run_number != custody.prefill_run:
+        engine = self._engines.get(custody.prefill)
+        if engine is None or engine.node.run_number != custody.prefill_run:
             return False
         try:
             found = await self._scrape(custody.prefill)
         except (EngineError, OverloadedError):
             return False
-        return found.expired is not None and found.expired > before
+        return found.expired is not None and found.expired > custody.expired_before

@@ -10,10 +10,10 @@ BUG = Bug(
             "serving/kv/custody.py",
             """\
             raise KvGoneError(f"the KV at {self.prefill} is gone")
-        age =""",
+        lease, expired =""",
             """\
             handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
-        age =""",
+        lease, expired =""",
         ),
         Change("transfer/contract.py", '    if not value:\n        raise ValueError("an empty text is no JSON")\n', ""),
     ),
