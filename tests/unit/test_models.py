@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from pdproxy.kit.errors import ModelNotFoundError
-from pdproxy.observe.events import LegFailed, NodeChanged
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.serving.access.models import MAX_KEPT, Choice, Models, PoolModels, Routes
 from pdproxy.wire.errors import error_body
@@ -101,7 +100,7 @@ def test_a_pool_that_was_never_up_may_have_any_name() -> None:
     models = of(pool(node("a")), pool(new))
     assert models.choose("b", None) == (1, "b")
     new.evidence = Evidence(frozenset({"c"}), "1", 16, (), 0, 1.0)
-    models.notify(NodeChanged(new.url, "decode", up=True, reason=""))
+    models.changed()
     with pytest.raises(ModelNotFoundError):
         models.choose("b", None)
 
@@ -170,18 +169,17 @@ def test_a_pool_that_cannot_serve_gets_nothing_another_one_can(why: str) -> None
 
 
 def test_adapters_come_and_go() -> None:
-    """What engines list is looked at again once one has changed, and not before: other events come for each request."""
+    """What engines list is looked at again once one has changed, and not before."""
     first, second = node("a"), node("b")
     models = of(pool(first), pool(second))
     with pytest.raises(ModelNotFoundError):
         models.choose("lora", None)
     second.evidence = Evidence(frozenset({"b", "lora"}), "1", 16, (), 0, 1.0)
-    models.notify(NodeChanged(second.url, "decode", up=True, reason=""))
+    models.changed()
     assert models.choose("lora", None) == (1, "lora")
     second.evidence = Evidence(frozenset({"b"}), "1", 16, (), 0, 1.0)
-    models.notify(LegFailed("id", second.url, "decode", "", False, None))
     assert models.choose("lora", None) == (1, "lora"), "from memory"
-    models.notify(NodeChanged(second.url, "decode", up=True, reason=""))
+    models.changed()
     with pytest.raises(ModelNotFoundError):
         models.choose("lora", None)
 

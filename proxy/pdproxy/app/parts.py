@@ -43,7 +43,6 @@ class Parts(Process):
     pools: list[PoolParts] = field(default_factory=list)
     front: Front = field(init=False)
     readiness: ReadinessCheck = field(init=False)
-    _observes_models: bool = False
 
     def route(self) -> None:
         """Have requests go to the pools that serve their models, by the settings of pools as they are now."""
@@ -54,9 +53,6 @@ class Parts(Process):
         passthroughs = Routes(models, [pool.passthrough for pool in self.pools]) if several else None
         for pool in self.pools:
             pool.service.routes, pool.passthrough.routes = services, passthroughs
-        if several and not self._observes_models:  # not for one pool: each event costs
-            self._observes_models = True
-            self.observers.add(models)
 
     def session_headers(self) -> list[str | None]:
         """Return the headers that name a conversation, where something needs it."""

@@ -102,6 +102,7 @@ class PoolParts:
         process.registries.append(engines)
         models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
         process.models.pools.append(models)
+        ledger.when_changed(process.models.changed)
         engines.watch(MetricsOfEngines(metrics))
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)

@@ -94,7 +94,7 @@ class Ledger:
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
         self._when_up: Callable[[str, bool], None] = lambda _, __: None
-        self._when_changed: Callable[[], None] = lambda: None
+        self._when_changed: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -122,7 +122,7 @@ class Ledger:
 
     def when_changed(self, then: Callable[[], None]) -> None:
         """Call `then()` when other engines may serve requests than before."""
-        self._when_changed = then
+        self._when_changed.append(then)
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
@@ -527,7 +527,8 @@ class Ledger:
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
         self.block_size, self.adapters, self.template_tokens = in_common(nodes)
-        self._when_changed()
+        for then in self._when_changed:
+            then()
 
     # -- what an operator asks
 

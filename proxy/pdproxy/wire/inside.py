@@ -66,6 +66,11 @@ _MAX_KEYS = 1 << 16
 handles are looked for."""
 
 _DATA = len(b"data: ")
+_MAX_FIELDS = 256
+"""Fields at the top up to which each is looked at. No engine has so many."""
+_MOST_NAMES = 8
+"""Fields to be hidden up to which the other bytes of an answer stay as they are: each takes a search."""
+
 _NULL = msgspec.Raw(b"null")
 _plain = msgspec.json.Decoder(
     msgspec.defstruct(
@@ -115,6 +120,8 @@ def without_inside(body: bytes) -> tuple[bytes, bytes | None]:
         fields = _fields.decode(body)
     except UNREADABLE:
         return body, None
+    if len(fields) > _MAX_FIELDS:
+        return _without_named(body)
     handle = bytes(fields.get(HANDLE, _NULL))
     body = _without(body, fields)
     return (_deeply(body) if may_hide(body) else body), None if handle == b"null" else handle
@@ -153,8 +160,10 @@ def passed_without_inside(body: bytes) -> bytes:
     Its objects may be the model's or the client's own (inputs of tools, schemas): only the fields at the top are looked at, and
     those of the `response` of an event.
     """
-    if not may_hide(body) or body.count(b'":') > _MAX_KEYS:
+    if not may_hide(body):
         return body
+    if body.count(b'":') > _MAX_KEYS:
+        return _without_named(body)[0]
     try:
         fields = _fields.decode(body)
         inner = (
@@ -211,16 +220,19 @@ def error_events_without_inside(batch: bytes, engines: Sequence[str]) -> bytes:
 
 def _without(body: bytes, fields: Fields) -> bytes:
     """Return an object with `null` in place of the values that no client may see. `fields`: its fields."""
-    for name in _inside_of(fields):
+    names = _inside_of(fields)
+    if len(names) > _MOST_NAMES:
+        return msgspec.json.encode(fields | dict.fromkeys(names, _NULL))
+    for name in names:
         key, value = b'"%b":' % name.encode(), bytes(fields[name])
         start = body.find(key) + len(key)
         start += body.startswith(b" ", start)
         if body.count(key) != 1 or not body.startswith(value, start):
-            return msgspec.json.encode(fields | dict.fromkeys(_inside_of(fields), _NULL))
+            return msgspec.json.encode(fields | dict.fromkeys(names, _NULL))
         body = b"%bnull%b" % (body[:start], body[start + len(value) :])
     if may_hide(body) and any(body.count(b'"%b":' % name.encode()) > 1 for name in fields if name.endswith(_SUFFIX)):
         # A field is there twice, and only the last one counts above.
-        return msgspec.json.encode(fields | dict.fromkeys(_inside_of(fields), _NULL))
+        return msgspec.json.encode(fields | dict.fromkeys(names, _NULL))
     return body
 
 

@@ -13,7 +13,6 @@ from math import log
 from typing import Generic, NamedTuple, TypeVar
 
 from pdproxy.kit.errors import ModelNotFoundError
-from pdproxy.observe.events import Event, MemberChanged, NodeChanged
 from pdproxy.scheduling.nodes import Node, Role
 
 MAX_KEPT = 4096
@@ -70,12 +69,10 @@ class Choice(NamedTuple):
 
 
 class Models:
-    """The pools by the names of models. An observer: what the engines list may change with them.
+    """The pools by the names of models. What the engines list may change with them: `changed` is called then.
 
     `chance`: from 0 to 1; `now`: the clock of engines' breakers, in monotonic seconds.
     """
-
-    only = (NodeChanged, MemberChanged)
 
     def __init__(self, pools: list[PoolModels], chance: Callable[[], float], now: Callable[[], float]) -> None:
         self.pools = pools
@@ -90,11 +87,6 @@ class Models:
     def is_of_use(self) -> bool:
         """Whether there is anything to choose, or a name to replace."""
         return len(self.pools) > 1 or any(pool.aliases for pool in self.pools)
-
-    def notify(self, event: Event) -> None:
-        """Look again for names when an engine has changed."""
-        if isinstance(event, NodeChanged | MemberChanged):
-            self.changed()
 
     def changed(self) -> None:
         """Look again for all names."""
