@@ -173,7 +173,9 @@ async def test_a_queue_at_the_decode_engine(connector: str, dispatch: Any) -> No
         await until(lambda: w.pair.d.engine.stats.running == 1)
         body = completion(prompt="other words " * 40, stream=True)
         plain = await w.pair.asked_plain(COMPLETIONS, body)
-        answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(COMPLETIONS, body)))
+        asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, body))
+        await until(lambda: w.pair.d.engine.stats.waiting == 1)
+        answer = await while_it_works(w, asked)
         assert answer.text == plain.text
         assert (await before).status == 200
         assert "first_token" in {event.wait for event in w.world.events(SilenceAllowed)}
