@@ -492,7 +492,8 @@ async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
 
         await asyncio.gather(*(converse(number) for number in range(40)))
         assert statuses.count(200) > 100
-        assert len(pair.world.events(TurnReused)) > 10  # what is kept is over in 6 s: on a busy machine, often before it is used
+        # What is kept is over in 6 s: on a busy machine, often before it is used.
+        assert len(pair.world.events(TurnReused)) > 10
         for engine in (pair.d, pair.p):
             engine.faults.clear()
         await quiet(pair)
