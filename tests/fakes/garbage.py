@@ -10,9 +10,13 @@ from types import FrameType
 
 @contextmanager
 def left_to_the_collector() -> Iterator[list[object]]:
-    """Yield a list. At the end it holds pdproxy's objects that the work left in reference cycles."""
+    """Yield a list. At the end it holds pdproxy's objects that the work has made and left in reference cycles.
+
+    What was there before does not count: a proxy of an earlier test may lose its last reference meanwhile.
+    """
     found: list[object] = []
     gc.collect()
+    gc.freeze()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -22,6 +26,7 @@ def left_to_the_collector() -> Iterator[list[object]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
 
 

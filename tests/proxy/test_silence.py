@@ -29,6 +29,8 @@ from tests.proxy.test_stalls import AFTER, LOOK, Watched
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SLOW = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.02, transfer_latency_s=0.0)}
 """An engine that takes two seconds for a hundred tokens."""
+SLOWER = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.04, transfer_latency_s=0.0)}
+"""An engine that still has two seconds of work in the middle of its stream: a busy machine needs them to reach a deadline."""
 DEADLINES = {"first_token": 4.0, "between_tokens": 3.0, "prefill": 4.0, "total": 600.0, "stream_comment": 0.0}
 TOKENS = 100
 BODIES: dict[str, dict[str, Any]] = {
@@ -109,7 +111,7 @@ def failures(pair: Pair) -> list[LegFailed]:
 )
 async def test_an_engine_that_works_and_says_nothing(path: str, moment: Moment) -> None:
     """As a parser of tool calls does for a whole argument: the answer is whole and right, and no failure is counted."""
-    async with watched(everybody=SLOW, deadlines=DEADLINES) as w:
+    async with watched(everybody=SLOW if moment == "head" else SLOWER, deadlines=DEADLINES) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
         on_all(w, Fault(kind="join", at=moment, path=path, stream=True, args={"count": 0}))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
