@@ -284,6 +284,7 @@ class PoolParts:
     async def stop(self) -> None:
         """Drop all connections, after the end of the tasks."""
         self.notices.socket.close()
+        await self.custodian.settle(0)  # a notice may have come behind the drain
         if self.registrations is not None:
             self.registrations.socket.close()
         if self.kv_events is not None:

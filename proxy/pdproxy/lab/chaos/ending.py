@@ -40,9 +40,7 @@ class Ending:
         engine = chance.choice(self._world.engines)
         await self._world.in_proxy(self._take_out(engine.url))
         has_notices = self._world.proxy.transfer.contract.handle_from_notice is not None
-        await asyncio.sleep(
-            _GONE + REMEMBERED if has_notices else _GONE
-        )  # a notice may come of a leg that is remembered
+        await asyncio.sleep(_GONE + REMEMBERED * has_notices)  # a notice may come of a leg that is remembered
         return series_left(self._world.proxy.metrics.page().decode(), engine.url)
 
     async def _take_out(self, url: str) -> None:

@@ -130,6 +130,7 @@ class World:
         self.errors: list[str] = []
         """What the proxy logged as an error, and what the loop could not deliver to anybody."""
         self.state = ServerState()
+        self._has_stopped = False
         self._lines = _Errors(self.errors)
         self._keys = Path(tempfile.mkstemp(prefix="pdproxy-chaos-")[1])
 
@@ -139,7 +140,8 @@ class World:
         return VirtualNotices(self.network.link(place.host, PROXY), self._noticed, self._context)
 
     def _noticed(self, payload: bytes) -> None:
-        self.proxy.notices.socket.take(payload)
+        if not self._has_stopped:  # its socket is closed then
+            self.proxy.notices.socket.take(payload)
 
     async def begin(self) -> None:
         """Start engines and proxy, and wait until the proxy has probed all engines."""
@@ -221,6 +223,7 @@ class World:
         for connection in list(self.state.connections):
             connection.transport.abort()
         await self.in_proxy(self.proxy.stop())
+        self._has_stopped = True
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.stop())
         logging.getLogger("pdproxy").removeHandler(self._lines)
