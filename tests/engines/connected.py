@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .engine import MODEL, Engine, Role, free_port
+from tests.fakes.ports import free_port
+
+from .engine import MODEL, Engine, Role
 from .fleet import COMPLETIONS, Fleet
 from .launcher import Launcher
 

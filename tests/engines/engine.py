@@ -1,23 +1,23 @@
 """One real vLLM engine as a process: start it, wait until it is healthy, kill or freeze it, read its counters, stop it.
 
 An engine is two processes (API server, engine core with its worker) in their own session, so that a
-signal reaches all of them and nothing else. Uses only the standard library.
+signal reaches all of them and nothing else.
 """
 
 import contextlib
 import json
 import os
-import random
 import re
 import shlex
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from tests.fakes.ports import free_port
 
 from .counters import Counters
 from .launcher import Launcher
@@ -45,19 +45,6 @@ KV: dict[Role, dict[str, Any]] = {
 
 class EngineFailed(Exception):  # noqa: N818 - reads as what it reports
     """An engine died or didn't become healthy in time; the message ends with its log's last lines."""
-
-
-PORTS = range(12_000, 32_000)
-"""Below the ports that the system gives to connections: an engine binds its port seconds after it was chosen."""
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback that was free just now, and that no connection gets."""
-    while True:
-        port = random.choice(PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass

@@ -25,12 +25,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.fakes.ports import free_port
+
 from .build import ensure, ensure_overlay, libraries
 from .client import Progress, ask
 from .compare import differs
 from .connected import CONNECTORS, PairOptions, pair
 from .counters import Counters
-from .engine import MODEL, Engine, free_port
+from .engine import MODEL, Engine
 from .equality import SOURCE, USED, equal
 from .fleet import Fleet
 from .launcher import Launcher

@@ -21,9 +21,10 @@ import zmq.asyncio
 
 from pdproxy.cli.main import main
 from pdproxy.wire.notices import Notice, NoticeEvent, decode
+from tests.fakes.ports import free_port
 
 from .client import Answer, ask
-from .engine import MODEL, Engine, free_port
+from .engine import MODEL, Engine
 from .fleet import exchange
 from .launcher import Launcher
 from .shapes import CHAT, COMPLETIONS, question, story

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from pdproxy.cli.main import main
+from tests.fakes.ports import free_port
 
 from .client import Answer, ask
-from .engine import BLOCK, MODEL, Engine, Role, free_port
+from .engine import BLOCK, MODEL, Engine, Role
 from .fleet import exchange
 from .launcher import Launcher
 from .prompts import ids

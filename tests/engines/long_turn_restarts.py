@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.ports import free_port
+
 from .client import Answer, ask
 from .counters import Counters
-from .engine import MODEL, Engine, free_port
+from .engine import MODEL, Engine
 from .launcher import Launcher
 from .long_restarts import SETTINGS, Pair, compared, notifying, take_blocks
 from .long_turns import EXPIRED, TTL, USAGE

@@ -19,12 +19,13 @@ import pytest
 
 from pdproxy.cli.main import main
 from pdproxy.sim.since import v033
+from tests.fakes.ports import free_port
 
 from .build import wanted_vllm
 from .client import Answer, ask
 from .connected import PairOptions, pair
 from .counters import Counters
-from .engine import MODEL, Engine, free_port
+from .engine import MODEL, Engine
 from .equality import SOURCE
 from .fleet import Fleet
 from .launcher import Launcher

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.ports import free_port
+
 from .counters import Counters
-from .engine import Engine, free_port
+from .engine import Engine
 
 READY_TIMEOUT = 90.0  # engines answer slowly while others start on the same two cores
 STOP_TIMEOUT = 30.0

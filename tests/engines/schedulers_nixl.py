@@ -45,7 +45,12 @@ def scheduler(case: dict[str, Any]) -> Any:
         setattr(made, f"_reqs_need_{name}", {})
     made._reqs_in_batch, made._reqs_not_processed = set(), set()
     made._heartbeat_by_engine, made._heartbeat_req_engine = {}, {}
+    made._registration_generation = 0
     return made
+
+
+UNCOMPARED = ("remote_blocks_expiry_time", "remote_registration_generation")
+"""A time; and since vLLM 0.33.0 how often the engine has registered its memory again, which only `/sleep` brings about."""
 
 
 class Blocks:
@@ -88,7 +93,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         "asks": "nothing" if asked is None else "pull" if asked[3] else "release",
         "blocks": len(asked[1][0]) if asked is not None and asked[1] else 0,
         "kept": kept,
-        "params": handle and {name: value for name, value in handle.items() if name != "remote_blocks_expiry_time"},
+        "params": handle and {name: value for name, value in handle.items() if name not in UNCOMPARED},
         "expires": bool(handle and handle["remote_blocks_expiry_time"]),
     }
 

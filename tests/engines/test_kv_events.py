@@ -23,11 +23,12 @@ from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts, Node, Pool, Settings
+from tests.fakes.ports import free_port
 from tests.fakes.world import World, until
 from tests.proxy.prefixes import proxy_before
 
 from .client import ask
-from .engine import BLOCK, MODEL, Engine, free_port
+from .engine import BLOCK, MODEL, Engine
 from .fleet import COMPLETIONS
 from .launcher import Launcher
 
