@@ -349,8 +349,9 @@ async def test_of_a_restarted_engine_none_is_used() -> None:
 # -- failures
 
 
-async def test_a_handle_that_fails_costs_no_attempt() -> None:
-    """P answers 500: it is asked again without. After three in a row the pair gets no handles for a while."""
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_handle_that_fails_costs_no_attempt(restarted: bool) -> None:
+    """P answers 500: it is asked again without. After three in a row the pair gets no handles for a while, or until P's next run."""
     async with talking() as pair:
         for number in range(FAILURES + 2):
             await alike(pair, COMPLETIONS, {"prompt": [number, *IDS], "max_tokens": 4})
@@ -366,8 +367,13 @@ async def test_a_handle_that_fails_costs_no_attempt() -> None:
         await until(lambda: len(pair.world.events(TurnReleased)) == FAILURES)
         turns = pair.world.proxy.turns
         assert turns is not None
-        later = turns._now() + PAUSE
-        turns._now = lambda: later
+        if restarted:  # it failed with P's run before: another run has failed nothing
+            await pair.p.engine.restart()
+            await pair.world.probe()
+            await pair.world.probe()
+        else:
+            later = turns._now() + PAUSE
+            turns._now = lambda: later
         forget(pair)
         await alike(pair, COMPLETIONS, {"prompt": [FAILURES + 1, *IDS, 5], "max_tokens": 4})
         assert len(pair.world.events(TurnReused)) == 1
