@@ -351,7 +351,7 @@ async def test_of_a_restarted_engine_none_is_used() -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 async def test_a_handle_that_fails_costs_no_attempt(restarted: bool) -> None:
-    """P answers 500: it is asked again without. After three in a row the pair gets no handles for a while or until P's next run."""
+    """P answers 500: it is asked again without. After three in a row the pair gets none for a while, or until P's next run."""
     async with talking() as pair:
         for number in range(FAILURES + 2):
             await alike(pair, COMPLETIONS, {"prompt": [number, *IDS], "max_tokens": 4})
