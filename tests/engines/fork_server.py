@@ -18,11 +18,14 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 def preload() -> None:
     """Import everything that an engine needs in any of its processes."""
+    import setproctitle
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    setproctitle.getproctitle()  # finds the title's memory by the environment: later that has moved, and no title is set
 
 
 def take_orders() -> dict[str, Any] | None:
