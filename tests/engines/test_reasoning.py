@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from .build import pinned_vllm, wanted_vllm
 from .client import Answer, ask
 from .engine import Role
 from .equality import equal
@@ -59,6 +60,7 @@ def _recorded(path: Path) -> tuple[bytes, Answer]:
     return request.partition(b"\n\n")[2], Answer(int(line.split()[1]), {"Content-Type": kind}, body.rstrip())
 
 
+@pytest.mark.skipif(wanted_vllm() != pinned_vllm(), reason=f"the recordings are of vLLM {pinned_vllm()}")
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
 async def test_recorded_reasoning_is_what_an_engine_sends(thinkers: Fleet, path: Path) -> None:
     """The recordings are of these engines: for the same request they answer with the same structure."""
