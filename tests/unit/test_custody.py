@@ -21,6 +21,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, Options, nixl
+from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from pdproxy.wire.notices import Notice, NoticeEvent
 from tests.sim.raw import turns
 
@@ -121,6 +122,20 @@ async def test_a_release_sends_what_it_was_given(monkeypatch: pytest.MonkeyPatch
     await kept.settle(1)
     assert sent == [b"{}"]
     assert at_once.how is later.how is End.LOADED
+
+
+async def test_a_late_decode_engine_that_waits_for_a_push_is_stuck_only_if_the_push_was_made() -> None:
+    """While the prefill engine works, its push may still come: the end waits for the prefill engine's answer."""
+    kept = custodian(PUSH)
+    promised, made = (kept.promise(handle(name), LEG) for name in ("r1", "r2"))
+    for custody in (promised, made):
+        custody.spend(7)
+    made.made(handle("r2"))
+    for custody in (promised, made):
+        custody.decode_was_late(accepted=False)
+    assert (promised.how, promised.ends_later) == (None, True)
+    assert (made.how, made.ends_later) == (End.STUCK, False)
+    await kept.settle(0)
 
 
 async def test_a_wait_for_a_release_has_a_limit() -> None:

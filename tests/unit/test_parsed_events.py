@@ -58,6 +58,16 @@ def call(index: int = 0, **fields: Any) -> dict[str, Any]:
     return {"index": index, "id": None, "type": None, "function": {"name": None, "arguments": "{"}} | fields
 
 
+def test_a_call_may_return_more_the_more_tokens_it_is_about() -> None:
+    events = made()
+    before = events.max_answer
+    events.take(event([20]))
+    asked(events)
+    assert events.max_answer > before
+    events.answered(answer(content="a"))
+    assert events.max_answer > before
+
+
 def test_one_call_after_another() -> None:
     events = made()
     assert events.call() is None
