@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pdproxy.kit.errors import EngineError
+from pdproxy.serving.stream import whole_events
 from pdproxy.serving.stream.splice_sink import SpliceSink
 from pdproxy.upstream.answer_budget import AnswerBudget
 
@@ -22,9 +23,11 @@ def sink(content_type: bytes) -> SpliceSink:
     return made
 
 
-def test_an_event_may_be_longer_than_an_answer_may_be() -> None:
-    sink(b"text/event-stream; charset=utf-8").data(b"x" * (LIMIT + 1))
-    whole = sink(b"application/json")
+def test_the_limit_of_events_is_that_of_streams_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_events, "MAX_EVENT", LIMIT // 2)
+    stream, whole = sink(b"text/event-stream; charset=utf-8"), sink(b"application/json")
+    with pytest.raises(EngineError, match="an event of more than 5 bytes"):
+        stream.data(b"x" * LIMIT)
     whole.data(b"x" * LIMIT)
-    with pytest.raises(EngineError, match=r"limits\.max_answer_bytes"):
+    with pytest.raises(EngineError, match="an answer of more than 10 bytes"):
         whole.data(b"x")
