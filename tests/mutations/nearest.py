@@ -20,6 +20,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "serving/request/": ("proxy/test_requests.py", "proxy/test_batches.py", "proxy/test_admission_and_drain.py"),
     "serving/dispatch/co": ("proxy/test_continued.py", "proxy/test_continued_edges.py", "proxy/test_both_legs.py"),
     "serving/dispatch/record": ("proxy/test_continued_parsed.py", "proxy/test_continued.py"),
+    "serving/dispatch/decode_": ("proxy/test_connectors.py", "proxy/test_decode_fails.py", "proxy/test_client_leaves.py"),
+    "serving/dispatch/prefix": ("proxy/test_prefixes.py",),
     "serving/dispatch/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),
     "serving/dispatch/": ("proxy/test_decode_fails.py", "proxy/test_prefill_fails.py", "proxy/test_client_leaves.py"),
     "serving/kv/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),

@@ -389,6 +389,19 @@ def test_legs_of_a_removed_engine_move_no_breaker(verdict: Verdict) -> None:
     assert (node.requests, node.trial_places) == (0, 0)
 
 
+def test_an_engine_falls_asleep_and_wakes_once() -> None:
+    made = ledger()
+    assert [made.mark_asleep(url, how) for url, how in (("d1", "1"), ("d1", "1"), ("d1", None), ("gone", "1"))] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    made.mark_asleep("d1", "2")
+    found = [made.assign(SPLIT, Ask("m", 1, 0.0)) for _ in range(4)]
+    assert {lease.node.url for one in found if one is not None for lease in one.leases} == {"p1", "p2", "d2"}
+
+
 def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
     """No other engine is asked: its 404 would be wrong. One that is down is not waited for."""
     made = Ledger([NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)], breaker_failures=3, breaker_cooldown=10)
