@@ -36,9 +36,11 @@ class Connection:
     def __init__(self, look: Callable[[Connection], None]) -> None:
         self.sent = bytearray()
         self.got = bytearray()
+        self.may_see_engines = False
         self._look = look
 
     def sends(self, data: bytes) -> None:
+        self.may_see_engines = self.may_see_engines or bool(_OPERATORS.search(data)) or _ASKED in data.lower()
         self.sent += data[: _SENT - len(self.sent)]
 
     def gets(self, data: bytes) -> None:
@@ -86,7 +88,7 @@ class Watch:
         for secret in self.secrets:
             if secret in got and secret not in sent:
                 self._note("a value of a handle, or the id of a leg", got, got.find(secret))
-        if _OPERATORS.search(sent) or _ASKED in sent.lower():
+        if connection.may_see_engines:
             return
         for engine in self.engines:
             place = engine.url.partition("://")[2].encode()
