@@ -186,6 +186,7 @@ class DecodeLeg:
                 self._first_token_timer.cancel()
             if self._asking is not None:
                 self._asking.cancel()
+                self._asking = None  # its CancelledError refers to this leg
             if self._turn is not None:
                 turn.over(self._turn, self._attempt.relay)
             if custody is not None:
