@@ -125,6 +125,10 @@ class _Both:
             # A prefill engine that takes no connection must not leave a decode engine waiting.
             await self._prefill_sent.wait()
             outcome = await self._decode.run() if self._failure is None else None
+        except BaseException:
+            if isinstance(self._failure, PrefillFailed):
+                drop_traceback(self._failure.error)  # the client has left: nobody else handles it
+            raise
         finally:
             self._leave(prefill)
             if self._give_up is not None:
