@@ -161,9 +161,8 @@ class Scheduler:
         blocks = [block.block_id for block in self._blocks.get(request.request_id, ())]
         computed = blocks[: -(-step["computed"] // self._block_size)]
         kept, handle = self._scheduler.request_finished(request, (computed,))
-        if (
-            handle
-        ):  # since vLLM 0.33.0: how often the engine has registered its memory again, which only `/sleep` brings about
+        if handle:
+            # Since vLLM 0.33.0: how often the engine has registered its memory again, which only `/sleep` brings about.
             handle.pop("remote_registration_generation", None)
         return {"kept": kept, "handle": plain(handle), "meta": self._metadata()}
 
