@@ -14,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdproxy.kit.addresses import is_loopback, read_place
-from pdproxy.kit.errors import PdproxyError, UnauthorizedError
+from pdproxy.kit.errors import ForbiddenError, PdproxyError, UnauthorizedError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.settings.errors import quote
-from pdproxy.web.admin.errors import ForbiddenError, body_of
+from pdproxy.web.admin.errors import body_of
 from pdproxy.web.refusals import report_refusal
 from pdproxy.wire.errors import retry_headers
 
