@@ -65,6 +65,7 @@ class Proxy(Parts):
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,
+            admin_keys=credentials.admin_keys,
             clients=proxy.known_clients,
             admission=proxy.admission,
             service=proxy.service,

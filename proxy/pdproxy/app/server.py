@@ -248,7 +248,7 @@ async def serve(
     share.start(proxy.tasks)
     if (waits := started(proxy)) is not None:
         await waits
-    for warning in proxy.credentials.warnings():
+    for warning in (*proxy.credentials.warnings(), *proxy.front.warnings()):
         logger.warning("%s", warning)
     logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
