@@ -66,6 +66,7 @@ class Proxy(Parts):
             settings=settings,
             keys=credentials.keys,
             clients=proxy.known_clients,
+            cache_salts=proxy.cache_salts,
             admission=proxy.admission,
             service=proxy.service,
             passthrough=pools[0].passthrough,
