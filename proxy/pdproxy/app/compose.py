@@ -67,6 +67,7 @@ class Proxy(Parts):
             keys=credentials.keys,
             admin_keys=credentials.admin_keys,
             clients=proxy.known_clients,
+            cache_salts=proxy.cache_salts,
             admission=proxy.admission,
             service=proxy.service,
             passthrough=pools[0].passthrough,

@@ -84,6 +84,7 @@ class GenerateCycle(ResponseCycle):
         "_key_error",
         "_refusal",
         "_route",
+        "_salt",
         "_serving",
         "_size",
     )
@@ -99,7 +100,7 @@ class GenerateCycle(ResponseCycle):
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
-        client, self._address, self._key, self._key_error = data_path.identify(
+        client, self._address, self._key, self._key_error, self._salt = data_path.identify(
             connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
         )
         super().__init__(
@@ -274,6 +275,7 @@ class GenerateCycle(ResponseCycle):
             client=self._address,
             key=self._key,
             hints=hints,
+            salt=self._salt,
         )
 
     def drop_body(self) -> None:

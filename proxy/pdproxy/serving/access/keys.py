@@ -39,6 +39,9 @@ class Keys:
         self._digests = proxy_keys
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
+        self._counted: Mapping[bytes, str] = {}
+        self._several = False
+        """Whether those that were counted last have several names."""
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -47,6 +50,14 @@ class Keys:
     def wanted(self) -> bool:
         """Whether clients need a key."""
         return self._digests is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether keys of several names are valid."""
+        digests = self._counted if self._digests is None else self._digests()
+        if digests is not self._counted:
+            self._counted, self._several = digests, len(set(digests.values())) > 1
+        return self._several
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
