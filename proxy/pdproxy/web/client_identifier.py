@@ -20,12 +20,16 @@ from pdproxy.web.refusals import report_refusal
 
 
 class Identified(NamedTuple):
-    """The client of one request. `key`: the name of its key; `key_error`: why it is refused, None if it is not."""
+    """The client of one request. `key`: the name of its key; `key_error`: why it is refused, None if it is not.
+
+    `digest`: that of the key that lets it in, None if none does.
+    """
 
     client: Client
     address: str
     key: str | None
     key_error: UnauthorizedError | None
+    digest: bytes | None = None
 
 
 class Peer(Protocol):
@@ -65,7 +69,7 @@ class ClientIdentifier:
             report_refusal(self._observers, error, address)
             return Identified(self._clients.enter(address), address, None, error)
         key = self._keys.name(digest)
-        return Identified(self._tenants.enter(digest, key, headers, may_name=True), address, key, None)
+        return Identified(self._tenants.enter(digest, key, headers, may_name=True), address, key, None, digest)
 
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""

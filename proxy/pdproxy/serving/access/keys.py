@@ -18,6 +18,7 @@ _MISSING = (
 )
 _WRONG = "Incorrect API key provided."
 NO_LIMITS: Mapping[str, KeyLimits] = {}
+NO_KEYS: Mapping[bytes, str] = {}
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """The header that a 401 needs."""
 
@@ -47,6 +48,11 @@ class Keys:
     def wanted(self) -> bool:
         """Whether clients need a key."""
         return self._digests is not None
+
+    @property
+    def valid(self) -> Mapping[bytes, str]:
+        """The keys that are valid now: their names by their digests. Another object once they have changed."""
+        return NO_KEYS if self._digests is None else self._digests()
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
