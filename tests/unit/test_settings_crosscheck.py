@@ -1,5 +1,6 @@
 """Engines and pools: what a single field can't tell, and the one spelling of an engine's URL."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pdproxy.settings.limits import Limits
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.schema import Auth, Facts, Node, Pool, Role, Settings
+from pdproxy.settings.tenants import TenantSettings, read_secret
 
 
 def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
@@ -315,6 +317,36 @@ def test_wrong_forms_of_its_address(text: str) -> None:
 
 
 def test_its_keys_are_not_printed() -> None:
-    text = dump(Settings(auth=Auth(admin_keys=("secret-1", "secret-2"))))
-    assert "secret" not in text
-    assert "secret" not in repr(Auth(admin_keys=("secret-1",)))
+    text = dump(Settings(auth=Auth(admin_keys=("hidden-1", "hidden-2"))))
+    assert "hidden" not in text
+    assert "hidden" not in repr(Auth(admin_keys=("hidden-1",)))
+
+
+@pytest.mark.parametrize(
+    ("tenants", "why"),
+    [
+        ({"secret": "x" * 31}, "tenants.secret: expected 32 or more visible ASCII characters without blanks"),
+        ({"secret": "x y" * 20}, "tenants.secret: expected 32 or more visible ASCII characters without blanks"),
+        ({"secret": "x" * 32, "secret_file": "f"}, "tenants: secret and secret_file exclude each other: give one"),
+        ({"caches": "mine"}, "tenants.caches: expected auto or separate or shared"),
+    ],
+)
+def test_the_secret_of_tenants_is_one_long_text(tenants: dict[str, str], why: str, tmp_path: Path) -> None:
+    """No error quotes it."""
+    (path := tmp_path / "settings.yaml").write_text(json.dumps({"tenants": tenants}))
+    with pytest.raises(SettingsError) as wrong:
+        load(path, {}, need_engines=False)
+    assert why in str(wrong.value)
+    assert "xxx" not in str(wrong.value)
+    assert "x y" not in str(wrong.value)
+
+
+def test_the_secret_of_tenants_is_not_printed() -> None:
+    hidden = Settings(tenants=TenantSettings(secret="hidden" * 6))
+    assert "hidden" not in dump(hidden) + repr(hidden)
+
+
+def test_a_short_secret_in_a_file(tmp_path: Path) -> None:
+    (path := tmp_path / "secret").write_text("x" * 31)
+    with pytest.raises(SettingsError, match="holds less than 32 characters"):
+        read_secret("tenants.secret_file", str(path))

@@ -10,6 +10,7 @@ from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
+from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
@@ -45,6 +46,7 @@ class Front:
     keys: Keys
     admin_keys: Keys
     clients: Clients
+    cache_salts: CacheSalts
     admission: Admission
     service: Service
     passthrough: Passthrough
@@ -66,7 +68,7 @@ class Front:
     def __post_init__(self) -> None:
         """Make what serves requests."""
         limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
-        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
+        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights, self.cache_salts)
         identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants)
         slow_readers = SlowReaderPolicy(
             limits.min_read_rate,

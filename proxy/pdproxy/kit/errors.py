@@ -208,6 +208,15 @@ class UnauthorizedError(PdproxyError):
         return self._code
 
 
+class RevokedError(UnauthorizedError):
+    """What let the client in is not valid any more: its key or its certificate was taken away, or has reached its end."""
+
+    def __init__(self, what: str, how: str) -> None:
+        """`what`: "key" or "certificate"; `how`: "revoked" or "expired"."""
+        done = "has expired" if how == "expired" else "was revoked"
+        super().__init__(f"The {what} of this request {done}.", code=f"{what}_{how}")
+
+
 class OverloadedError(PdproxyError):
     """No place, no engine, or shutting down: the same request may succeed later."""
 

@@ -19,6 +19,7 @@ AT_ONCE: tuple[KeyPath, ...] = (
     ("limits",),
     ("overload",),
     ("media",),
+    ("tenants", "caches"),
     ("health",),
     ("outliers",),
     ("probes",),

@@ -28,6 +28,7 @@ from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.pool_checks import check_pools
 from pdproxy.settings.replicas import check_replicas
 from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
+from pdproxy.settings.tenants import check_tenants
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 from pdproxy.transfer.registry import AUTO
 
@@ -54,6 +55,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
         if not found.within("auth"):
             check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
+    if not found.within("tenants"):
+        check_tenants(settings.tenants, found)
     if not found.within("dns"):
         check_servers(settings.dns, found)
     if not found.within("media"):

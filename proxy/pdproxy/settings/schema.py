@@ -30,6 +30,7 @@ from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.replicas import ReplicaSettings
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.sockets import KvReady, Registration
+from pdproxy.settings.tenants import TenantSettings
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
 
@@ -349,6 +350,8 @@ class Settings(Section, frozen=True):
 
     overload: Overload = Overload()
     """Who is served first while requests wait."""
+    tenants: TenantSettings = TenantSettings()
+    """Whether tenants share engines' caches."""
     health: Health = Health()
     """Engines that stand still, and engines that come back."""
 

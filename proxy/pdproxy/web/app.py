@@ -95,7 +95,9 @@ def create_app(answers: Answers) -> FastAPI:
     )
     async def models(request: Request) -> Response:
         given = _authorize(request, answers)
-        return Response(await answers.models(given), media_type="application/json")
+        listed = await answers.models(given)
+        answers.authorize(given)  # the key may have been taken away while engines were asked
+        return Response(listed, media_type="application/json")
 
     for entry in TABLE:
         if entry.kind is not RouteKind.OWN:

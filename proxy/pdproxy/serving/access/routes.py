@@ -47,6 +47,11 @@ class RouteEntry:
         return self.slow and self.dialect is not Dialect.OPENAI
 
     @property
+    def computes(self) -> bool:
+        """Whether an engine computes prompts for it, with what its prefix cache has of them."""
+        return self.slow and self.has_body
+
+    @property
     def has_body(self) -> bool:
         """Whether requests have a body."""
         return "POST" in self.methods
