@@ -310,6 +310,8 @@ def test_handles_without_a_host_are_not_looked_at() -> None:
     empty = Handle(b"", None, 1, "r", None)
     assert looked.checked(empty, "http://e:1") is empty
     assert isinstance(looked.checked(_handle(None), "http://e:1"), Handle)
+    for params in (b"null", b'"a text"', b'{"remote_host":5}'):
+        assert isinstance(looked.checked(Handle(params, None, 1, "r", None), "http://e:1"), Handle)
 
 
 def test_hosts_that_are_remembered_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ class _Named(msgspec.Struct):
     remote_host: str | None = None
 
 
-_named = msgspec.json.Decoder(_Named).decode
+_named = msgspec.json.Decoder(_Named | None).decode
 _H = TypeVar("_H", Handle, DecodeHandle)
 MAX_KNOWN = 4096
 """Hosts that are remembered: an engine names one or two."""
@@ -42,8 +42,13 @@ class HandleHosts:
         """Return a handle of the engine at a URL, or why it may not be used."""
         if isinstance(handle, str) or not handle.params:
             return handle
-        host = _named(handle.params).remote_host
-        why = None if host is None else self.why_not(host, url)
+        try:
+            named = _named(handle.params)
+        except msgspec.MsgspecError:
+            return handle  # of a contract whose handles name no host: those with one have read it as a text
+        if named is None or named.remote_host is None:
+            return handle
+        why = self.why_not(named.remote_host, url)
         return handle if why is None else why
 
     def why_not(self, host: str, url: str) -> str | None:
