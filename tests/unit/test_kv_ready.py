@@ -74,6 +74,7 @@ async def test_the_notices_say_how_many_ranks_there_are() -> None:
     """Where nobody else knows."""
     stage = Stage()
     expected = stage.ready.expect("leg", None)
+    assert expected.missing() == ["0"], "one rank, as far as anybody has said"
     stage.ready.receive(notice(rank=0, world=2))
     assert not expected.done.done()
     stage.ready.receive(notice(rank=1, world=2))
@@ -285,8 +286,9 @@ def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
 
 
 async def test_telemetry_of_several_pools() -> None:
-    """Each notice goes to the pool whose leg it names, and one that names none counts once."""
-    pools = [Stage().ready, Stage().ready]
+    """Each notice goes to the pool whose leg it names, and one that names none counts once, as does a body that is none."""
+    stages = [Stage(), Stage()]
+    pools = [stage.ready for stage in stages]
     telemetry = Telemetry(pools)
     expected = pools[1].expect("b", 1)
 
@@ -302,3 +304,4 @@ async def test_telemetry_of_several_pools() -> None:
     assert telemetry(posted("b"))
     assert [one.kept for one in pools] == [1, 0], "it is late there"
     assert not telemetry(b"{}")
+    assert [stage.results()["undecodable"] for stage in stages] == [1, 0]
