@@ -119,7 +119,11 @@ class AdminServer:
         self._at = at
         keys = proxy.credentials.admin_keys
         gate = Gate(
-            create_admin_app(proxy.share.admin_api(service, proxy)), keys, proxy.observers, is_tcp=at.place.path is None
+            create_admin_app(proxy.share.admin_api(service, proxy)),
+            keys,
+            proxy.observers,
+            proxy.wrong_keys,
+            is_tcp=at.place.path is None,
         )
         proxy.metrics.add_gauges(
             [
@@ -143,7 +147,7 @@ class AdminServer:
         tls = proxy.credentials.listen if at.place.path is None else None
         self._config = uvicorn.Config(
             gate,
-            http=admin_protocol(bounds, proxy.observers),
+            http=admin_protocol(bounds, proxy.observers, gate),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -62,6 +62,7 @@ class Reason(Enum):
     KEY_REQUESTS = "key_requests"
     KEY_TOKENS = "key_tokens"
     KEY_INFLIGHT = "key_inflight"
+    WRONG_KEYS = "wrong_keys"
     SHARE = "share"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
@@ -168,7 +169,10 @@ class ModelNotFoundError(BadRequestError):
     type = "NotFoundError"
 
     def __init__(self, model: str, names: Sequence[str]) -> None:
-        super().__init__(f"The model `{model}` does not exist. Valid aliases: {', '.join(names)}.", param="model")
+        known = f" Valid aliases: {', '.join(names)}." if names else ""
+        super().__init__(f"The model `{model}` does not exist.{known}", param="model")
+        self.model = model
+        self.names = names
 
 
 class BodyTooLargeError(BadRequestError):
@@ -199,6 +203,20 @@ class UnauthorizedError(PdproxyError):
     def code(self) -> str | None:
         """OpenAI's own code, None if it has none."""
         return self._code
+
+
+class ExpiredKeyError(UnauthorizedError):
+    """The client's key was good until a time that has passed."""
+
+    def __init__(self) -> None:
+        super().__init__("The API key has expired.", code="expired_api_key")
+
+
+class ForbiddenError(BadRequestError):
+    """Who sends the request may not do that."""
+
+    status = 403
+    type = "ForbiddenError"
 
 
 class OverloadedError(PdproxyError):

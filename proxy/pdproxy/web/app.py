@@ -15,15 +15,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from pdproxy import __version__
-from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
-from pdproxy.serving.access.keys import CHALLENGE
-from pdproxy.serving.access.routes import ENTRIES, TABLE, RouteEntry, RouteKind
+from pdproxy.kit.errors import NotStoredError, PdproxyError, UnauthorizedError
+from pdproxy.serving.access.keys import CHALLENGE, ValidKey
+from pdproxy.serving.access.routes import ENTRIES, MODELS, TABLE, RouteEntry, RouteKind
 from pdproxy.settings.listen import Cors
 from pdproxy.web import openapi
 from pdproxy.web.cors import middleware_options
 from pdproxy.web.docs_page import add_docs
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
-from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body, retry_headers
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -50,10 +49,9 @@ class Readiness:
 class Answers:
     """What the routes call to make their answers, once per request."""
 
-    authorize: Callable[[bytes | None], None]
     load: Callable[[], int]
     readiness: Callable[[], Awaitable[Readiness]]
-    models: Callable[[bytes | None], Awaitable[bytes]]
+    models: Callable[[bytes | None, ValidKey | None], Awaitable[bytes]]
     metrics: Callable[[], Awaitable[bytes]]
     passthrough: PassthroughAsgi
     cors: Cors
@@ -63,10 +61,6 @@ class Answers:
     """Returns how many engines make KV, and how many use other engines' KV."""
     root_path: str = ""
     """The path before all routes, which a balancer in front may strip."""
-    telemetry: Callable[[bytes], bool] | None = None
-    """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
-    refused: Callable[[PdproxyError, str], None] = lambda error, client: None
-    """Reports a request without a valid key: the error, and the client's address."""
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -87,8 +81,6 @@ def create_app(answers: Answers) -> FastAPI:
         answer = Response(error_body(error), error.status, media_type="application/json")
         answer.raw_headers += retry_headers(error)
         if isinstance(error, UnauthorizedError):
-            if (connection := request.scope.get(CONNECTION)) is not None:
-                answers.refused(error, answers.passthrough.identify.address(connection, request.scope["headers"]))
             answer.raw_headers.append(CHALLENGE)
         return answer
 
@@ -186,40 +178,28 @@ def create_app(answers: Answers) -> FastAPI:
         responses=openapi.listing_answers(),
     )
     async def models(request: Request) -> Response:
-        given = _authorize(request, answers)
-        return Response(await answers.models(given), media_type="application/json")
+        key = _authorize(request, answers, MODELS)
+        given = request.headers.get("authorization")
+        page = await answers.models(None if given is None else given.encode("latin-1"), key)
+        return Response(page, media_type="application/json")
 
-    if answers.telemetry is not None:
-        _add_telemetry(app, answers.telemetry)
     for entry in TABLE:
         if entry.kind is not RouteKind.OWN:
             _add(app, entry, answers)
     return app
 
 
-def _authorize(request: Request, answers: Answers) -> bytes | None:
-    """Return a request's `Authorization`.
+def _authorize(request: Request, answers: Answers, path: str) -> ValidKey | None:
+    """Return the key of a request, None if no keys are wanted. `path`: in the table of routes.
 
     Raises:
-        UnauthorizedError: the proxy has keys, and it is none of them.
+        UnauthorizedError, LimitError, ForbiddenError: it has none that is good for that.
     """
-    authorization = request.headers.get("authorization")
-    given = authorization.encode("latin-1") if authorization is not None else None
-    answers.authorize(given)
-    return given
-
-
-def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
-    @app.post(lmcache_telemetry.PATH, summary="Where LMCache reports that KV is stored", tags=["engines"])
-    async def stored(request: Request) -> Response:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > lmcache_telemetry.MAX_BYTES:
-                raise BodyTooLargeError(f"telemetry is over {lmcache_telemetry.MAX_BYTES} bytes")
-        if not take(bytes(body)):
-            raise BadRequestError("expected LMCache's telemetry: event, request_ids_set, world_size, kv_rank")
-        return JSONResponse({"status": "ok"})
+    scope = request.scope
+    found = answers.passthrough.identify.find(scope[CONNECTION], scope["headers"], path)
+    if found.error is not None:
+        raise found.error
+    return found.key
 
 
 def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
@@ -227,7 +207,7 @@ def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
         return PassthroughResponse(answers.passthrough, entry)
 
     async def refused(request: Request) -> Response:
-        _authorize(request, answers)
+        _authorize(request, answers, entry.path)
         name = request.path_params["response_id"]
         raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
 

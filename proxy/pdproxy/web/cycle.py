@@ -100,7 +100,7 @@ class GenerateCycle(ResponseCycle):
         expect_100_continue: bool,
     ) -> None:
         client, self._address, self._key, self._key_error = data_path.identify(
-            connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
+            connection.peer, headers, route.path, peer_is_trusted=connection.peer_is_trusted
         )
         super().__init__(
             connection,
@@ -118,8 +118,8 @@ class GenerateCycle(ResponseCycle):
         """Bytes of the body that are counted."""
         self._identified = True
         """Whether the client is in use for this request."""
-        self._body_ended = False
-        """Whether the body is complete or refused: what still comes of it is not kept."""
+        self._body_ended = self._key_error is not None
+        """Whether the body is complete or refused: what still comes of it is not kept. Without a valid key nothing is."""
         self._refusal: PdproxyError | None = None
         """Why the body was refused."""
         self._body_wait: asyncio.Future[None] | None = None
@@ -231,9 +231,8 @@ class GenerateCycle(ResponseCycle):
         found = dict(reversed([*headers]))  # if a header came twice, engines read the first one
         if self._key_error is not None:
             # Without a valid key, the body is not waited for. The service refuses the request, and reports it as any other.
-            if not self._body_ended:
+            if not self._fed:
                 self.keep_alive = False
-                self.refuse(self._key_error)
             return self._as_read(found)
         length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._body_ended:
@@ -272,8 +271,10 @@ class GenerateCycle(ResponseCycle):
             body=body,
             adapter=found.get(ADAPTER_HEADER) if self._route is _INVOCATIONS else None,
             client=self._address,
-            key=self._key,
+            key=None if self._key is None else self._key.name,
             hints=hints,
+            found=self._key,
+            refusal=self._key_error,
         )
 
     def drop_body(self) -> None:

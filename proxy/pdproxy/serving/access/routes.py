@@ -11,6 +11,14 @@ from enum import Enum
 
 from pdproxy.wire.api_errors import Dialect
 
+MODELS = "/v1/models"
+_KEY_ROUTES = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses/{response_id}": "responses",
+    "/v1/responses/{response_id}/cancel": "responses",
+}
+"""Names of routes in lines of keys that are not the last part of a path."""
+
 
 class RouteKind(Enum):
     """What is done with a request."""
@@ -31,6 +39,16 @@ class RouteEntry:
     why: str
     dialect: Dialect = Dialect.OPENAI
     slow: bool = True
+
+    @property
+    def key_route(self) -> str:
+        """The name of the route in lines of keys (`routes=`): paths of one purpose share it."""
+        return _KEY_ROUTES.get(self.path) or self.path.rpartition("/")[2]
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests need a key, where clients have keys."""
+        return self.kind is not RouteKind.OWN or self.path == MODELS
 
     @property
     def generates(self) -> bool:
@@ -82,7 +100,7 @@ TABLE: tuple[RouteEntry, ...] = (
     _passed("/rerank", "rank documents for a query"),
     _passed("/v1/rerank", "rank documents for a query"),
     _passed("/v2/rerank", "rank documents for a query"),
-    RouteEntry("/v1/models", ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
+    RouteEntry(MODELS, ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
     RouteEntry("/health", ("GET",), RouteKind.OWN, "whether the process runs"),
     RouteEntry("/ping", ("GET", "POST"), RouteKind.OWN, "as /health, under SageMaker's name"),
     RouteEntry("/ready", ("GET",), RouteKind.OWN, "whether a request could be served"),
@@ -101,3 +119,5 @@ TABLE: tuple[RouteEntry, ...] = (
 )
 ENTRIES = {entry.path: entry for entry in TABLE}
 """The table by path."""
+KEY_ROUTES = frozenset(entry.key_route for entry in TABLE if entry.needs_key and entry.path != MODELS)
+"""What lines of keys may name. Each key may list the models that it is good for."""

@@ -33,6 +33,13 @@ class Tenants:
         self._header = None if header is None else header.lower().encode("latin-1")
         self._weights = weights
 
+    def named(self, headers: Headers) -> str | None:
+        """Return the tenant that a request names, None if it names none."""
+        if self._header is None:
+            return None
+        named = next((value for header, value in headers if header == self._header), b"")
+        return named.strip(b" \t")[:MAX_NAME].decode("latin-1") or None
+
     def enter(self, name: bytes | str, key: str | None, headers: Headers, *, may_name: bool) -> Client:
         """Return the client of a request, to be used until `Clients.leave`.
 
@@ -41,8 +48,7 @@ class Tenants:
         limits = self._keys.limits()
         tenant = key if key in limits else None
         if may_name and self._header is not None:
-            named = next((value for header, value in headers if header == self._header), b"")
-            tenant = named.strip(b" \t")[:MAX_NAME].decode("latin-1") or tenant
+            tenant = self.named(headers) or tenant
         if tenant is None:
             return self._clients.enter(name)
         client = self._clients.enter(f"tenant:{tenant}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdproxy.kit.errors import PdproxyError
+from pdproxy.serving.access.keys import ValidKey
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.wire.body_bounds import Body
 
@@ -13,7 +15,7 @@ class IncomingPassthrough:
     """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
 
     `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
-    `hints`: the header lines for the proxy itself.
+    `hints`: the header lines for the proxy itself. `found`: the key, None without one; `refusal`: why its sender is refused.
     """
 
     entry: RouteEntry
@@ -26,3 +28,5 @@ class IncomingPassthrough:
     key: str | None = None
     session: str | None = None
     hints: tuple[tuple[bytes, bytes], ...] = ()
+    found: ValidKey | None = None
+    refusal: PdproxyError | None = None
