@@ -148,7 +148,7 @@ class Ingress:
         )
         self.config = uvicorn.Config(
             self._application,
-            http=type("Protocol", (protocol_class(self.path),), {"passed": {"/other": "/v1/embeddings"}}),
+            http=type("Protocol", (protocol_class(self.path),), {"reading": {"/other": "/v1/embeddings"}}),
             log_config=None,
             access_log=False,
             lifespan="off",

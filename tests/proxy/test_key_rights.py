@@ -203,12 +203,11 @@ async def test_a_key_that_has_ended(tmp_path: Path) -> None:
         for path in (COMPLETIONS, EMBED, "/v1/models"):
             answer = await ask(w, path, completion(), method="GET" if path == "/v1/models" else "POST")
             assert answer.status == 401
-            assert answer.json["error"]["message"] == "The API key has expired."
-            assert answer.json["error"]["code"] == "expired_api_key"
+            assert answer.json["error"]["message"] == "The key of this request has expired."
+            assert answer.json["error"]["code"] == "key_expired"
             assert answer.header("www-authenticate") == "Bearer"
-        assert w.metric("pdproxy_early_refusals_total", reason="expired_key") == 3
-        found = next(iter(w.proxy.credentials.keys._valid().values()))  # type: ignore[misc]
-        assert found.until == end, "for streams that run"
+        assert w.metric("pdproxy_early_refusals_total", reason="ended_key") == 3
+        assert [*w.proxy.credentials.keys.ends().values()] == [end], "for streams that run"
 
 
 async def test_tenants_of_a_key(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class AdminServer:
         self._at = at
         keys = proxy.credentials.admin_keys
         gate = Gate(
-            create_admin_app(proxy.share.admin_api(service, proxy)),
+            create_admin_app(proxy.share.admin_api(service, proxy), proxy.front.operation),
             keys,
             proxy.observers,
             proxy.wrong_keys,

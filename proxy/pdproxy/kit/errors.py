@@ -118,6 +118,13 @@ class BadRequestError(PdproxyError):
     type = "BadRequestError"
 
 
+class ForbiddenError(BadRequestError):
+    """Who sends the request may not do that."""
+
+    status = 403
+    type = "ForbiddenError"
+
+
 class UnreadableError(BadRequestError):
     """The body can't be read. The type is vLLM's for what fails its schema; the message quotes what the client sent."""
 
@@ -205,18 +212,13 @@ class UnauthorizedError(PdproxyError):
         return self._code
 
 
-class ExpiredKeyError(UnauthorizedError):
-    """The client's key was good until a time that has passed."""
+class RevokedError(UnauthorizedError):
+    """What let the client in is not valid any more: its key or its certificate was taken away, or has reached its end."""
 
-    def __init__(self) -> None:
-        super().__init__("The API key has expired.", code="expired_api_key")
-
-
-class ForbiddenError(BadRequestError):
-    """Who sends the request may not do that."""
-
-    status = 403
-    type = "ForbiddenError"
+    def __init__(self, what: str, how: str) -> None:
+        """`what`: "key" or "certificate"; `how`: "revoked" or "expired"."""
+        done = "has expired" if how == "expired" else "was revoked"
+        super().__init__(f"The {what} of this request {done}.", code=f"{what}_{how}")
 
 
 class OverloadedError(PdproxyError):

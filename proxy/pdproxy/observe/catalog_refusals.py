@@ -8,7 +8,7 @@ from pdproxy.observe.description import NODE, Description, Kind, Label
 REFUSED = (
     ("no_key", "no API key was sent, and one is required"),
     ("wrong_key", "the API key is none of the valid ones"),
-    ("expired_key", "the API key was valid until a time that has passed"),
+    ("ended_key", "the API key has expired, or was taken away while the request was read"),
     ("not_allowed", "the API key is not good for that route or tenant"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),

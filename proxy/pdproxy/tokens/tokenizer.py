@@ -36,10 +36,10 @@ _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_me
 class LocalTokenizer(Protocol):
     """Makes token ids in this process. Several threads may call it at once."""
 
-    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-        """Return the ids of a text."""
+    def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
+        """Return the ids of a text. What is kept of it is used for other texts of that scope only, also for their times."""
 
-    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """Return the ids of a chat; raise UnsureError or RejectedError if that is not possible."""
 
 
@@ -49,14 +49,15 @@ def ids_of(tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Map
     Raises:
         UnsureError, RejectedError: they are not known.
     """
+    scope = bytes(parsed.fields.get("cache_salt", b""))
     if parsed.route is Route.CHAT:
         chat = read_chat(parsed.fields)
-        return tokenizer.chat(chat, forms[chat.tools is not None])
+        return tokenizer.chat(chat, forms[chat.tools is not None], scope)
     refuse_unknown(parsed.fields)
     if prompt.raw is None or prompt.tokens is not None or bytes(parsed.fields.get("suffix", b"null")) != b"null":
         raise UnsureError("suffix" if "suffix" in parsed.fields else "prompt")
     return tokenizer.completion(
-        text_of(bytes(prompt.raw)), add_special_tokens=flag(parsed.fields, "add_special_tokens", True)
+        text_of(bytes(prompt.raw)), add_special_tokens=flag(parsed.fields, "add_special_tokens", True), scope=scope
     )
 
 
@@ -79,24 +80,24 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"<Tokenizer {self._model.name_or_path} {self._segments!r}>"
 
-    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+    def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
         """Return the ids of a text, with the special tokens that the model's tokenizer puts around it, or without."""
         if add_special_tokens and self._around is None:
             (ids,) = [one.ids for one in self._backend.encode_batch_fast([text], add_special_tokens=True)]
             return TokenIds(msgspec.json.encode(ids), len(ids))
-        json, count, _ = self._segments.encode(text)
+        json, count, _ = self._segments.encode(text, scope)
         before, after = self._around if add_special_tokens and self._around is not None else ((), ())
         parts = [*(b"%d" % one for one in before), *([json] if count else []), *(b"%d" % one for one in after)]
         return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
 
-    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """Return the ids of a chat.
 
         Raises:
             UnsureError: the template prints what only the engine knows (its clock), or there is none.
             RejectedError: the template takes no such conversation.
         """
-        return self.completion(self.rendered(chat, form), add_special_tokens=chat.add_special_tokens)
+        return self.completion(self.rendered(chat, form), add_special_tokens=chat.add_special_tokens, scope=scope)
 
     def rendered(self, chat: Chat, form: ContentFormat) -> str:
         """Return the text of a chat. Raises as `chat`."""

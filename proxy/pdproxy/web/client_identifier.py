@@ -19,6 +19,7 @@ from pdproxy.serving.access.tenants import Tenants
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.wrong_keys import WrongKeys
+from pdproxy.wire.cache_salt import TenantSalt
 
 
 class Found(NamedTuple):
@@ -30,12 +31,13 @@ class Found(NamedTuple):
 
 
 class Identified(NamedTuple):
-    """The client of one request; the rest is as in `Found`."""
+    """The client of one request; `salt`: of its tenant's caches, None where tenants share them. The rest is as in `Found`."""
 
     client: Client
     address: str
     key: ValidKey | None
     error: PdproxyError | None
+    salt: TenantSalt | None = None
 
 
 class Peer(Protocol):
@@ -71,7 +73,7 @@ class ClientIdentifier:
         if not self._keys.wanted:
             if peer_is_trusted:
                 return self._without_keys(address, headers, peer_is_trusted=True)
-            return Identified(self._clients.enter(address), address, None, None)
+            return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
         return self._entered(self._found(address, headers, path), headers)
 
     def find(self, connection: Peer, headers: Headers, path: str) -> Found:
@@ -85,37 +87,54 @@ class ClientIdentifier:
             return self._without_keys(found.address, headers, peer_is_trusted=connection.peer_is_trusted)
         return self._entered(found, headers)
 
+    def refused(self, error: UnauthorizedError, connection: Peer, headers: Headers) -> PdproxyError:
+        """Report a request that another one has found to have no valid key. Return what it is answered with."""
+        return self._refused(error, self.address(connection, headers))
+
+    def check_again(self, key: ValidKey | None) -> None:
+        """Raise UnauthorizedError if a key that was found is not valid any more."""
+        self._keys.admit(key, None)
+
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""
         return self._address(connection.peer, headers, peer_is_trusted=connection.peer_is_trusted)
 
     def _without_keys(self, address: str, headers: Headers, *, peer_is_trusted: bool) -> Identified:
         if peer_is_trusted:
-            return Identified(self._tenants.enter(address, None, headers, may_name=True), address, None, None)
-        return Identified(self._clients.enter(address), address, None, None)
+            client, salt = self._tenants.enter(address, None, headers, may_name=True)
+            return Identified(client, address, None, None, salt)
+        return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
 
     def _found(self, address: str, headers: Headers, path: str) -> Found:
-        key = None
         try:
             # If a header came twice, the first one counts.
             key = self._keys.verified(_first(headers, b"authorization"))
-            if key.rights is not None:
+        except UnauthorizedError as error:
+            drop_traceback(error)  # it refers to this frame, which refers to the error
+            return Found(address, None, self._refused(error, address))
+        if key.rights is not None:
+            try:
                 check_route(key.rights, path)
                 check_tenant(key.rights, self._tenants.named(headers))
-        except (UnauthorizedError, ForbiddenError) as error:
-            drop_traceback(error)  # it refers to this frame, which refers to the error
-            answer: PdproxyError = error
-            if self._wrong is not None and type(error) is UnauthorizedError:
-                answer = self._wrong.answer(error, address)
-            report_refusal(self._observers, answer, address)
-            return Found(address, key, answer)
+            except ForbiddenError as error:
+                drop_traceback(error)
+                return Found(address, key, self._refused(error, address))
         return Found(address, key, None)
+
+    def _refused(self, error: UnauthorizedError | ForbiddenError, address: str) -> PdproxyError:
+        """Report a request that is refused for its key. Return what it is answered with."""
+        answer: PdproxyError = error
+        if self._wrong is not None and type(error) is UnauthorizedError:
+            answer = self._wrong.answer(error, address)
+        report_refusal(self._observers, answer, address)
+        return answer
 
     def _entered(self, found: Found, headers: Headers) -> Identified:
         address, key, error = found
         if key is None or error is not None:
             return Identified(self._clients.enter(address), address, key, error)
-        return Identified(self._tenants.enter(key.digest, key.name, headers, may_name=True), address, key, None)
+        client, salt = self._tenants.enter(key.digest, key.name, headers, may_name=True)
+        return Identified(client, address, key, None, salt)
 
     def _address(self, peer: Client, headers: Headers, *, peer_is_trusted: bool) -> str:
         name = peer.name

@@ -8,6 +8,7 @@ every connection.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -19,6 +20,7 @@ from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.passthrough_asgi import CONNECTION, FOUND
+from pdproxy.web.revocable import MakeError
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
@@ -33,12 +35,12 @@ class DataPathProtocol(GuardedProtocol):
     """The generating routes by their paths."""
     longest = 3 * max(map(len, _ROUTES))
     """Bytes of such a path if every letter in it is escaped."""
-    passed = _PASSED
+    reading = _PASSED
     """The paths of routes over ASGI that read a body, and those in the table of routes."""
     __slots__ = ()
 
     def takes_body(self) -> bool:
-        path = self.passed.get(self.scope["path"])
+        path = self.reading.get(self.scope["path"])
         if path is None or self.scope["method"] != "POST":
             return False
         found = self.data_path.identify.find(self, self.headers, path)
@@ -122,6 +124,11 @@ class DataPathProtocol(GuardedProtocol):
         self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other: only the garbage collector would free them
         self.scope = {}  # type: ignore[typeddict-item]  # it refers to this connection
 
+    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> int:
+        cycles = (self.active, *(queued for queued, _ in self.pipeline))
+        own = [cycle for cycle in cycles if isinstance(cycle, GenerateCycle)]
+        return super().revoke(error, keys) + sum(cycle.revoke(error, keys) for cycle in own)
+
     def request_client(self) -> Client:
         return self.active.client if isinstance(self.active, GenerateCycle) else super().request_client()
 
@@ -141,7 +148,7 @@ def protocol_class(path: DataPath, root_path: str = "") -> type[DataPathProtocol
     routes = _ROUTES | {root_path.encode() + name: route for name, route in _ROUTES.items()}
     bound = {
         "routes": routes,
-        "passed": _PASSED | {root_path + path: path for path in _PASSED},
+        "reading": _PASSED | {root_path + path: path for path in _PASSED},
         "longest": 3 * max(map(len, routes)),
         "data_path": path,
         "bounds": path and path.bounds,

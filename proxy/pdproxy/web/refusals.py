@@ -8,7 +8,6 @@ from __future__ import annotations
 from pdproxy.kit.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
-    ExpiredKeyError,
     ForbiddenError,
     HeadTimeoutError,
     HeadTooLargeError,
@@ -16,13 +15,14 @@ from pdproxy.kit.errors import (
     PathTooLongError,
     PdproxyError,
     Reason,
+    RevokedError,
     TooManyConnectionsError,
     UnauthorizedError,
 )
 from pdproxy.observe.events import Observers, Refused
 
 _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
-    (ExpiredKeyError, "expired_key"),
+    (RevokedError, "ended_key"),
     (ForbiddenError, "not_allowed"),
     (BodyTooLargeError, "body_too_large"),
     (BodyTimeoutError, "body_slow"),

@@ -21,6 +21,7 @@ from pdproxy.kit.errors import PdproxyError
 from pdproxy.wire import client_routes, lenient_json
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, SMALL, Body, Bounds, is_quick
+from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.fields import (
     PROMPT_IDS,
     Fields,
@@ -85,8 +86,9 @@ class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
-    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key.
-    `found`: the key (`serving.access.keys.ValidKey`), None without one; `refusal`: why its sender is refused.
+    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key;
+    `salt`: of its tenant's caches, None where tenants share them. `found`: the key (`serving.access.keys.ValidKey`), None without
+    one; `refusal`: why its sender is refused.
     """
 
     route: Route
@@ -99,6 +101,7 @@ class Incoming(msgspec.Struct):
     client: str | None = None
     key: str | None = None
     hints: tuple[tuple[bytes, bytes], ...] = ()
+    salt: TenantSalt | None = None
     found: Any = None
     refusal: PdproxyError | None = None
 

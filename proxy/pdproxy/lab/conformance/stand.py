@@ -17,6 +17,7 @@ from msgspec import structs
 from pdproxy.app.compose import Proxy
 from pdproxy.app.listening import listen
 from pdproxy.app.server import uvicorn_config
+from pdproxy.kit.addresses import reachable
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.policy import PoolPolicy
@@ -24,7 +25,6 @@ from pdproxy.settings.schema import Node, Settings
 
 LOOPBACK = "127.0.0.1"
 _NEVER = 2**31 - 1
-_WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - names, to be replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ async def stand(settings: Settings, key: str) -> AsyncIterator[Stand]:
         try:
             proxy.start()
             await server.startup(sockets=[listener])
-            shown = _WILDCARDS.get(host, host)
+            shown = reachable(host)
             place = f"[{shown}]" if ":" in shown else shown
             yield Stand(proxy, tap, f"http://{place}:{listener.getsockname()[1]}", key)
         finally:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pdproxy.kit.errors import ExpiredKeyError, PdproxyError, UnauthorizedError
+from pdproxy.kit.errors import PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.key_rights import KeyRights
 
@@ -23,6 +23,7 @@ _MISSING = (
 )
 _WRONG = "Incorrect API key provided."
 NO_LIMITS: Mapping[str, KeyLimits] = {}
+NO_KEYS: Mapping[bytes, ValidKey] = {}
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """The header that a 401 needs."""
 
@@ -65,6 +66,9 @@ class Keys:
         self.wall = wall
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
+        self._counted = NO_KEYS
+        self._several = False
+        """Whether those that were counted last have several names."""
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -73,6 +77,22 @@ class Keys:
     def wanted(self) -> bool:
         """Whether clients need a key."""
         return self._valid is not None
+
+    @property
+    def valid(self) -> Mapping[bytes, ValidKey]:
+        """The keys that are valid now, by their digests. Another object once they have changed."""
+        return NO_KEYS if self._valid is None else self._valid()
+
+    def ends(self) -> Mapping[bytes, float]:
+        """Return when keys end, in Unix seconds, by their digests; those that do."""
+        return {one.digest: one.until for one in self.valid.values() if one.until is not None}
+
+    @property
+    def several(self) -> bool:
+        """Whether keys of several names are valid."""
+        if (valid := self.valid) is not self._counted:
+            self._counted, self._several = valid, len({key.name for key in valid.values()}) > 1
+        return self._several
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
@@ -93,7 +113,7 @@ class Keys:
         if found is None:
             raise UnauthorizedError(_WRONG, code="invalid_api_key")
         if found.until is not None and found.is_over(self.wall()):
-            raise ExpiredKeyError
+            raise RevokedError("key", "expired")
         return found
 
     def admit(self, found: ValidKey | None, refusal: PdproxyError | None) -> None:
@@ -103,8 +123,12 @@ class Keys:
         """
         if refusal is not None:
             raise refusal
-        if self._valid is not None and (found is None or found.digest not in self._valid()):
-            raise UnauthorizedError(_WRONG, code="invalid_api_key")
+        if self._valid is None:
+            return
+        if found is None:
+            raise UnauthorizedError(_MISSING, code=None)
+        if found.digest not in self._valid():
+            raise RevokedError("key", "revoked")
 
     def priorities(self, name: str | None) -> tuple[int, int] | None:
         """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""

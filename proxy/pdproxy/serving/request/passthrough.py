@@ -59,6 +59,7 @@ from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
+from pdproxy.wire.cache_salt import check, session_within
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.inside import (
     error_events_without_inside,
@@ -158,7 +159,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         name = None
         if service.routes is not None or rights is not None:
             name = partial(self._name, service.routes, rights)
-        body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client, name)
+        salt, dialect = None, incoming.entry.dialect
+        if incoming.entry.computes:
+            salt = check if incoming.salt is None else incoming.salt.put_into
+        body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
         demand = passed_demand(len(body.data), generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
@@ -171,9 +175,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         """Choose the pool, and return the engines' name of a model. Raises what `Routes.of` raises, and ForbiddenError."""
         self.model, known = model, model
         if routes is not None:
-            pools = None if rights is None else rights.pools
+            session = session_within(self._incoming.salt, self._incoming.session or user_in(fields))
             try:
-                self._service, known = routes.of(model, self._incoming.session or user_in(fields), pools)
+                self._service, known = routes.of(model, session, None if rights is None else rights.pools)
             except ModelNotFoundError as error:
                 raise shown_to(rights, error) from None
         if rights is not None:
@@ -208,7 +212,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
         while True:
-            ask = Ask(body.model, size, resources.now(), session=incoming.session)
+            ask = Ask(body.model, size, resources.now(), session=session_within(incoming.salt, incoming.session))
             assign = resources.ledger.assign_alone
             lease = assign(ask, without=without.union(avoid)) if avoid else None
             lease = lease or assign(ask, without=without) or assign(ask)
