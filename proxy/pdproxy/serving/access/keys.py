@@ -54,7 +54,9 @@ class Keys:
     @property
     def several(self) -> bool:
         """Whether keys of several names are valid."""
-        digests = self._counted if self._digests is None else self._digests()
+        if self._digests is None:
+            return False
+        digests = self._digests()
         if digests is not self._counted:
             self._counted, self._several = digests, len(set(digests.values())) > 1
         return self._several
