@@ -41,6 +41,7 @@ def pool_error(*engines: tuple[Role, str]) -> str:
         (f"http://{'a' * 63}.b.", f"http://{'a' * 63}.b.:80"),
         ("http://[::1]:8200", "http://[::1]:8200"),
         ("http://[0:0::1]", "http://[::1]:80"),
+        ("http://[::ffff:10.0.0.1]:8200", "http://10.0.0.1:8200"),
     ],
 )
 def test_one_spelling(url: str, spelling: str) -> None:
@@ -62,6 +63,7 @@ def test_one_spelling(url: str, spelling: str) -> None:
         ("http://host:65536", "no URL: expected http://host:port"),
         ("http://host:x", "no URL: expected http://host:port"),
         ("http://[::1", "no URL: expected http://host:port"),
+        ("http://[::1].evil:8200", "no URL: expected http://host:port"),
         ("http://[zz]:1", "no URL: expected http://host:port"),
         ("http://a,b:1", "its host name can't exist"),
         ("http://-a:1", "its host name can't exist"),
@@ -248,7 +250,7 @@ def test_crosscheck_is_idempotent() -> None:
     assert checked(checked(FULL)) == checked(FULL) == FULL
 
 
-@pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "10.0.0.*"])
+@pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "[::1]", "10.0.0.*"])
 def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
     """Anything else is refused with its place in the list."""
     listen = Listen(trusted_proxies=("10.0.0.0/8", text))
@@ -258,8 +260,8 @@ def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
 
 def test_trusted_proxies_as_networks() -> None:
     """An address is a network of one; bits behind the network's are left out."""
-    found = parsed_networks(("10.0.0.1", "10.1.2.3/8", "fd00::/8"))
-    assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8"]
+    found = parsed_networks(("10.0.0.1", "10.1.2.3/8", "fd00::/8", "::ffff:10.0.0.0/104"))
+    assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8", "10.0.0.0/8"]
 
 
 @pytest.mark.parametrize(("space", "fits"), [(1143, True), (1142, False), (500, False)])

@@ -53,6 +53,8 @@ class Credentials:
         self._following = False
         auth, listen, tenants = settings.auth, settings.listen.tls, settings.tenants
         self._auth = auth
+        self.then: list[Callable[[], None]] = []
+        """Called whenever the files were checked, and whenever the keys of other settings are in force."""
         self._valid_keys = self._valid_admin_keys = no_keys
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
@@ -147,6 +149,7 @@ class Credentials:
             self._followed = [*(one for one in self._followed if one not in former), *new]
             self._auth, self._valid_keys, self._valid_admin_keys, self._common_key = auth, valid, admin, common
             self._follow_files()
+            self._call_then()
 
         return use
 
@@ -200,6 +203,11 @@ class Credentials:
         if expiry is not None and expiry != self._expiry_logged:
             logger.warning("%s", expiry)
         self._expiry_logged = expiry
+        self._call_then()
+
+    def _call_then(self) -> None:
+        for call in self.then:
+            call()
 
     async def follow(self) -> None:
         """Check all files once per second until cancelled."""

@@ -249,7 +249,8 @@ async def serve(
     share.start(proxy.tasks)
     if (waits := started(proxy)) is not None:
         await waits
-    for warning in (*proxy.credentials.warnings(), *salt_warnings(settings, proxy.cache_salts)):
+    own_warnings = (*proxy.credentials.warnings(), *proxy.front.warnings())
+    for warning in (*own_warnings, *salt_warnings(settings, proxy.cache_salts)):
         logger.warning("%s", warning)
     logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")

@@ -46,7 +46,7 @@ from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
-from pdproxy.web.app import Readiness
+from pdproxy.web.operation import Readiness
 
 MAX_KEYS = 8192
 """Names of keys whose use is shared. That of further ones counts in each worker by itself."""

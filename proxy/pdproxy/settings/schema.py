@@ -370,6 +370,13 @@ class Settings(Section, frozen=True):
     """Logs."""
 
     @property
+    def hides_operator_routes(self) -> bool:
+        """Whether only operators see at the clients' port what is for them."""
+        if self.listen.operator_routes == "auto":
+            return self.auth.wants_keys or self.overload.tenant_header is not None
+        return self.listen.operator_routes == "admin"
+
+    @property
     def pool(self) -> Pool:
         """The first pool."""
         return self.pools[0]

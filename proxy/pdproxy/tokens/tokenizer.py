@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pdproxy.kit.regular_file import UnreadableError, check_regular
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
@@ -24,6 +25,10 @@ from pdproxy.wire.request import Parsed, Prompt, Route
 
 CACHE_BYTES = 64 * 2**20
 """Bytes of segments that a tokenizer keeps: about a thousand conversations of 20 KB each with its ids."""
+MAX_FILE = 256 * 2**20
+"""Bytes of one file of a tokenizer: the largest that are known have 35 MB."""
+_READ = frozenset({".json", ".jinja", ".model", ".txt"})
+"""What the names of such files end with."""
 _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_message"})
 """Arguments that are passed to a template even if it doesn't name them: the renderer uses them."""
 
@@ -156,6 +161,20 @@ def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
     return _loaded(path, capacity)
 
 
+def _check_files(folder: Path) -> None:
+    """Refuse a folder with a file that would hold up the library, or that is larger than any tokenizer's.
+
+    Raises:
+        UnusableError: it names the file.
+    """
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _READ:
+            try:
+                check_regular(file, MAX_FILE)
+            except UnreadableError as error:
+                raise UnusableError(f"{file.name} {error}") from None
+
+
 def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
     """Load the tokenizer of a model by its `root` in an engine's list: a folder, or a name in the local cache of the hub.
 
@@ -178,7 +197,11 @@ def _loaded(name: str, capacity: int) -> Tokenizer:
     library.handlers.clear()
     library.propagate = True
     try:
+        if (folder := Path(name)).is_dir():
+            _check_files(folder)
         model = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except UnusableError:
+        raise
     except Exception as error:
         raise UnusableError(f"has no tokenizer that can be loaded: {_line(error)}") from None
     if not getattr(model, "is_fast", False) or not hasattr(model, "backend_tokenizer"):

@@ -24,6 +24,7 @@ class Identified(NamedTuple):
     """The client of one request. `key`: the name of its key; `key_error`: why it is refused, None if it is not.
 
     `salt`: of its tenant's caches, None where tenants share them.
+    `digest`: that of the key that lets it in, None if none does.
     """
 
     client: Client
@@ -31,6 +32,7 @@ class Identified(NamedTuple):
     key: str | None
     key_error: UnauthorizedError | None
     salt: TenantSalt | None = None
+    digest: bytes | None = None
 
 
 class Peer(Protocol):
@@ -71,7 +73,7 @@ class ClientIdentifier:
             return Identified(self._clients.enter(address), address, None, error)
         key = self._keys.name(digest)
         client, salt = self._tenants.enter(digest, key, headers, may_name=True)
-        return Identified(client, address, key, None, salt)
+        return Identified(client, address, key, None, salt, digest)
 
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""
