@@ -95,7 +95,9 @@ def calls(caches: str, tenants: int, unit: int, arguments: argparse.Namespace) -
         yield Call(number, due, length, ANSWER, keys)
 
 
-def in_virtual_time(caches: str, tenants: int, arguments: argparse.Namespace) -> tuple[float, float, float]:
+def in_virtual_time(
+    caches: str, tenants: int, arguments: argparse.Namespace
+) -> tuple[float, float | None, float | None]:
     """Return the part of the tokens that was found in caches, and the TTFT: its median and 95th percentile in seconds."""
     profile = load(PROFILE)
     size = profile.engine.block_size
