@@ -106,7 +106,10 @@ class PoolParts:
         engines.watch(MetricsOfEngines(metrics))
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
-        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
+        networks = settings.engines.allowed
+        admin = EngineAdmin(
+            timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector, networks=networks
+        )
         transfer = build_transfer(settings, engines, clock, observers, share)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
@@ -115,11 +118,11 @@ class PoolParts:
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
-        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share, transfer.hosts)
         transfers = build_transfers(pool.name, ledger, process)
         custodian.when_unread = transfers.failed
         notices = build_notices(settings, transfer, custodian, turns, process, share)
-        registrations = build_registrations(settings, engines, ledger, process, share)
+        registrations = build_registrations(settings, engines, ledger, process, share, transfer.hosts)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
         kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, share)
         prefixes = build_prefixes(
@@ -195,6 +198,7 @@ class PoolParts:
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
             connector=watch.connector,
+            networks=networks,
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
