@@ -48,7 +48,7 @@ def _check_key(proxy: Proxy) -> object:
 def _check_admin_key(proxy: Proxy) -> object:
     proxy.credentials.admin_keys.check(b"Bearer new")
     with pytest.raises(UnauthorizedError):
-        proxy.credentials.admin_keys.check(b"Bearer old")
+        proxy.credentials.admin_keys.check(b"Bearer former")
     return True
 
 
@@ -217,7 +217,7 @@ def settings(**pool: Any) -> Settings:
     """Return settings with all parts that may be there."""
     own = {"tokenize": "always", "kv_events": KvEvents(enabled=True), "policy": PoolPolicy(placement="auto"), **pool}
     return Settings(
-        auth=Auth(api_keys=("old",), admin_keys=("old",)),
+        auth=Auth(api_keys=("old",), admin_keys=("former",)),
         limits=Limits(engine_requests="auto", engine_tokens=9000),
         pools=(Pool(nodes=NODES, **own),),
     )

@@ -32,6 +32,7 @@ AT_START: dict[str, str] = {
     "listen.tls.key": "listen: {tls: {certificate: GOOD, key: PATH}}",
     "listen.tls.key_password_file": "listen: {tls: {certificate: GOOD, key_password_file: PATH}}",
     "listen.tls.client_ca": "listen: {tls: {certificate: GOOD, client_ca: PATH}}",
+    "tenants.secret_file": "tenants: {secret_file: PATH}",
     "pools.tls.ca": "pools: [{tls: {ca: PATH}, NODES}]",
     "pools.tls.certificate": "pools: [{tls: {certificate: PATH}, NODES}]",
     "pools.tls.key": "pools: [{tls: {certificate: GOOD, key: PATH}, NODES}]",

@@ -100,7 +100,7 @@ class PoolParts:
         ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger, share.auto())
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
-        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
+        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight, pool.name)
         process.models.pools.append(models)
         ledger.when_changed(process.models.changed)
         engines.watch(MetricsOfEngines(metrics))
@@ -257,6 +257,7 @@ class PoolParts:
             service=service,
             shortcomings=wrong,
         )
+        service.pool = passthrough.pool = pool.name
         service.session_header = parts.session_header()
         return parts
 
@@ -287,7 +288,7 @@ class PoolParts:
 
     async def stop(self) -> None:
         """Drop all connections, after the end of the tasks."""
-        self.notices.socket.close()
+        self.notices.close()
         await self.custodian.settle(0)  # a notice may have come behind the drain
         if self.registrations is not None:
             self.registrations.socket.close()

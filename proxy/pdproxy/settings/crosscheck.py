@@ -54,7 +54,7 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         with found.collecting("listen"):
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
         if not found.within("auth"):
-            check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
+            check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, found)
     if not found.within("tenants"):
         check_tenants(settings.tenants, found)
     if not found.within("dns"):

@@ -54,7 +54,8 @@ class Auth(Section, frozen=True):
 
     api_keys_file: File | None = None
     """More keys of clients, one per line, alone or as `name:key` with limits such as `inflight=20 rpm=600 tpm=200000 weight=3
-    priority=0..10`; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
+    priority=0..10`, and rights such as `models=llama-* until=2027-01-31T00:00:00Z`; blank lines and lines that begin with `#`
+    are skipped. Read again when it changes."""
 
     engine_api_key: Key | None = None
     """Key for the engines, sent as a bearer token by probes, and for clients that sent one of `api_keys`. Without those, a
@@ -67,7 +68,7 @@ class Auth(Section, frozen=True):
     """Keys for the admin API. Keys of clients are none of them."""
 
     admin_keys_file: File | None = None
-    """More of them, one per line, alone or as `name:key`. Read again when it changes."""
+    """More of them, one per line, alone, as `name:key` or as `name:key read-only`. Read again when it changes."""
 
     @property
     def wants_keys(self) -> bool:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from typing import Any
 
 import msgspec
 
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.wire import client_routes, lenient_json
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, SMALL, Body, Bounds, is_quick
@@ -86,7 +88,8 @@ class Incoming(msgspec.Struct):
 
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
     `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key;
-    `salt`: of its tenant's caches, None where tenants share them.
+    `salt`: of its tenant's caches, None where tenants share them. `found`: the key (`serving.access.keys.ValidKey`), None without
+    one; `refusal`: why its sender is refused.
     """
 
     route: Route
@@ -100,6 +103,8 @@ class Incoming(msgspec.Struct):
     key: str | None = None
     hints: tuple[tuple[bytes, bytes], ...] = ()
     salt: TenantSalt | None = None
+    found: Any = None
+    refusal: PdproxyError | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):
