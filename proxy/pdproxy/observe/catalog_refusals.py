@@ -8,6 +8,7 @@ from pdproxy.observe.description import NODE, Description, Kind, Label
 REFUSED = (
     ("no_key", "no API key was sent, and one is required"),
     ("wrong_key", "the API key is none of the valid ones"),
+    ("certificate", "the client's certificate is not valid any more"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),
     ("body_slow", "the body was not complete in deadlines.client_body"),

@@ -13,6 +13,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PathTooLongError,
     PdproxyError,
+    RevokedError,
     TooManyConnectionsError,
     UnauthorizedError,
 )
@@ -31,6 +32,8 @@ _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
 
 def reason_of(error: PdproxyError) -> str:
     """Return the reason of a refusal: one of `catalog_refusals.REFUSED`."""
+    if isinstance(error, RevokedError) and error.what == "certificate":
+        return "certificate"
     if isinstance(error, UnauthorizedError):
         return "no_key" if error.code is None else "wrong_key"
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "bad_http")
