@@ -67,7 +67,9 @@ class Proxy(Parts):
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,
+            admin_keys=credentials.admin_keys,
             clients=proxy.known_clients,
+            cache_salts=proxy.cache_salts,
             admission=proxy.admission,
             service=proxy.service,
             passthrough=pools[0].passthrough,

@@ -25,6 +25,7 @@ from pdproxy.settings.files import read_key
 from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
+from pdproxy.settings.tenants import read_secret
 from pdproxy.settings.tls import authorities_of, end_of_certificate, engine_context, listen_context, merged
 from pdproxy.settings.yaml_file import spell_file
 from pdproxy.web.client_certificates import ListenerTls
@@ -35,6 +36,7 @@ logger = logging.getLogger("pdproxy.files")
 
 LOOK_EVERY = 1.0
 """Seconds."""
+SECRET_FILE = "tenants.secret_file"  # noqa: S105 - the setting's name
 EXPIRES_SOON = timedelta(days=2)
 """How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
 
@@ -52,7 +54,7 @@ class Credentials:
         self._followed: list[ReloadingFile[Any]] = []
         self._tasks: TaskOwner | None = None
         self._following = False
-        auth, listen = settings.auth, settings.listen.tls
+        auth, listen, tenants = settings.auth, settings.listen.tls, settings.tenants
         self._auth = auth
         self.then: list[Callable[[], None]] = []
         """Called whenever the files were checked, and whenever the keys of other settings are in force."""
@@ -64,6 +66,13 @@ class Credentials:
             self._valid_admin_keys = self._operators_keys(auth)
         with found.collecting():
             self._common_key = self._engines_key(auth)
+        self.cache_secret: Callable[[], str | None] = lambda: tenants.secret
+        """Returns the secret of tenants' salts, None where the settings have none."""
+        if (secret_file := tenants.secret_file) is not None:
+            with found.collecting():
+                self.cache_secret = self._follow(
+                    SECRET_FILE, [secret_file], lambda: read_secret(SECRET_FILE, secret_file)
+                )
         self.keys = Keys()
         if auth.wants_keys:
             self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)

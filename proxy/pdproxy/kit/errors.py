@@ -117,6 +117,13 @@ class BadRequestError(PdproxyError):
     type = "BadRequestError"
 
 
+class ForbiddenError(BadRequestError):
+    """Whoever has sent the request may not use this."""
+
+    status = 403
+    type = "ForbiddenError"
+
+
 class UnreadableError(BadRequestError):
     """The body can't be read. The type is vLLM's for what fails its schema; the message quotes what the client sent."""
 

@@ -87,6 +87,7 @@ class GenerateCycle(ResponseCycle):
         "_key_error",
         "_refusal",
         "_route",
+        "_salt",
         "_serving",
         "_size",
     )
@@ -102,7 +103,7 @@ class GenerateCycle(ResponseCycle):
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
-        client, self._address, self._key, self._key_error, self._digest = data_path.identify(
+        client, self._address, self._key, self._key_error, self._salt, self._digest = data_path.identify(
             connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
         )
         super().__init__(
@@ -292,6 +293,7 @@ class GenerateCycle(ResponseCycle):
             client=self._address,
             key=self._key,
             hints=hints,
+            salt=self._salt,
         )
 
     def drop_body(self) -> None:

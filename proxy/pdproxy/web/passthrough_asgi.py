@@ -152,6 +152,7 @@ class PassthroughResponse(Response):
             key=self._identified.key,
             session=passthrough.session(found),
             hints=tuple(line for line in headers if line[0] == TIMEOUT),
+            salt=self._identified.salt,
         )
         del body  # the request refers to it
         serving = self._serving = asyncio.ensure_future(passthrough.serve(request, output))

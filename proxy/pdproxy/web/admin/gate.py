@@ -13,13 +13,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdproxy.kit.errors import PdproxyError, RevokedError, UnauthorizedError
+from pdproxy.kit.addresses import is_loopback, read_place
+from pdproxy.kit.errors import ForbiddenError, PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.keys import CHALLENGE, Keys
-from pdproxy.settings.admin import is_loopback
 from pdproxy.settings.errors import quote
-from pdproxy.web.admin.errors import ForbiddenError, body_of
+from pdproxy.web.admin.errors import body_of
 from pdproxy.web.refusals import report_refusal
 from pdproxy.wire.errors import retry_headers
 
@@ -120,10 +120,9 @@ def _first(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def _refuse_pages(headers: dict[bytes, bytes]) -> None:
-    host = headers.get(b"host", b"").decode("latin-1")
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    if not is_loopback(name):
+    host = read_place(headers.get(b"host", b"").decode("latin-1"))
+    if host is None or not is_loopback(host.host):
         raise ForbiddenError("without keys, only requests to localhost or an address of the loopback are taken")
     origin = headers.get(b"origin")
-    if origin is not None and origin.decode("latin-1").partition("://")[2] != host:
+    if origin is not None and read_place(origin.decode("latin-1").partition("://")[2]) != host:
         raise ForbiddenError("a page of another site may not use the admin API")
