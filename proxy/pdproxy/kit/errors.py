@@ -217,6 +217,7 @@ class RevokedError(UnauthorizedError):
 
     def __init__(self, what: str, how: str) -> None:
         """`what`: "key" or "certificate"; `how`: "revoked" or "expired"."""
+        self.what = what
         done = "has expired" if how == "expired" else "was revoked"
         super().__init__(f"The {what} of this request {done}.", code=f"{what}_{how}")
 

@@ -10,6 +10,7 @@ REFUSED = (
     ("wrong_key", "the API key is none of the valid ones"),
     ("ended_key", "the API key has expired, or was taken away while the request was read"),
     ("not_allowed", "the API key is not good for that route or tenant"),
+    ("certificate", "the client's certificate is not valid any more"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),
     ("body_slow", "the body was not complete in deadlines.client_body"),
