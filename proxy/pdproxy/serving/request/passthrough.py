@@ -44,10 +44,11 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import passed_demand, prioritized
+from pdproxy.serving.request.demand import Demand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
@@ -55,6 +56,7 @@ from pdproxy.serving.stream.failures import as_event
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
+from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.inside import (
     error_events_without_inside,
@@ -63,6 +65,7 @@ from pdproxy.wire.inside import (
     passed_without_inside,
 )
 from pdproxy.wire.lenient_json import check_content_type
+from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
@@ -112,6 +115,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_slot",
         "_stream",
         "_url",
+        "_usage",
         "_whole",
     )
 
@@ -133,6 +137,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._stream: WholeEvents | None = None
         self._events = 0
         """Writes of events so far."""
+        self._usage: Usage | None = None
+        """What the engine has reported with a whole answer."""
         self._commenting: asyncio.Task[None] | None = None
         """The write of the last comment."""
 
@@ -147,7 +153,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         name = None if service.routes is None else partial(self._name, service.routes)
         body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client, name)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(len(body.data), generates=incoming.entry.generates)
+        demand = passed_demand(len(body.data), body.limit, generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
@@ -308,6 +314,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
         if answer.status == 200:
+            self._usage = usage_in(answer.body)
             shown = passed_without_inside(answer.body)
         else:
             shown = error_without_inside(answer.body, answer.status, self._engines())
@@ -423,6 +430,21 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return [self.times()] if self._url is not None else []
 
     def add_up(self) -> None:
-        """Add the engine that was asked last."""
+        """Add the engine that was asked last, and what it has used."""
         if self._url is not None:
             self.totals.add_legs(0, self.times())
+            self.measure(self.totals.meter, self.demand)
+
+    def measure(self, meter: Meter, demand: Demand) -> None:
+        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an engine has refused as wrong."""
+        usage, stream = self._usage, self._stream
+        if self._url is None or not self._incoming.entry.slow or 400 <= self.status < 500:
+            return
+        if usage is not None:
+            meter.report(usage.prompt_tokens, usage.completion_tokens or 0)
+        elif stream is None:
+            meter.see(demand.prompt, 0, 0 if self.stream or self._whole else demand.answers)
+        else:
+            found = stream.usage
+            prompt = demand.prompt if found is None else found.prompt_tokens or demand.prompt
+            (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
