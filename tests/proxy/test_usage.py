@@ -15,13 +15,16 @@ import pytest
 
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
+from pdproxy.sim.server import SimServer
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
+from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
 from tests.proxy.test_batches import BATCH, batch
+from tests.proxy.test_connectors import CONNECTORS, SHAPES, same
 from tests.proxy.test_continued import TOKENS, UNBROKEN, cut
 from tests.proxy.test_keys import bearer
 from tests.proxy.test_quotas import keys, left
@@ -109,7 +112,12 @@ def test_no_route_is_forgotten() -> None:
 
 def made(engines: list[FakeEngine]) -> tuple[int, int]:
     """Tokens of prompts and answers that engines have counted."""
-    stats = [engine.sim.engine.stats for engine in engines]
+    return made_by([engine.sim for engine in engines])
+
+
+def made_by(engines: list[SimServer]) -> tuple[int, int]:
+    """The same of simulators."""
+    stats = [engine.engine.stats for engine in engines]
     return sum(one.prompt_tokens for one in stats), sum(one.generation_tokens for one in stats)
 
 
@@ -173,6 +181,18 @@ def _shown(answer: Answer) -> tuple[int, int] | None:
         if text.startswith(b"{") and isinstance(usage := json.loads(text).get("usage"), dict):
             found = counted(usage)
     return found
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_every_connector_counts_as_one_engine(connector: str) -> None:
+    """Whichever engine makes the first token, and whatever the decode engine takes for the prompt."""
+    async with pool(connector) as pair:
+        for number, (path, body) in enumerate(SHAPES):
+            before = made_by([pair.plain])
+            await same(pair, path, body)
+            prompt, generated = (now - then for now, then in zip(made_by([pair.plain]), before, strict=True))
+            ended = await pair.world.ended(number + 1)
+            assert (ended.prompt_tokens, ended.completion_tokens) == (prompt, generated), (path, body)
 
 
 @pytest.mark.parametrize("path", [entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and not entry.slow])

@@ -119,22 +119,24 @@ def test_four_requests_without_a_limit_at_once(tpm: int) -> None:
 
 
 def test_a_whole_minute_is_the_most_that_a_request_needs() -> None:
-    """One that names more, or has a longer prompt, is served by a key that has used nothing; the next one pays the debt."""
-    for prompt, most in ((10, 10**9), (10, 10**400), (10**6, 4), (10**6, None)):
+    """One that names more is served by a key that has used nothing, and pays its debt later; a long prompt needs a quarter."""
+    for prompt, most, needed in ((10, 10**9, 600), (10, 10**400, 600), (10**6, 4, 154), (10**6, None, 150)):
         keys = Keys(a=KeyLimits(tpm=600))
         one = keys.used()
         one.reserve(prompt, most)
         assert level(keys) == 0
         assert keys.refused()[0] is Reason.KEY_TOKENS
         one.end(500)
-        assert kept_out(keys, prompt, most) == pytest.approx(50)
-        keys.now += 50
+        assert kept_out(keys, prompt, most) == pytest.approx((needed - 100) / 10)
+        keys.now += (needed - 100) / 10
         again = keys.used()
         again.reserve(prompt, most)
+        assert level(keys) == pytest.approx(needed - 600)
+        assert keys.refused() == (Reason.KEY_TOKENS, 1.0 if needed < 600 else pytest.approx(0.1)), "it may end soon"
         again.end(1200)
-        reason, seconds = keys.refused()
-        assert reason is Reason.KEY_TOKENS
-        assert seconds == pytest.approx(60.1)
+        assert keys.refused()[0] is Reason.KEY_TOKENS
+        keys.now += (1200 - needed) / 10 + 0.1
+        assert keys.enter() is not None
 
 
 def test_an_answer_that_nobody_has_seen_counts_with_its_limit() -> None:
@@ -188,7 +190,7 @@ def test_no_more_tokens_than_a_minute_and_its_refill(tpm: int, seed: int) -> Non
             use, tokens = going.pop(chance.randrange(len(going)))
             use.end(tokens)
             used += tokens
-        prompt, most = chance.randrange(1, 50), chance.randrange(1, 400)
+        prompt, most = chance.randrange(1, tpm // 4), chance.randrange(1, 400)
         new: Use | None = None
         try:
             new = keys.used()

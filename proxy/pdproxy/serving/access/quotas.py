@@ -2,9 +2,9 @@
 
 Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. A key with an empty bucket is refused
 before the body is parsed. A request that was read reserves tokens: its prompt, and the most that may be generated for it. If the
-bucket holds less, the request is refused. At the end, what was used takes the place of what was reserved; if that was more, the
-bucket may be in debt, and the key waits until that is paid. What a key has used is kept by its name, so that a changed file of
-keys gives nobody a new minute.
+bucket holds too few of them, the request is refused. At the end, what was used takes the place of what was reserved; if that was
+more, the bucket may be in debt, and the key waits until that is paid. What a key has used is kept by its name, so that a changed
+file of keys gives nobody a new minute.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Use:
     def reserve(self, prompt: int, most: int | None) -> None:
         """Reserve the tokens of a prompt, and the most that may be generated for it; None: it has no limit.
 
-        A request never needs more than a whole minute. Without a limit it needs a quarter of the minute, or its prompt.
+        A request never reserves more than a whole minute; without a limit, a quarter of it, or its prompt. Of a prompt no more
+        than a quarter must be left: a picture has many bytes and few tokens, and would wait for an idle minute. The bucket is
+        in debt then, so that only one such request runs.
 
         Raises:
             LimitError: the key's minute has fewer tokens left.
@@ -113,10 +115,11 @@ class Use:
         if tokens is None:
             return
         minute = float(tokens.per_minute)
-        self._most = minute / WITHOUT_LIMIT if most is None else float(min(most, tokens.per_minute))
-        reserved = min(max(self._most, prompt) if most is None else self._most + prompt, minute)
+        part = minute / WITHOUT_LIMIT
+        self._most = part if most is None else float(min(most, tokens.per_minute))
+        reserved = min(max(part, prompt) if most is None else self._most + prompt, minute)
         tokens.fill(self._now())
-        account.check_tokens(reserved)
+        account.check_tokens(part if most is None else min(self._most + min(prompt, part), minute))
         tokens.level -= reserved
         account.reserved += reserved
         self._reserved = reserved
