@@ -35,7 +35,7 @@ STREAM, ASKED = {"stream": True}, {"stream": True, "stream_options": {"include_u
 SEVERAL = {"n": 3, "temperature": 1, "seed": 4}
 LISTED = {"prompt": [PROMPT + "1", PROMPT + "two", [1, 2, 3, 4, 5]][:2]}
 INVOCATIONS, SCORING = "/invocations", "/generative_scoring"
-MODELS = [e for e in TABLE if e.kind in (RouteKind.SPLIT, RouteKind.PASSED) and e.slow]
+MODELS = [e for e in TABLE if e.kind in (RouteKind.SPLIT, RouteKind.PASSED) and e.computes]
 """The routes that run a model."""
 
 Form = tuple[dict[str, Any], dict[str, Any] | None]
@@ -195,7 +195,9 @@ async def test_every_connector_counts_as_one_engine(connector: str) -> None:
             assert (ended.prompt_tokens, ended.completion_tokens) == (prompt, generated), (path, body)
 
 
-@pytest.mark.parametrize("path", [entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and not entry.slow])
+@pytest.mark.parametrize(
+    "path", [entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and not entry.computes]
+)
 async def test_what_runs_no_model_is_free(tmp_path: Path, path: str) -> None:
     """Whatever stands in the answer: engines have generated nothing, and have prefilled nothing."""
     clock = ManualClock()

@@ -36,6 +36,7 @@ from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -193,13 +194,17 @@ def _made_tokens(relay: Relay) -> int | None:
 
 
 class LegHeaders(msgspec.Struct, frozen=True):
-    """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy."""
+    """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy.
+
+    `salt`: of its tenant's caches, None where tenants share them.
+    """
 
     request_id: str
     path: str
     headers: tuple[tuple[bytes, bytes], ...]
     authorization: tuple[tuple[bytes, bytes], ...]
     hints: Hints = NO_HINTS
+    salt: TenantSalt | None = None
 
     @property
     def shown_id(self) -> str:

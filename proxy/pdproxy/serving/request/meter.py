@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.errors import ClientLeftError, Fault, PdproxyError
+from pdproxy.kit.errors import ClientLeftError, Fault, PdproxyError, RevokedError
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
 
@@ -59,11 +59,11 @@ class Meter(msgspec.Struct, eq=False):
     def end(self, error: PdproxyError, *, sent: bool, own_limit: bool) -> None:
         """Keep what the client pays for. `sent`: whether a part of the answer was sent to it.
 
-        A client that leaves, or whose own time limit ends the request (`own_limit`), pays for what was made. A client whose
-        request is wrong pays nothing; if only a prompt of its list is wrong, it pays for the others, as far as these are known.
-        Of any other failure before the answer, a client pays for the prompt.
+        A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
+        made. A client whose request is wrong pays nothing; if only a prompt of its list is wrong, it pays for the others, as far
+        as these are known. Of any other failure before the answer, a client pays for the prompt.
         """
-        if sent or own_limit or isinstance(error, ClientLeftError):
+        if sent or own_limit or isinstance(error, ClientLeftError | RevokedError):
             return
         self.unseen = 0
         if error.fault is not Fault.CLIENT:

@@ -56,6 +56,7 @@ from pdproxy.serving.stream.failures import as_event
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
+from pdproxy.wire.cache_salt import check, session_within
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.inside import (
@@ -151,7 +152,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
         name = None if service.routes is None else partial(self._name, service.routes)
-        body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client, name)
+        salt, dialect = None, incoming.entry.dialect
+        if incoming.entry.computes:
+            salt = check if incoming.salt is None else incoming.salt.put_into
+        body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
         demand = passed_demand(len(body.data), body.limit, generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
@@ -161,7 +165,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     def _name(self, routes: Routes[Passthrough], model: str | None, fields: Fields) -> str | None:
         """Choose the pool, and return the engines' name of a model."""
         self.model = model
-        self._service, known = routes.of(model, self._incoming.session or user_in(fields))
+        session = self._incoming.session or user_in(fields)
+        self._service, known = routes.of(model, session_within(self._incoming.salt, session))
         return known
 
     async def serve(self, body: PassedBody) -> None:
@@ -190,7 +195,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
         while True:
-            ask = Ask(body.model, size, resources.now(), session=incoming.session)
+            ask = Ask(body.model, size, resources.now(), session=session_within(incoming.salt, incoming.session))
             assign = resources.ledger.assign_alone
             lease = assign(ask, without=without.union(avoid)) if avoid else None
             lease = lease or assign(ask, without=without) or assign(ask)
@@ -438,7 +443,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     def measure(self, meter: Meter, demand: Demand) -> None:
         """Add what was used to a meter. A route that runs no model uses nothing, nor does what an engine has refused as wrong."""
         usage, stream = self._usage, self._stream
-        if self._url is None or not self._incoming.entry.slow or 400 <= self.status < 500:
+        if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:
             return
         if usage is not None:
             meter.report(usage.prompt_tokens, usage.completion_tokens or 0)
