@@ -23,7 +23,7 @@ REFUSED = (
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
     (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
-    (Reason.KEY_TOKENS, _CLIENTS, "its key has used as many tokens as it may per minute (tpm)"),
+    (Reason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
     (Reason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
     (Reason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
     (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
@@ -82,7 +82,7 @@ PLACES = Description(
 TENANT_TOKENS = Description(
     "pdproxy_tenant_tokens_total",
     Kind.COUNTER,
-    "Tokens of prompts and answers by tenant, of requests that have ended",
+    "Tokens of prompts and answers by tenant, of requests that have ended: counted as pdproxy_tokens_total",
     "tokens",
     (
         Label(

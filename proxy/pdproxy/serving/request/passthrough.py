@@ -46,10 +46,11 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import passed_demand, prioritized
+from pdproxy.serving.request.demand import Demand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
@@ -60,6 +61,7 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
 from pdproxy.wire.cache_salt import check, session_within
+from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.inside import (
     error_events_without_inside,
@@ -68,6 +70,7 @@ from pdproxy.wire.inside import (
     passed_without_inside,
 )
 from pdproxy.wire.lenient_json import check_content_type
+from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
@@ -119,6 +122,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_slot",
         "_stream",
         "_url",
+        "_usage",
         "_whole",
     )
 
@@ -140,6 +144,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._stream: WholeEvents | None = None
         self._events = 0
         """Writes of events so far."""
+        self._usage: Usage | None = None
+        """What the engine has reported with a whole answer."""
         self._commenting: asyncio.Task[None] | None = None
         """The write of the last comment."""
 
@@ -164,7 +170,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             salt = check if incoming.salt is None else incoming.salt.put_into
         body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(len(body.data), generates=incoming.entry.generates)
+        demand = passed_demand(len(body.data), body.limit, generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
@@ -336,6 +342,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
         if answer.status == 200:
+            self._usage = usage_in(answer.body)
             shown = passed_without_inside(answer.body)
         else:
             shown = error_without_inside(answer.body, answer.status, self._engines())
@@ -451,6 +458,21 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return [self.times()] if self._url is not None else []
 
     def add_up(self) -> None:
-        """Add the engine that was asked last."""
+        """Add the engine that was asked last, and what it has used."""
         if self._url is not None:
             self.totals.add_legs(0, self.times())
+            self.measure(self.totals.meter, self.demand)
+
+    def measure(self, meter: Meter, demand: Demand) -> None:
+        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an engine has refused as wrong."""
+        usage, stream = self._usage, self._stream
+        if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:
+            return
+        if usage is not None:
+            meter.report(usage.prompt_tokens, usage.completion_tokens or 0)
+        elif stream is None:
+            meter.see(demand.prompt, 0, 0 if self.stream or self._whole else demand.answers)
+        else:
+            found = stream.usage
+            prompt = demand.prompt if found is None else found.prompt_tokens or demand.prompt
+            (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
