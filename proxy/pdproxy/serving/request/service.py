@@ -147,6 +147,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             ((b"x-request-id", request_id), *authorization, *forward),
             authorization,
             hints,
+            self.writer.client.name,
         )
         if is_batch or is_invocation:
             self._whole = parsed
