@@ -15,9 +15,10 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.listen import Cors
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.sim.memory import EMPTY
-from pdproxy.web.app import Answers, Readiness, State, create_app
+from pdproxy.web.app import Answers, create_app
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
+from pdproxy.web.operation import Operation, Readiness, State
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from tests.check.engines import QUICK, Bench, Checked, listening
 
@@ -394,10 +395,8 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     app = create_app(
         Answers(
             lambda key: None,
-            lambda: 0,
-            ready,
+            Operation(lambda: 0, ready, metrics),
             models,
-            metrics,
             passthrough,
             Cors(),
         )

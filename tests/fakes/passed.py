@@ -20,8 +20,6 @@ VLLM = [
     for line in (Path(__file__).parent / "vllm_routes.txt").read_text().splitlines()
     if not line.startswith("#")
 ]
-OWN_DOCS = ("/docs", "/openapi.json")
-"""pdproxy's own, about itself."""
 HANDLE = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [1]}
 
 

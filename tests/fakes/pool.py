@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,8 +18,8 @@ from pdproxy.settings.connector_options import LMCache
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.probes import Probes
+from pdproxy.settings.schema import Auth, Node, Pool, Receiver, Settings
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Receiver, Settings
 from pdproxy.settings.sockets import KvReady
 from pdproxy.settings.turns import Turns
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
@@ -46,10 +46,12 @@ class Pair:
     plain: SimServer
     more: tuple[SimServer, ...] = ()
     """Further prefill engines, then further decode engines."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Those of requests that have none of their own."""
 
-    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+    async def ask(self, path: str, body: dict[str, Any], headers: Sequence[tuple[str, str]] = ()) -> Answer:
         """Ask the proxy."""
-        return await self.world.ask(path, body)
+        return await self.world.ask(path, body, headers or self.headers)
 
     async def asked_plain(self, path: str, body: dict[str, Any]) -> Answer:
         """Ask the plain engine the same."""
@@ -112,6 +114,7 @@ async def pool(
     kv_ready_at_first: bool = True,
     anything: bool = False,
     health: Mapping[str, float] | None = None,
+    auth: Auth | None = None,
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
@@ -158,6 +161,7 @@ async def pool(
             receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
         decode = msgspec.structs.replace(_facts(sims[1]), **(decode_facts or {}))
         settings = Settings(
+            auth=auth or Auth(),
             pools=(
                 Pool(
                     connector=connector,
@@ -200,7 +204,8 @@ async def pool(
             if kv_ready_at_first:
                 await until(lambda: all(node.kv_not_ready is None for node in nodes))
             more = (*engines[1:prefills], *engines[prefills + 1 :])
-            yield Pair(world, sims[0], sims[1], sims[2], tuple(more))
+            headers = tuple(("authorization", f"Bearer {key}") for key in settings.auth.api_keys[:1])
+            yield Pair(world, sims[0], sims[1], sims[2], tuple(more), headers)
             await until(lambda: not world.busy())
         finally:
             for server in world.servers:

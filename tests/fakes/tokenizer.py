@@ -27,7 +27,7 @@ class SimTokenizer:
         self.made = 0
         self.waiting = 0
 
-    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+    def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
         """The ids of a text."""
         self.waiting += 1
         self.gate.wait(10)
@@ -35,7 +35,7 @@ class SimTokenizer:
         self.made += 1
         return from_numbers(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """The ids of a chat."""
         text = render(
             self._template,

@@ -24,7 +24,7 @@ from pdproxy.observe.events import Event, HandleEnded, NodeChanged, RequestEnded
 from pdproxy.observe.snapshot import merged, page_of
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
-from pdproxy.settings.listen import Cors, Listen
+from pdproxy.settings.listen import Cors, Listen, OperatorRoutes
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
@@ -308,6 +308,7 @@ async def world(
     cors: Cors | None = None,
     library: Library | None = None,
     clock: Clock | None = None,
+    operator_routes: OperatorRoutes = "everywhere",
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines; `anything`: of role any.
 
@@ -318,7 +319,7 @@ async def world(
     `facts`: of all engines, where they differ from the usual ones. `library`: where tokenizers come from; None: nowhere.
     `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine is watched for standing still, unless
     `adjust` says so: canaries would use up scripts. None is compared with its peers: one that fails again and again in a test
-    of over ten seconds would be excluded.
+    of over ten seconds would be excluded. `operator_routes`: tests ask the clients' port how the proxy is doing, also with keys.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated + ["any"] * anything
@@ -326,7 +327,7 @@ async def world(
     for engine in engines:
         await engine.listen()
     settings = Settings(
-        listen=Listen(cors=cors or Cors()),
+        listen=Listen(cors=cors or Cors(), operator_routes=operator_routes),
         auth=Auth(**(auth or {})),
         pools=(Pool(nodes=tuple(Node(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
         deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),

@@ -14,7 +14,7 @@ from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from pdproxy.sim.facts import KvEventsConfig
 from pdproxy.sim.server import SimServer
 from tests.fakes.tokenizer import Shelf, SimTokenizer
@@ -47,13 +47,14 @@ class Known:
             self.predictions("too_low", basis),
         )
 
-    async def ask(self, prompt: object, path: str = "/v1/completions", **fields: Any) -> int:
-        """Send a prompt. Return the number of the engine that served it."""
+    async def ask(self, prompt: object, path: str = "/v1/completions", *, key: str | None = None, **fields: Any) -> int:
+        """Send a prompt, with a client's key. Return the number of the engine that served it."""
         before = [sim.engine.stats.prompt_tokens for sim in self.sims]
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
         if path != "/v1/completions":
             body["messages"] = body.pop("prompt")
-        answer = await self.world.ask(path, body)
+        headers = [] if key is None else [("authorization", f"Bearer {key}")]
+        answer = await self.world.ask(path, body, headers)
         assert answer.status == 200, answer.body
         return next(at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at])
 
@@ -83,6 +84,7 @@ async def knowing(
     policy: PoolPolicy | None = None,
     tokenizer: SimTokenizer | None = None,
     connected: bool = True,
+    auth: Auth | None = None,
     **more: Any,
 ) -> AsyncIterator[Known]:
     """Run engines and a proxy. `config`: how engines publish, None: they don't. `more`: their facts.
@@ -93,6 +95,7 @@ async def knowing(
         made = facts(config, **{"enable_prompt_tokens_details": True, "model": "tiny", **more})
         sims = [await stack.enter_async_context(SimServer(made, chance=number)) for number in range(1, count + 1)]
         settings = Settings(
+            auth=auth or Auth(),
             pools=(
                 Pool(
                     nodes=tuple(Node(url=sim.url, role=role) for sim in sims),  # type: ignore[arg-type]

@@ -320,10 +320,15 @@ async def test_pages_of_other_sites_are_kept_out() -> None:
         for headers, status in (
             ([("host", "evil.example")], 403),
             ([("host", "evil.example:80")], 403),
+            ([("host", "[::1].evil.example")], 403),
+            ([("host", "[::1]evil:80")], 403),
+            ([("host", "127.0.0.1.evil.example")], 403),
             ([("origin", "https://evil.example")], 403),
             ([("origin", "null")], 403),
             ([("origin", f"http://{here}")], 200),
             ([("host", "localhost:1")], 200),
+            ([("host", "LOCALHOST:1"), ("origin", "http://localhost:1")], 200),
+            ([("host", "[::ffff:127.0.0.1]:1")], 200),
             ([("host", "[::1]:1")], 200),
         ):
             assert (await api.ask("GET", f"{BASE}/engines", b"", headers)).status == status, headers

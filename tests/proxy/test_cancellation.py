@@ -22,6 +22,7 @@ class _Output:
     def __init__(self) -> None:
         self.body = b""
         self.begun = self.gone = self.paused = self.over = False
+        self.ended_by = None
         self.client = Client("a client")
 
     def drop_body(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from starlette.middleware.cors import CORSMiddleware
@@ -13,6 +14,7 @@ from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.settings.listen import Cors
 from pdproxy.web.cors import CorsHeaders, middleware_options
 from tests.fakes import scripts
+from tests.fakes.admin import admin
 from tests.fakes.client import Answer
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
@@ -148,7 +150,8 @@ async def test_a_wrong_method(method: str) -> None:
     """405 with the methods that are right: FastAPI's routes answer no HEAD and no plain OPTIONS, and so vLLM's don't."""
     async with world() as w:
         for entry in TABLE:
-            if method in entry.methods or entry.kind is RouteKind.REFUSED:
+            by_fastapi = (method, entry.path) == ("HEAD", "/openapi.json")
+            if method in entry.methods or entry.kind is RouteKind.REFUSED or by_fastapi:
                 continue
             answer = await w.ask(entry.path, b"", method=method)
             assert (answer.status, entry.path) == (405, entry.path)
@@ -160,11 +163,31 @@ async def test_a_wrong_method(method: str) -> None:
 async def test_a_trailing_slash_is_redirected() -> None:
     """307 to the path without it, query and all, as FastAPI does; no engine is asked."""
     async with world() as w:
-        for path in (COMPLETIONS, "/tokenize", "/v1/responses"):
-            answer = await w.ask(f"{path}/?a=1", {"model": "tiny"})
-            assert answer.status == 307
-            assert str(answer.header("location")).endswith(f"{path}?a=1")
+        for path in (COMPLETIONS, "/tokenize", "/v1/responses", "/v1/responses/a%20c", "/docs"):
+            answer = await w.ask(f"{path}/?a=1&b=%2F", {"model": "tiny"})
+            location = str(answer.header("location"))
+            assert (answer.status, location[:3]) == (307, "../"), (
+                "no host, and no path that a balancer would have to know"
+            )
+            assert (
+                urljoin(f"https://llm.example/below{path}/?x", location) == f"https://llm.example/below{path}?a=1&b=%2F"
+            )
         assert not w.prefill[0].requests
+
+
+@pytest.mark.parametrize(
+    "path", ["//evil.example/", "/\\evil.example/", "/nothing/", "//v1/models/", "/v1/models//", "/"]
+)
+async def test_no_other_path_is_redirected(path: str) -> None:
+    async with world() as w:
+        answer = await w.get(path)
+        assert (answer.status, answer.header("location")) == (404, None)
+
+
+async def test_the_admin_api_names_no_host_either() -> None:
+    async with world() as w, admin(w) as api:
+        answer = await api.ask("GET", "/admin/v1/log_level/")
+        assert (answer.status, answer.header("location")) == (307, "../log_level")
 
 
 @pytest.mark.parametrize("path", ["//v1/models", "/v1//models", "/v1/models%00", "/v1/./models", "/V1/models"])

@@ -215,7 +215,7 @@ async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.
         (lambda path: path.unlink(), "can't be read: No such file or directory"),
         (lambda path: path.write_text("good\n\nTWO WORDS\n"), "line 3 is no key"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "is no text"),
-        (lambda path: (path.unlink(), path.mkdir()), "can't be read: Is a directory"),
+        (lambda path: (path.unlink(), path.mkdir()), "is a directory, not a regular file"),
     ],
 )
 async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
+from pdproxy.fleet.works import Works
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
 from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
@@ -18,7 +19,7 @@ from tests.fakes.client import request
 from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.pool import Pair, pool
-from tests.fakes.world import until
+from tests.fakes.world import DEADLINES, until
 from tests.proxy.test_both_legs import PUSH, Gate, fails, known
 from tests.proxy.test_connectors import COMPLETIONS, completion
 from tests.proxy.test_no_garbage_connectors import judged
@@ -92,6 +93,43 @@ async def left(pair: Pair, clock: ManualClock) -> None:
         await until(lambda: orphans.count == 0)
 
 
+async def left_before_a_failure(pair: Pair, clock: ManualClock) -> None:
+    """The client leaves, and the prefill fails while the decode engine has time to begin: nobody handles the failure."""
+    proxy = pair.world.proxy
+    pair.d.faults.add("stall@head")
+    with answering(pair, Gate()):
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion(stream=True)))
+        await until(lambda: bool(proxy.custodian.awaiting_push()))
+        prefills = [leg for url in (pair.p.url, pair.more[0].url) for leg in [*proxy.engines[url].open_legs.legs]]
+        assert len(prefills) == 1
+        client.close()
+        await until(lambda: ACCEPT_GRACE in clock.pending())
+        prefills[0].fail(EngineTimeoutError("it stands still", wait=Wait.STALLED))
+        await until(lambda: not pair.world.busy())
+    pair.d.faults.clear()
+
+
+async def _asked_for_ever(works: Works, url: str, wait: str) -> bool:
+    await asyncio.Event().wait()
+    return False
+
+
+async def left_in_silence(pair: Pair, clock: ManualClock) -> None:
+    """The client leaves while the decode engine, which has sent nothing, is asked whether it works."""
+    pair.d.faults.add("stall@head")
+    client = await pair.world.client()
+    client.send(request("POST", COMPLETIONS, completion(stream=True)))
+    await until(lambda: any(not one.promised for one in pair.world.proxy.custodian.awaiting_push()))
+    await clock.reach(DEADLINES.first_token)
+    await until(lambda: any(task.get_name() == "does a silent engine work" for task in asyncio.all_tasks()))
+    client.close()
+    await later_turns()
+    await clock.advance(1.0)
+    await until(lambda: not pair.world.busy())
+    pair.d.faults.clear()
+
+
 async def not_needed(pair: Pair, clock: ManualClock) -> None:
     """The prefill engine stands still behind its push, and the decode engine streams: that failure is nobody's answer."""
     for engine in (pair.p, pair.more[0]):
@@ -113,8 +151,15 @@ async def not_needed(pair: Pair, clock: ManualClock) -> None:
         engine.faults.clear()
 
 
-@pytest.mark.parametrize("what", [no_prefill, refused, lost, late, left, not_needed])
-def test_nothing_is_left_to_the_collector(what: Callable[[Pair, ManualClock], Awaitable[None]]) -> None:
+@pytest.mark.parametrize(
+    "what", [no_prefill, refused, lost, late, left, left_before_a_failure, left_in_silence, not_needed]
+)
+def test_nothing_is_left_to_the_collector(
+    what: Callable[[Pair, ManualClock], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what is left_in_silence:
+        monkeypatch.setattr(Works, "on_all", _asked_for_ever)
+
     async def run() -> None:
         clock = ManualClock()
         async with pool(PUSH, prefills=2, clock=clock) as pair:

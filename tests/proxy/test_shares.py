@@ -370,7 +370,7 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
     async with world(limits={"max_inflight": 1}, adjust=trusting) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
-        hops = ["1.1.1.1", "1.1.1.1", "1.1.1.1", "6.6.6.6, 2.2.2.2, 10.1.2.3"]
+        hops = ["1.1.1.1", "1.1.1.1", "::ffff:1.1.1.1", "6.6.6.6, 2.2.2.2, ::ffff:10.1.2.3"]
         clients = [await begun(w, [("x-forwarded-for", hop)], f"r{n}") for n, hop in enumerate(hops)]
         names = {client.name for client in w.proxy.known_clients}
         assert {"1.1.1.1", "2.2.2.2"} <= names

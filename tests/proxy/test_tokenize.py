@@ -105,8 +105,8 @@ async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.
     """Its canaries agree, its first answer doesn't: that request is right, D gets P's ids; later P makes them all."""
 
     class Otherwise(SimTokenizer):
-        def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-            made = super().completion(text, add_special_tokens=add_special_tokens)
+        def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
+            made = super().completion(text, add_special_tokens=add_special_tokens, scope=scope)
             return from_numbers([*made.numbers(), 9]) if PROMPT in text and "user" in text else made
 
     async with world(adjust=always(), library=Shelf(model=Otherwise())) as w:

@@ -99,6 +99,16 @@ def test_a_longer_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch
     assert json.count(b",") == count - 1
 
 
+def test_what_is_kept_is_of_one_scope() -> None:
+    """How long a tenant's text takes says nothing of what another one has sent."""
+    encode = _Counting()
+    cache = SegmentCache(SegmentBoundaries([]), encode, 2**20)
+    text = "All ships that came in"
+    kept = [cache.encode(text, scope)[2] for scope in (b"a", b"b", b"a", b"b", b"")]
+    assert kept == [0, 0, len(text), len(text), 0]
+    assert encode.given == [text] * 3
+
+
 def test_the_cache_keeps_its_bound_and_what_was_used_last() -> None:
     """The least recently used go first; one text of more than a quarter is not kept at all."""
     encode = _Counting()

@@ -31,6 +31,7 @@ TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
         ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
         ("2001:db8:1:2:ffff::1", "2001:db8:1:2::/64"),
         ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("::ffff:c000:201", "192.0.2.1"),
         ("fe80::1%eth0", "fe80::/64"),
         ("", ""),
     ],
@@ -53,6 +54,9 @@ def test_an_address_names_a_client(address: str, name: str) -> None:
         ([b"6.6.6.6, "], "proxy"),
         ([b"10.0.0.1, 10.0.0.2"], "proxy"),
         ([], "proxy"),
+        ([b"192.0.2.1, ::ffff:10.0.0.2"], "192.0.2.1"),
+        ([b"::ffff:192.0.2.1, [::ffff:a00:2]:80"], "192.0.2.1"),
+        ([b"6.6.6.6, [::1].evil"], "proxy"),
         ([b"1.1.1.1," * 10_000 + b" 192.0.2.1"], "192.0.2.1"),
         ([b"\xff\xfe"], "proxy"),
     ],
@@ -72,6 +76,8 @@ def test_who_is_trusted() -> None:
     """Addresses in the networks, of either family; nobody, where none are named."""
     assert TRUSTING.trusts("10.1.2.3")
     assert TRUSTING.trusts("fd00::1")
+    assert TRUSTING.trusts("::ffff:10.1.2.3"), "so a socket that listens on :: shows it"
+    assert not TRUSTING.trusts("::ffff:192.0.2.1")
     assert not TRUSTING.trusts("192.0.2.1")
     assert not TRUSTING.trusts("")
     assert not Clients().trusts("10.1.2.3")

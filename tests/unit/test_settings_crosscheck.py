@@ -1,5 +1,6 @@
 """Engines and pools: what a single field can't tell, and the one spelling of an engine's URL."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pdproxy.settings.limits import Limits
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.schema import Auth, Facts, Node, Pool, Role, Settings
+from pdproxy.settings.tenants import TenantSettings, read_secret
 
 
 def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
@@ -39,6 +41,7 @@ def pool_error(*engines: tuple[Role, str]) -> str:
         (f"http://{'a' * 63}.b.", f"http://{'a' * 63}.b.:80"),
         ("http://[::1]:8200", "http://[::1]:8200"),
         ("http://[0:0::1]", "http://[::1]:80"),
+        ("http://[::ffff:10.0.0.1]:8200", "http://10.0.0.1:8200"),
     ],
 )
 def test_one_spelling(url: str, spelling: str) -> None:
@@ -60,6 +63,7 @@ def test_one_spelling(url: str, spelling: str) -> None:
         ("http://host:65536", "no URL: expected http://host:port"),
         ("http://host:x", "no URL: expected http://host:port"),
         ("http://[::1", "no URL: expected http://host:port"),
+        ("http://[::1].evil:8200", "no URL: expected http://host:port"),
         ("http://[zz]:1", "no URL: expected http://host:port"),
         ("http://a,b:1", "its host name can't exist"),
         ("http://-a:1", "its host name can't exist"),
@@ -246,7 +250,7 @@ def test_crosscheck_is_idempotent() -> None:
     assert checked(checked(FULL)) == checked(FULL) == FULL
 
 
-@pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "10.0.0.*"])
+@pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "[::1]", "10.0.0.*"])
 def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
     """Anything else is refused with its place in the list."""
     listen = Listen(trusted_proxies=("10.0.0.0/8", text))
@@ -256,8 +260,8 @@ def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
 
 def test_trusted_proxies_as_networks() -> None:
     """An address is a network of one; bits behind the network's are left out."""
-    found = parsed_networks(("10.0.0.1", "10.1.2.3/8", "fd00::/8"))
-    assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8"]
+    found = parsed_networks(("10.0.0.1", "10.1.2.3/8", "fd00::/8", "::ffff:10.0.0.0/104"))
+    assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8", "10.0.0.0/8"]
 
 
 @pytest.mark.parametrize(("space", "fits"), [(1143, True), (1142, False), (500, False)])
@@ -313,6 +317,36 @@ def test_wrong_forms_of_its_address(text: str) -> None:
 
 
 def test_its_keys_are_not_printed() -> None:
-    text = dump(Settings(auth=Auth(admin_keys=("secret-1", "secret-2"))))
-    assert "secret" not in text
-    assert "secret" not in repr(Auth(admin_keys=("secret-1",)))
+    text = dump(Settings(auth=Auth(admin_keys=("hidden-1", "hidden-2"))))
+    assert "hidden" not in text
+    assert "hidden" not in repr(Auth(admin_keys=("hidden-1",)))
+
+
+@pytest.mark.parametrize(
+    ("tenants", "why"),
+    [
+        ({"secret": "x" * 31}, "tenants.secret: expected 32 or more visible ASCII characters without blanks"),
+        ({"secret": "x y" * 20}, "tenants.secret: expected 32 or more visible ASCII characters without blanks"),
+        ({"secret": "x" * 32, "secret_file": "f"}, "tenants: secret and secret_file exclude each other: give one"),
+        ({"caches": "mine"}, "tenants.caches: expected auto or separate or shared"),
+    ],
+)
+def test_the_secret_of_tenants_is_one_long_text(tenants: dict[str, str], why: str, tmp_path: Path) -> None:
+    """No error quotes it."""
+    (path := tmp_path / "settings.yaml").write_text(json.dumps({"tenants": tenants}))
+    with pytest.raises(SettingsError) as wrong:
+        load(path, {}, need_engines=False)
+    assert why in str(wrong.value)
+    assert "xxx" not in str(wrong.value)
+    assert "x y" not in str(wrong.value)
+
+
+def test_the_secret_of_tenants_is_not_printed() -> None:
+    hidden = Settings(tenants=TenantSettings(secret="hidden" * 6))
+    assert "hidden" not in dump(hidden) + repr(hidden)
+
+
+def test_a_short_secret_in_a_file(tmp_path: Path) -> None:
+    (path := tmp_path / "secret").write_text("x" * 31)
+    with pytest.raises(SettingsError, match="holds less than 32 characters"):
+        read_secret("tenants.secret_file", str(path))

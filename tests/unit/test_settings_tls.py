@@ -102,5 +102,5 @@ def test_files_of_keys(tmp_path: Path) -> None:
         read_key("s", str(path))
     path.write_text("pass word \nsecond\n")
     assert read_password("s", str(path)) == "pass word "
-    with pytest.raises(SettingsError, match="is larger than"):
+    with pytest.raises(SettingsError, match="is a device"):
         read_keys("s", "/dev/zero")

@@ -17,7 +17,7 @@ from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.kit.switchboard import REPORT, Switchboard
 from pdproxy.observe.snapshot import Snapshot
-from pdproxy.web.app import Readiness, State
+from pdproxy.web.operation import Readiness, State
 from tests.fakes.world import until
 
 

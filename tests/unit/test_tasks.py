@@ -10,6 +10,8 @@ import pytest
 from pdproxy.kit.clock import TICK, Clock
 from pdproxy.kit.frames import FIRST_FRAMES, LAST_FRAMES, MAX_CAUSES, frames
 from pdproxy.kit.tasks import MAX_NAME, Failures, Pauses, TaskOwner
+from tests.fakes.clock import later_turns
+from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import until
 
 FAST = Pauses(first=0.001, longest=0.004, well=60)
@@ -49,6 +51,19 @@ async def test_a_task_that_fails_is_started_again(caplog: pytest.LogCaptureFixtu
     assert "ValueError at " in lines[0]
     assert "test_tasks.py" in lines[0]
     assert SECRET not in "".join(lines)
+
+
+async def test_a_task_that_is_ended_leaves_nothing_to_the_collector() -> None:
+    """Its CancelledError refers to its frames: they must not refer to the error."""
+    owner = TaskOwner("test", FAST)
+    runs = Runs()
+    with left_to_the_collector() as found:
+        task = owner.keep(runs.run, "one")
+        await until(lambda: runs.started == 1)
+        owner.end(task)
+        del task
+        await later_turns()
+    assert not found
 
 
 async def test_a_pause_ends_at_once_with_the_process() -> None:

@@ -252,7 +252,7 @@ async def test_what_a_template_rejects_is_not_asked_again() -> None:
     """The engine's would reject it, too: its own error goes to the client."""
 
     class Rejecting(SimTokenizer):
-        def chat(self, chat: Any, form: Any) -> TokenIds:
+        def chat(self, chat: Any, form: Any, scope: bytes = b"") -> TokenIds:
             raise RejectedError("TemplateError")
 
     async with stage(required=True) as s:
@@ -265,7 +265,7 @@ async def test_a_tokenizer_that_breaks() -> None:
     """Whatever it raises ends there: it may quote the prompt."""
 
     class Broken(SimTokenizer):
-        def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
             raise RuntimeError(text)
 
     async with stage() as s:

@@ -119,7 +119,10 @@ class AdminServer:
         self._at = at
         keys = proxy.credentials.admin_keys
         gate = Gate(
-            create_admin_app(proxy.share.admin_api(service, proxy)), keys, proxy.observers, is_tcp=at.place.path is None
+            create_admin_app(proxy.share.admin_api(service, proxy), proxy.front.operation),
+            keys,
+            proxy.observers,
+            is_tcp=at.place.path is None,
         )
         proxy.metrics.add_gauges(
             [

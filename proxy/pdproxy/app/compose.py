@@ -11,6 +11,7 @@ from pdproxy.app.notices import build_telemetry
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
+from pdproxy.app.revoking import Revoking
 from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.watch import UNWATCHED, Watch
@@ -62,10 +63,13 @@ class Proxy(Parts):
         readiness = ReadinessCheck(proxy.admission, states, proxy.now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, [pool.connector for pool in settings.pools]))
         proxy.readiness = readiness
+        credentials.then.append(Revoking(credentials.keys, proxy.connections).look)
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,
+            admin_keys=credentials.admin_keys,
             clients=proxy.known_clients,
+            cache_salts=proxy.cache_salts,
             admission=proxy.admission,
             service=proxy.service,
             passthrough=pools[0].passthrough,

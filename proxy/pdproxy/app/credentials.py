@@ -25,6 +25,7 @@ from pdproxy.settings.files import read_key
 from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
+from pdproxy.settings.tenants import read_secret
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
 from pdproxy.settings.yaml_file import spell_file
 
@@ -32,6 +33,7 @@ logger = logging.getLogger("pdproxy.files")
 
 LOOK_EVERY = 1.0
 """Seconds."""
+SECRET_FILE = "tenants.secret_file"  # noqa: S105 - the setting's name
 EXPIRES_SOON = timedelta(days=2)
 """How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
 
@@ -49,8 +51,10 @@ class Credentials:
         self._followed: list[ReloadingFile[Any]] = []
         self._tasks: TaskOwner | None = None
         self._following = False
-        auth, listen = settings.auth, settings.listen.tls
+        auth, listen, tenants = settings.auth, settings.listen.tls, settings.tenants
         self._auth = auth
+        self.then: list[Callable[[], None]] = []
+        """Called whenever the files were checked, and whenever the keys of other settings are in force."""
         self._valid_keys = self._valid_admin_keys = no_keys
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
@@ -59,6 +63,13 @@ class Credentials:
             self._valid_admin_keys = self._operators_keys(auth)
         with found.collecting():
             self._common_key = self._engines_key(auth)
+        self.cache_secret: Callable[[], str | None] = lambda: tenants.secret
+        """Returns the secret of tenants' salts, None where the settings have none."""
+        if (secret_file := tenants.secret_file) is not None:
+            with found.collecting():
+                self.cache_secret = self._follow(
+                    SECRET_FILE, [secret_file], lambda: read_secret(SECRET_FILE, secret_file)
+                )
         self.keys = Keys()
         if auth.wants_keys:
             self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)
@@ -138,6 +149,7 @@ class Credentials:
             self._followed = [*(one for one in self._followed if one not in former), *new]
             self._auth, self._valid_keys, self._valid_admin_keys, self._common_key = auth, valid, admin, common
             self._follow_files()
+            self._call_then()
 
         return use
 
@@ -191,6 +203,11 @@ class Credentials:
         if expiry is not None and expiry != self._expiry_logged:
             logger.warning("%s", expiry)
         self._expiry_logged = expiry
+        self._call_then()
+
+    def _call_then(self) -> None:
+        for call in self.then:
+            call()
 
     async def follow(self) -> None:
         """Check all files once per second until cancelled."""

@@ -10,6 +10,7 @@ from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
+from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
@@ -25,6 +26,8 @@ from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
+from pdproxy.web.operation import Operation
+from pdproxy.web.operators import Operators
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.refusals import report_refusal
@@ -41,7 +44,9 @@ class Front:
 
     settings: Settings
     keys: Keys
+    admin_keys: Keys
     clients: Clients
+    cache_salts: CacheSalts
     admission: Admission
     service: Service
     passthrough: Passthrough
@@ -63,7 +68,7 @@ class Front:
     def __post_init__(self) -> None:
         """Make what serves requests."""
         limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
-        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
+        self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights, self.cache_salts)
         identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants)
         slow_readers = SlowReaderPolicy(
             limits.min_read_rate,
@@ -124,19 +129,32 @@ class Front:
         """Return the protocol class for uvicorn."""
         return protocol_class(self.path, self.settings.listen.root_path)
 
+    @property
+    def operation(self) -> Operation:
+        """What operators and health checks are answered."""
+        shown, readiness = self.shown, self.readiness
+        return Operation(shown.load, shown.readiness, shown.metrics, readiness.not_taking, readiness.engines)
+
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
         return Answers(
             self.keys.check,
-            self.shown.load,
-            self.shown.readiness,
+            self.operation,
             self.models,
-            self.shown.metrics,
             self.asgi,
             self.settings.listen.cors,
-            self.readiness.not_taking,
-            self.readiness.engines,
             self.settings.listen.root_path,
             self.telemetry,
             refused=partial(report_refusal, self.observers),
+            operators=Operators(self.admin_keys, lambda: self.settings.hides_operator_routes),
         )
+
+    def warnings(self) -> list[str]:
+        """Return what an operator should know at the start."""
+        settings = self.settings
+        if not settings.hides_operator_routes or self.admin_keys.wanted or settings.listen.admin is not None:
+            return []
+        what = "nobody can see /metrics, /docs, /load, /version and the details of /ready"
+        return [
+            f"{what}: they are for operators (listen.operator_routes), but auth.admin_keys and listen.admin are not set"
+        ]

@@ -17,9 +17,9 @@ from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.web.app import State
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
+from pdproxy.web.operation import State
 from pdproxy.web.unread_answers import UnreadAnswers
 
 Samples = list[tuple[tuple[str, ...], float]]

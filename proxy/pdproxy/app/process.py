@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from pdproxy.app.capacity import SharedPlaces
@@ -19,6 +20,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
+from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.models import Models
 from pdproxy.serving.access.quotas import Quotas
@@ -59,6 +61,7 @@ class Process:
     unread_answers: UnreadAnswers
     connections: Connections
     quotas: Quotas
+    cache_salts: CacheSalts
     models: Models
     places: SharedPlaces | None
     """None where one pool of one process has all places."""
@@ -144,7 +147,14 @@ class Process:
             unread_answers=UnreadAnswers(limits.max_buffered_answer_bytes, observers),
             connections=Connections(limits.max_connections, observers),
             quotas=share.quotas(credentials.keys.limits, clock.now),
+            cache_salts=CacheSalts(settings.tenants, credentials.keys, partial(_secret, credentials, share)),
             models=models,
             places=SharedPlaces(admission) if len(settings.pools) > 1 or share.several is not None else None,
             heartbeat=Heartbeat(observers),
         )
+
+
+def _secret(credentials: Credentials, share: Share | Alone) -> bytes:
+    """Return the secret of tenants' salts: the settings', or else one that this process and its other workers have made."""
+    own = credentials.cache_secret()
+    return share.cache_secret if own is None else own.encode()

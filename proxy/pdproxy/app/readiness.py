@@ -16,7 +16,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.request.admission import Admission
-from pdproxy.web.app import Readiness, State
+from pdproxy.web.operation import Readiness, State
 
 MAX_DETAIL, MAX_DETAILS = 1000, 200
 """Characters of a sentence, and how many sentences there are."""

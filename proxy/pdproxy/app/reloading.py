@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from pdproxy.observe.metrics import Gauge
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.yaml_file import spell_file
 
 logger = logging.getLogger("pdproxy.settings")
 
@@ -91,7 +89,7 @@ class Reloading:
         Raises:
             SettingsError: they can't be used. What was read at the start may be long out of date.
         """
-        if self._stamps() != self._used and all(map(_can_be_read_again, self._source.paths)):
+        if self._stamps() != self._used:
             await self.look(asked=True)
             if self._failure is not None:
                 raise SettingsError(f"the settings can't be read again: {self._failure}")
@@ -120,7 +118,7 @@ class Reloading:
         self._used = stamps
         try:
             # YAML of hundreds of engines takes longer than a stream may wait.
-            settings = await asyncio.get_running_loop().run_in_executor(None, self._read_files)
+            settings = await asyncio.get_running_loop().run_in_executor(None, self._source.read)
             result = self._apply(settings)
         except (SettingsError, MembershipError, ValueError) as error:
             self._failure = "; ".join(str(error).splitlines()[:MAX_LINES])
@@ -143,19 +141,5 @@ class Reloading:
             logger.warning("these settings have changed, and need a restart: %s", ", ".join(self._restart))
         return "applied" if changed else "unchanged"
 
-    def _read_files(self) -> Settings:
-        for path in self._source.paths:
-            if not _can_be_read_again(path):
-                raise SettingsError(f"{spell_file(path)}: is no regular file, and can be read only at the start")
-        return self._source.read()
-
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [stamp(path) for path in self._paths]
-
-
-def _can_be_read_again(path: Path) -> bool:
-    """Return False for a pipe: it was read at the start, and a thread would wait for its writer until the process is killed."""
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return True  # it is gone, or can't be looked at: reading it says so

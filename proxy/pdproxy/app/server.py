@@ -35,6 +35,7 @@ from pdproxy.app.listening import Listening
 from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.replicas import follow_replicas
+from pdproxy.app.salt_warnings import salt_warnings
 from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
@@ -248,7 +249,8 @@ async def serve(
     share.start(proxy.tasks)
     if (waits := started(proxy)) is not None:
         await waits
-    for warning in proxy.credentials.warnings():
+    own_warnings = (*proxy.credentials.warnings(), *proxy.front.warnings())
+    for warning in (*own_warnings, *salt_warnings(settings, proxy.cache_salts)):
         logger.warning("%s", warning)
     logger.info("pdproxy %s listens on %s", __version__, _place(proxy, listener))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")

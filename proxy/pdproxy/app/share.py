@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
+from secrets import token_bytes
 from socket import socket
 from typing import Any, Protocol
 
@@ -45,10 +46,11 @@ from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService
-from pdproxy.web.app import Readiness
+from pdproxy.web.operation import Readiness
 
 MAX_KEYS = 8192
 """Names of keys whose use is shared. That of further ones counts in each worker by itself."""
+SECRET_BYTES = 32
 REFRESH_EVERY = 0.25
 """Seconds between two looks at all that is shared: an engine that drains is looked at without a request, and a store that another
 core saw late is found."""
@@ -59,6 +61,8 @@ class Shared:
 
     def __init__(self, workers: int, pools: int = 1) -> None:
         self.workers = workers
+        self.cache_secret = token_bytes(SECRET_BYTES)
+        """See `Alone`. All workers have the same one."""
         self.pools = [PoolMemory(workers) for _ in range(pools)]
         self.lead = SharedTable(workers, 1, leading.MEASURES)
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
@@ -107,6 +111,10 @@ class Alone:
     quotas = Quotas
     shown = Shown
 
+    def __init__(self) -> None:
+        self.cache_secret = token_bytes(SECRET_BYTES)
+        """The key of the hash that makes tenants' salts, where the settings have none."""
+
     @staticmethod
     def pool(at: int) -> PoolAlone:
         """Return the parts of the pool with this number."""
@@ -133,6 +141,7 @@ class Share:
     def __init__(self, shared: Shared, number: int, send: Callable[[Message], None], now: Callable[[], float]) -> None:
         self.number = number
         self.workers = shared.workers
+        self.cache_secret = shared.cache_secret
         self._shared = shared
         self._now = now
 

@@ -18,7 +18,7 @@ from pdproxy.observe import catalog_workers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.request.admission import Admission
-from pdproxy.web.app import Readiness, State
+from pdproxy.web.operation import Readiness, State
 
 REPORT_EVERY = 1.0
 """Seconds between two reports of a worker's counts: what a killed one has counted since its last report is lost."""

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.cli.reading import seconds
+from pdproxy.kit.addresses import reachable
 from pdproxy.settings.admin import AdminAddress, AdminPlace, place_of
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.load import load
@@ -28,7 +29,6 @@ HTTPS = "https://"
 MAX_ANSWER = 64 << 20
 """Bytes of an answer: four thousand engines take 5 MB."""
 _PIECE = 1 << 16
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound to it here
 
 
 class AdminFailed(Exception):  # noqa: N818 - a finding, not a fault of this program
@@ -100,7 +100,7 @@ class AdminClient:
         if address is None:
             raise SettingsError("no admin API is named: give --admin, or listen.admin in the settings")
         place = place_of(address)
-        place = place._replace(host=_ANY_ADDRESS.get(str(place.host), place.host))
+        place = place if place.host is None else place._replace(host=reachable(place.host))
         return cls(place, _own_context(settings, place), key or _first_key(settings), arguments.timeout)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -20,6 +20,7 @@ import msgspec
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import seconds
+from pdproxy.kit.addresses import reachable
 from pdproxy.settings.admin import UNIX
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.files import read_file
@@ -30,8 +31,6 @@ from pdproxy.settings.yaml_file import spell_file
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound to it here
-"""Addresses that a server listens on, and where a client of the same machine finds it."""
 _MAX_ANSWER = 65_536
 """Bytes of an answer of /ready that are read."""
 
@@ -143,7 +142,7 @@ def _of_url(arguments: argparse.Namespace) -> _Place:
 
 def _of_settings(arguments: argparse.Namespace) -> _Place:
     listen = settings_from(arguments, need_engines=False).listen
-    host = _ANY_ADDRESS.get(listen.host, listen.host)
+    host = reachable(listen.host)
     if listen.tls.certificate is None:
         return _Place(host, listen.port, None, uds=listen.uds)
     if listen.tls.client_ca is not None and arguments.cert is None:

@@ -6,12 +6,12 @@ Owns the file's shape and the folder of the profiles that pdproxy ships. A profi
 from __future__ import annotations
 
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.kit.regular_file import UnreadableError, read_regular
 
 MAX_BYTES = 1 << 20
 MAX_NAME = 100
@@ -93,15 +93,11 @@ def load(name: str) -> Profile:
     if name in shipped():
         return _decoded(name, resources.files("pdproxy.engine_model").joinpath("profiles", name + _SUFFIX).read_bytes())
     try:
-        with Path(name).open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ValueError(f"{name}: neither a file nor one of {', '.join(shipped())}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise ValueError(f"{name!r}: can't be read: {reason or error}") from None
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{name}: more than {MAX_BYTES} bytes")
+        content = read_regular(name, MAX_BYTES)
+    except UnreadableError as error:
+        if error.is_missing:
+            raise ValueError(f"{name}: neither a file nor one of {', '.join(shipped())}") from None
+        raise ValueError(f"{name!r}: {error}") from None
     return _decoded(name, content)
 
 

@@ -19,7 +19,7 @@ from pdproxy.upstream.metrics_page import Scrape
 COUNTED = 1.0
 """Seconds before an engine's last sign: what was sent earlier is in the numbers that it reports."""
 LOOKS, BETWEEN = 5, 0.1
-"""How often these numbers are read while the engine is asked for a token, and the seconds between."""
+"""How often these numbers are read before they prove that a request is lost, and the seconds between."""
 
 
 class Works:
@@ -62,9 +62,15 @@ class Works:
         return node.up and node.stalled is None and not engine.open_legs.shows_nothing
 
     async def _has_lost(self, engine: Engine) -> bool:
-        """Return whether an engine reports fewer requests than were sent to it, or reports nothing."""
+        """Return whether an engine reports fewer requests than were sent to it, or reports nothing.
+
+        A single look proves no loss: the engine has ended a request, and its last bytes have not been read here yet.
+        """
         legs = engine.open_legs
-        for _ in range(LOOKS):
+        are_missing = False
+        for look in range(LOOKS):
+            if look:
+                await asyncio.sleep(BETWEEN)
             sent, canaries = [leg for leg in legs.legs if leg.since <= legs.life - COUNTED], legs.canaries
             try:
                 found = await self._scrape(engine.url)
@@ -72,9 +78,7 @@ class Works:
                 return True  # an engine that does not even answer this is not seen to work
             if found.waiting is None:
                 return False
-            if found.running + found.waiting < sum(leg in legs.legs for leg in sent):
-                return True
-            if not canaries:
+            are_missing = found.running + found.waiting < sum(leg in legs.legs for leg in sent)
+            if not are_missing and not canaries:  # with a canary, what the engine reports may be our own question
                 return False
-            await asyncio.sleep(BETWEEN)  # what it reports may be our own question
-        return False
+        return are_missing

@@ -118,6 +118,13 @@ class BadRequestError(PdproxyError):
     type = "BadRequestError"
 
 
+class ForbiddenError(BadRequestError):
+    """Whoever has sent the request may not use this."""
+
+    status = 403
+    type = "ForbiddenError"
+
+
 class UnreadableError(BadRequestError):
     """The body can't be read. The type is vLLM's for what fails its schema; the message quotes what the client sent."""
 
@@ -200,6 +207,15 @@ class UnauthorizedError(PdproxyError):
     def code(self) -> str | None:
         """OpenAI's own code, None if it has none."""
         return self._code
+
+
+class RevokedError(UnauthorizedError):
+    """What let the client in is not valid any more: its key or its certificate was taken away, or has reached its end."""
+
+    def __init__(self, what: str, how: str) -> None:
+        """`what`: "key" or "certificate"; `how`: "revoked" or "expired"."""
+        done = "has expired" if how == "expired" else "was revoked"
+        super().__init__(f"The {what} of this request {done}.", code=f"{what}_{how}")
 
 
 class OverloadedError(PdproxyError):

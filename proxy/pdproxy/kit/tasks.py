@@ -156,6 +156,7 @@ class TaskOwner:
             except (Exception, asyncio.CancelledError) as error:
                 failed = error
             if task.cancelling():
+                failed = None  # its traceback refers to this frame
                 return
             failures.failed(failed, pauses=True)
             if failed is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
+from pdproxy.kit.addresses import is_loopback
 from pdproxy.settings.errors import Mistakes
 
 UNIX = "unix:"
@@ -50,16 +50,6 @@ def place_of(address: str) -> AdminPlace:
     if not 0 < int(port) < 65_536:
         raise ValueError(f"no port is {port}")
     return AdminPlace(None, host.strip("[]"), int(port))
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, as far as its name shows."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_admin(

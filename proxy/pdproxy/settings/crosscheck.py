@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.kit.addresses import Network, read_address, read_network
 from pdproxy.settings.admin import UNIX, check_admin
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dns import check_servers, dns_name, is_dns, stand_in_url
@@ -24,6 +24,7 @@ from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.pool_checks import check_pools
 from pdproxy.settings.replicas import check_replicas
 from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
+from pdproxy.settings.tenants import check_tenants
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 from pdproxy.transfer.registry import AUTO
 
@@ -50,6 +51,8 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
         if not found.within("auth"):
             check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
+    if not found.within("tenants"):
+        check_tenants(settings.tenants, found)
     if not found.within("dns"):
         check_servers(settings.dns, found)
     if not found.within("replicas"):
@@ -214,7 +217,7 @@ def _one_source(found: Mistakes, *names: str) -> str:
     return next(filter(None, (found.source(("limits", name)) for name in names)), "")
 
 
-def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[IPv4Network | IPv6Network, ...]:
+def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[Network, ...]:
     """Return the networks in `listen.trusted_proxies`; an address is a network of one. `where`: the source of the list.
 
     Raises:
@@ -225,7 +228,7 @@ def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[IPv4Network 
         if text == UNIX:
             continue
         try:
-            networks.append(ip_network(text, strict=False))
+            networks.append(read_network(text))
         except ValueError:
             path = ("listen", "trusted_proxies", index)
             words = f"{quote(text)}: expected an address or a network, such as 10.0.0.0/8, or {UNIX}{where}"
@@ -254,7 +257,10 @@ def engine_url(url: str, path: KeyPath, where: str = "") -> str:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         if ":" in host:
-            host = f"[{IPv6Address(host)}]"
+            address = read_address(f"[{host}]")
+            if address is None or "%" in host or parts.netloc.partition("]")[2].partition(":")[0]:
+                raise ValueError(host)
+            host = str(address) if address.version == 4 else f"[{address}]"  # one engine has one spelling
     except ValueError:
         raise wrong("no URL: expected http://host:port") from None
     if parts.scheme not in _PORTS or "://" not in url:

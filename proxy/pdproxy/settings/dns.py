@@ -6,10 +6,10 @@ Owns units, bounds and defaults, and the normal spelling of such a URL.
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from pdproxy.kit.addresses import read_address, read_place
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.section import Seconds, Section, Text
 
@@ -84,7 +84,7 @@ def dns_name(url: str, path: KeyPath, where: str = "") -> DnsName:
         raise wrong("expected the engines' port behind the name")
     if not has_port and port is not None:
         raise wrong("the records have the ports: expected none")
-    if has_port and _is_address(name):
+    if has_port and read_address(name) is not None:
         raise wrong("is an address: expected http://host:port")
     return DnsName(parts.scheme, name, port)
 
@@ -111,20 +111,7 @@ def check_servers(dns: Dns, found: Mistakes) -> None:
 
 def server_of(text: str) -> tuple[str, int]:
     """Return address and port of a name server. Raises ValueError for another text."""
-    host, port = text, str(_PORT)
-    if text.startswith("["):
-        host, end, rest = text[1:].partition("]")
-        port = rest.removeprefix(":") if rest else port if end else ""
-    elif text.count(":") == 1:
-        host, _, port = text.partition(":")
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise ValueError(port)
-    return str(ip_address(host)), int(port)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
+    place = read_place(text)
+    if place is None or read_address(place.host) is None or place.port == 0:
+        raise ValueError(text)
+    return place.host, _PORT if place.port is None else place.port

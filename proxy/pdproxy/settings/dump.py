@@ -28,7 +28,8 @@ def dump(settings: Settings) -> str:
         )
         for pool in settings.pools
     )
-    tree = msgspec.to_builtins(replace(settings, auth=masked, pools=pools), builtin_types=())
+    tenants = replace(settings.tenants, secret=MASK if settings.tenants.secret else None)
+    tree = msgspec.to_builtins(replace(settings, auth=masked, tenants=tenants, pools=pools), builtin_types=())
     return yaml.safe_dump(_lists(tree), sort_keys=False, allow_unicode=True)
 
 

@@ -108,7 +108,7 @@ def spell_value(path: KeyPath, value: object) -> str:
             return "a mapping"
         case list() | tuple() | set():
             return "a list"
-        case _ if path[:1] == ("auth",) or path[-1:] == ("api_key",):
+        case _ if path[:1] == ("auth",) or path[-1:] in (("api_key",), ("secret",)):
             return "something else (not shown)"
         case bool():
             return "true" if value else "false"

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from pdproxy.kit.regular_file import UnreadableError, read_regular
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.section import Key
 from pdproxy.settings.yaml_file import spell_file
 
 _MAX_BYTES = 1_048_576
-"""A larger file is not a file of keys: its name is wrong, or it is a device that never ends."""
+"""A larger file is no file of keys or certificates: its name is wrong."""
 
 
 def read_keys(setting: str, path: str) -> tuple[str, ...]:
@@ -74,17 +75,13 @@ def read_file(setting: str, path: str) -> bytes:
     """Return a file's bytes.
 
     Raises:
-        SettingsError: it can't be read.
+        SettingsError: it can't be read, is no regular file, or is too large.
     """
     name = spell_file(Path(path))
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise SettingsError(f"{setting}: {name}: can't be read: {error.strerror or type(error).__name__}") from None
-    if len(content) > _MAX_BYTES:
-        raise SettingsError(f"{setting}: {name}: is larger than {_MAX_BYTES} bytes")
-    return content
+        return read_regular(path, _MAX_BYTES)
+    except UnreadableError as error:
+        raise SettingsError(f"{setting}: {name}: {error}") from None
 
 
 def read_lines(setting: str, path: str) -> list[str]:

@@ -5,7 +5,7 @@ Owns names, units, bounds and defaults.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -20,6 +20,7 @@ RootPath = Annotated[
         description="a path such as /llm, without a slash at its end",
     ),
 ]
+OperatorRoutes = Literal["auto", "everywhere", "admin"]
 Workers = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -85,6 +86,10 @@ class Listen(Section, frozen=True):
     """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
     `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address. `unix:`: all
     who connect to `uds`."""
+
+    operator_routes: OperatorRoutes = "auto"
+    """Who may see at the clients' port what is for operators: everybody, or only who has an admin key. At `admin` everybody does
+    who may use it. auto: `admin` with keys for clients, or with a tenant header; otherwise `everywhere`."""
 
     admin: AdminAddress | None = None
     """Where the admin API listens: `unix:PATH`, or `HOST:PORT`, of the loopback unless it has keys. None: there is none."""

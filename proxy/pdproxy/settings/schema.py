@@ -28,6 +28,7 @@ from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.replicas import ReplicaSettings
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.sockets import KvReady, Registration
+from pdproxy.settings.tenants import TenantSettings
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
 
@@ -341,6 +342,8 @@ class Settings(Section, frozen=True):
 
     overload: Overload = Overload()
     """Who is served first while requests wait."""
+    tenants: TenantSettings = TenantSettings()
+    """Whether tenants share engines' caches."""
     health: Health = Health()
     """Engines that stand still, and engines that come back."""
 
@@ -365,6 +368,13 @@ class Settings(Section, frozen=True):
 
     observe: Observe = Observe()
     """Logs."""
+
+    @property
+    def hides_operator_routes(self) -> bool:
+        """Whether only operators see at the clients' port what is for them."""
+        if self.listen.operator_routes == "auto":
+            return self.auth.wants_keys or self.overload.tenant_header is not None
+        return self.listen.operator_routes == "admin"
 
     @property
     def pool(self) -> Pool:

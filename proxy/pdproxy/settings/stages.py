@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.kit.addresses import is_any
 from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
 from pdproxy.settings.external_file import ForeignFile, spell
 from pdproxy.settings.schema import Role
@@ -178,7 +179,7 @@ class Reader:
             if host is not None:
                 raise self._file.wrong((*path, "engine_args", "host"), "has no effect without engine_args.port")
             return None
-        if host in _ANY_ADDRESS:
+        if host is not None and is_any(host):
             raise self._file.wrong(
                 (*path, "engine_args", "host"), f"{host} is an address to listen on: give runtime.url"
             )
@@ -202,4 +203,3 @@ _ROLES: dict[Role, tuple[str, ...]] = {
     "prefill": ("kv_producer", "kv_both"),
     "decode": ("kv_consumer", "kv_both"),
 }
-_ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - refused, not bound

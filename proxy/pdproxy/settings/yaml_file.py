@@ -10,10 +10,11 @@ from pathlib import Path
 
 import yaml
 
+from pdproxy.kit.regular_file import UnreadableError, read_regular
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 
 MAX_BYTES = 4 << 20
-"""A larger file is no file of settings: its name is wrong, or it is a device that never ends."""
+"""A larger file is no file of settings: its name is wrong."""
 MAX_VALUES = 1_000_000
 """Keys and values of a file, those that an alias stands for counted at each alias: ten lines can stand for billions."""
 
@@ -22,15 +23,11 @@ def read_yaml(path: Path, found: Mistakes) -> object:
     """Return what the file holds, None if nothing. Keys that are given twice are added to `found`.
 
     Raises:
-        SettingsError: it can't be read, is no YAML, or holds too much.
+        SettingsError: it can't be read, is no regular file, is no YAML, or holds too much.
     """
     name = spell_file(path)
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise SettingsError(f"{name}: is larger than {MAX_BYTES} bytes")
-        loader = yaml.SafeLoader(content)
+        loader = yaml.SafeLoader(read_regular(path, MAX_BYTES))
         root = loader.get_single_node()
         if root is None:
             return None
@@ -40,8 +37,8 @@ def read_yaml(path: Path, found: Mistakes) -> object:
         return _construct(loader, root, name)
     except SettingsError:
         raise
-    except OSError as error:
-        raise SettingsError(f"{name}: can't be read: {error.strerror or type(error).__name__}") from None
+    except UnreadableError as error:
+        raise SettingsError(f"{name}: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""

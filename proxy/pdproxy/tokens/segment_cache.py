@@ -26,8 +26,8 @@ MIN_SEGMENT = 256
 """Characters of a segment at least, but for the last one: a look-up must cost less than it saves."""
 WINDOW = 64 * 1024
 """Characters per search: a search holds the interpreter's lock, and so the event loop, for as long as it takes."""
-_ENTRY = 200
-"""Bytes that a cache entry takes besides its text and ids, about."""
+_ENTRY = 400
+"""Bytes that a cache entry takes besides its text and ids, about: its scope is one of them."""
 
 _END = ""
 """The end of a word in a trie: not a character."""
@@ -124,7 +124,7 @@ class SegmentCache:
         self._boundaries = boundaries
         self._encode = encode
         self._capacity = capacity
-        self._kept: OrderedDict[str, _Segment] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, str], _Segment] = OrderedDict()  # by scope and text
         self._size = 0
         self._lock = Lock()
 
@@ -136,11 +136,14 @@ class SegmentCache:
         """Bytes that are kept."""
         return self._size
 
-    def encode(self, text: str) -> tuple[bytes, int, int]:
-        """Return a text's ids as JSON numbers with commas between them, their number, and how many of them had been kept."""
+    def encode(self, text: str, scope: bytes = b"") -> tuple[bytes, int, int]:
+        """Return a text's ids as JSON numbers with commas between them, their number, and how many of them had been kept.
+
+        Segments are kept for one `scope`: how long another text takes says nothing of them.
+        """
         segments = list(self._boundaries.segments(text))
         with self._lock:
-            found = [self._kept_segment(segment) for segment in segments]
+            found = [self._kept_segment(scope, segment) for segment in segments]
         unknown = [segment for segment, known in zip(segments, found, strict=True) if known is None]
         kept = sum(known.count for known in found if known is not None)
         fresh = iter(
@@ -150,17 +153,17 @@ class SegmentCache:
         with self._lock:
             for segment, known, made in zip(segments, found, whole, strict=True):
                 if known is None:
-                    self._keep(segment, made)
+                    self._keep(scope, segment, made)
         return (
             b",".join(segment.json for segment in whole if segment.count),
             sum(segment.count for segment in whole),
             kept,
         )
 
-    def _kept_segment(self, text: str) -> _Segment | None:
-        known = self._kept.get(text)
+    def _kept_segment(self, scope: bytes, text: str) -> _Segment | None:
+        known = self._kept.get((scope, text))
         if known is not None:
-            self._kept.move_to_end(text)
+            self._kept.move_to_end((scope, text))
         return known
 
     @staticmethod
@@ -168,11 +171,11 @@ class SegmentCache:
         json = msgspec.json.encode(ids)[1:-1]
         return _Segment(json, len(ids), sys.getsizeof(text) + len(json) + _ENTRY)
 
-    def _keep(self, text: str, made: _Segment) -> None:
+    def _keep(self, scope: bytes, text: str, made: _Segment) -> None:
         # A short tail is cheap to encode, and one text may not evict all others.
-        if len(text) < MIN_SEGMENT or made.size > self._capacity // 4 or text in self._kept:
+        if len(text) < MIN_SEGMENT or made.size > self._capacity // 4 or (scope, text) in self._kept:
             return
-        self._kept[text] = made
+        self._kept[scope, text] = made
         self._size += made.size
         while self._size > self._capacity:
             _, evicted = self._kept.popitem(last=False)

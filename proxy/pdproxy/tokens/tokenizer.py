@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pdproxy.kit.regular_file import UnreadableError, check_regular
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
@@ -24,6 +25,10 @@ from pdproxy.wire.request import Parsed, Prompt, Route
 
 CACHE_BYTES = 64 * 2**20
 """Bytes of segments that a tokenizer keeps: about a thousand conversations of 20 KB each with its ids."""
+MAX_FILE = 256 * 2**20
+"""Bytes of one file of a tokenizer: the largest that are known have 35 MB."""
+_READ = frozenset({".json", ".jinja", ".model", ".txt"})
+"""What the names of such files end with."""
 _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_message"})
 """Arguments that are passed to a template even if it doesn't name them: the renderer uses them."""
 
@@ -31,10 +36,10 @@ _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_me
 class LocalTokenizer(Protocol):
     """Makes token ids in this process. Several threads may call it at once."""
 
-    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-        """Return the ids of a text."""
+    def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
+        """Return the ids of a text. What is kept of it is used for other texts of that scope only, also for their times."""
 
-    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """Return the ids of a chat; raise UnsureError or RejectedError if that is not possible."""
 
 
@@ -44,14 +49,15 @@ def ids_of(tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Map
     Raises:
         UnsureError, RejectedError: they are not known.
     """
+    scope = bytes(parsed.fields.get("cache_salt", b""))
     if parsed.route is Route.CHAT:
         chat = read_chat(parsed.fields)
-        return tokenizer.chat(chat, forms[chat.tools is not None])
+        return tokenizer.chat(chat, forms[chat.tools is not None], scope)
     refuse_unknown(parsed.fields)
     if prompt.raw is None or prompt.tokens is not None or bytes(parsed.fields.get("suffix", b"null")) != b"null":
         raise UnsureError("suffix" if "suffix" in parsed.fields else "prompt")
     return tokenizer.completion(
-        text_of(bytes(prompt.raw)), add_special_tokens=flag(parsed.fields, "add_special_tokens", True)
+        text_of(bytes(prompt.raw)), add_special_tokens=flag(parsed.fields, "add_special_tokens", True), scope=scope
     )
 
 
@@ -74,24 +80,24 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"<Tokenizer {self._model.name_or_path} {self._segments!r}>"
 
-    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+    def completion(self, text: str, *, add_special_tokens: bool, scope: bytes = b"") -> TokenIds:
         """Return the ids of a text, with the special tokens that the model's tokenizer puts around it, or without."""
         if add_special_tokens and self._around is None:
             (ids,) = [one.ids for one in self._backend.encode_batch_fast([text], add_special_tokens=True)]
             return TokenIds(msgspec.json.encode(ids), len(ids))
-        json, count, _ = self._segments.encode(text)
+        json, count, _ = self._segments.encode(text, scope)
         before, after = self._around if add_special_tokens and self._around is not None else ((), ())
         parts = [*(b"%d" % one for one in before), *([json] if count else []), *(b"%d" % one for one in after)]
         return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
 
-    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+    def chat(self, chat: Chat, form: ContentFormat, scope: bytes = b"") -> TokenIds:
         """Return the ids of a chat.
 
         Raises:
             UnsureError: the template prints what only the engine knows (its clock), or there is none.
             RejectedError: the template takes no such conversation.
         """
-        return self.completion(self.rendered(chat, form), add_special_tokens=chat.add_special_tokens)
+        return self.completion(self.rendered(chat, form), add_special_tokens=chat.add_special_tokens, scope=scope)
 
     def rendered(self, chat: Chat, form: ContentFormat) -> str:
         """Return the text of a chat. Raises as `chat`."""
@@ -155,6 +161,20 @@ def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
     return _loaded(path, capacity)
 
 
+def _check_files(folder: Path) -> None:
+    """Refuse a folder with a file that would hold up the library, or that is larger than any tokenizer's.
+
+    Raises:
+        UnusableError: it names the file.
+    """
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _READ:
+            try:
+                check_regular(file, MAX_FILE)
+            except UnreadableError as error:
+                raise UnusableError(f"{file.name} {error}") from None
+
+
 def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
     """Load the tokenizer of a model by its `root` in an engine's list: a folder, or a name in the local cache of the hub.
 
@@ -177,7 +197,11 @@ def _loaded(name: str, capacity: int) -> Tokenizer:
     library.handlers.clear()
     library.propagate = True
     try:
+        if (folder := Path(name)).is_dir():
+            _check_files(folder)
         model = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except UnusableError:
+        raise
     except Exception as error:
         raise UnusableError(f"has no tokenizer that can be loaded: {_line(error)}") from None
     if not getattr(model, "is_fast", False) or not hasattr(model, "backend_tokenizer"):

@@ -45,6 +45,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     kv_connectors: tuple[str, ...] = ()
     """The `kv_connector` names of vLLM's engines that can run this contract."""
 
+    ignores_salt: bool = False
+    """Whether KV may be found by a prompt's token ids alone, whatever its `cache_salt`, outside of the engines' own caches."""
+
     signs: Signs = NO_SIGNS
     """What engines of the contract show, for the connector that is found by asking them."""
 
@@ -57,6 +60,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         signs: Signs = NO_SIGNS,
         registered: Callable[[Registration], tuple[Peer, ...] | str] | None = None,
         registration_port: int = 0,
+        ignores_salt: bool = False,
     ) -> Entry:
         """Return the entry of a contract that has no options."""
         return cls(
@@ -66,6 +70,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             registered=registered,
             registration_port=registration_port,
             kv_connectors=kv_connectors,
+            ignores_salt=ignores_salt,
             signs=signs,
         )
 

@@ -5,7 +5,7 @@ D loads by it. P's answer holds no claim on KV, so nothing has to be released. T
 long. D computes the prompt itself if the store has nothing under the key, or something shorter than the prompt.
 
 The ids must be those that the engines use, special tokens included: the proxy gets them before it asks P. The key is made from
-them and from the model's name, since one store may serve several models.
+them, from the model's name, since one store may serve several models, and from the prompt's `cache_salt`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.fields import is_absent
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -30,7 +31,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: store the prompt's KV under its key, load none."""
     fields = prefill_fields(parsed, prompt)
     ids = _numbers(dispatch)
-    params = KVTransferParams(prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, parsed.model or ""))
+    params = KVTransferParams(prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, _scope(parsed)))
     fields["kv_transfer_params"] = raw(params.as_json())
     return LegRequest(parsed.route, encode(fields))
 
@@ -44,9 +45,17 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, dispatch: Dispatch) -
     """Return the decode leg: the client's request, and the key to load by."""
     fields = decode_fields(parsed, prompt)
     ids = _numbers(dispatch)
-    params = KVTransferParams(prefix_prompt_ids=ids, kvcache_load_keys=store_keys(ids, parsed.model or ""))
+    params = KVTransferParams(prefix_prompt_ids=ids, kvcache_load_keys=store_keys(ids, _scope(parsed)))
     fields["kv_transfer_params"] = raw(params.as_json())
     return LegRequest(parsed.route, encode(fields))
+
+
+def _scope(parsed: Parsed) -> str:
+    """Return what separates KV of equal ids: the model, since one store may serve several, and the prompt's salt."""
+    model = parsed.model or ""
+    if is_absent(parsed.fields, "cache_salt"):
+        return model
+    return msgspec.json.encode((model, parsed.fields["cache_salt"])).decode()
 
 
 def _numbers(dispatch: Dispatch) -> list[int]:

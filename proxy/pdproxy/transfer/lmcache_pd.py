@@ -231,4 +231,5 @@ ENTRY = Entry(
     capabilities=CAPABILITIES,
     kv_connectors=("LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"),
     signs=Signs(metrics=("lmcache:",)),
+    ignores_salt=True,
 )

@@ -60,6 +60,15 @@ def entry_of(name: str) -> Entry:
     raise KeyError(name)
 
 
+def ignores_salt(name: str) -> bool:
+    """Return whether engines with this contract may find another tenant's KV outside of their own caches (`Entry.ignores_salt`).
+
+    Raises:
+        KeyError: there is no contract of that name.
+    """
+    return entry_of(name).ignores_salt
+
+
 def serving(kv_connector: str) -> tuple[str, ...]:
     """Return the names of the contracts that engines with this `kv_connector` can run, the usual one first."""
     return tuple(entry.name for entry in ENTRIES if kv_connector in entry.kv_connectors)

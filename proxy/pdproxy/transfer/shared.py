@@ -45,4 +45,5 @@ ENTRY = Entry.of(
         "LMCacheMPConnector",
     ),
     signs=Signs(metrics=("vllm:mooncake_store_", "lmcache:")),
+    ignores_salt=True,  # ExampleConnector and LMCacheConnectorV1 do; MooncakeStoreConnector and LMCacheMPConnector do not
 )

@@ -9,11 +9,12 @@ addresses it has. A URL with an address in it is never resolved.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+
+from pdproxy.kit.addresses import read_address
 
 logger = logging.getLogger("pdproxy")
 
@@ -45,7 +46,7 @@ class Addresses:
 
     def __init__(self, host: str, port: int, changed: Callable[[], None], resolve: Resolve = by_system) -> None:
         self.host = host
-        self.due = math.inf if _is_address(host) else -math.inf
+        self.due = math.inf if read_address(host) is not None else -math.inf
         """When the name is to be resolved anew, in seconds of the loop's time."""
         self._port = port
         self._changed = changed
@@ -133,11 +134,3 @@ class Addresses:
             self.due = self._resolved_at + PAUSE
             if self._known:
                 logger.info("%s does not resolve: %s; its last addresses stay in use", self.host, type(error).__name__)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from pdproxy.kit.addresses import read_address
 from pdproxy.settings.dns import Dns, DnsName, server_of
 
 if TYPE_CHECKING:
@@ -103,5 +103,5 @@ class Resolver:
 
 def _usable(text: str) -> str | None:
     """Return an address in its normal spelling, None for one at which no engine can be."""
-    address = ip_address(text)
-    return None if address.is_unspecified or address.is_multicast else str(address)
+    address = read_address(text)
+    return None if address is None or address.is_unspecified or address.is_multicast else str(address)

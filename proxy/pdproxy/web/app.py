@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -22,28 +21,12 @@ from pdproxy.settings.listen import Cors
 from pdproxy.web import openapi
 from pdproxy.web.cors import middleware_options
 from pdproxy.web.docs_page import add_docs
+from pdproxy.web.operation import Operation, add_operation
+from pdproxy.web.operators import Operators
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
+from pdproxy.web.slashes import redirect_by_path, redirect_of
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body, retry_headers
-
-PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class State(Enum):
-    """Whether requests can be served: yes, yes but no prompt can be split, no."""
-
-    OK = "ok"
-    DEGRADED = "degraded"
-    NOT_READY = "not_ready"
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Whether a request could be served now. `reason`: why not, None if it could; `details`: everything that is wrong."""
-
-    state: State
-    reason: str | None
-    details: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +34,18 @@ class Answers:
     """What the routes call to make their answers, once per request."""
 
     authorize: Callable[[bytes | None], None]
-    load: Callable[[], int]
-    readiness: Callable[[], Awaitable[Readiness]]
+    operation: Operation
     models: Callable[[bytes | None], Awaitable[bytes]]
-    metrics: Callable[[], Awaitable[bytes]]
     passthrough: PassthroughAsgi
     cors: Cors
-    not_taking: Callable[[], str | None] = lambda: None
-    """Returns why this process takes no requests, whatever its engines do; None: it takes some."""
-    engines: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Returns how many engines make KV, and how many use other engines' KV."""
     root_path: str = ""
     """The path before all routes, which a balancer in front may strip."""
     telemetry: Callable[[bytes], bool] | None = None
     """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
     """Reports a request without a valid key: the error, and the client's address."""
+    operators: Operators = field(default_factory=Operators)
+    """Who may see what is for operators."""
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -79,6 +58,7 @@ def create_app(answers: Answers) -> FastAPI:
         redoc_url=None,
     )
     app.root_path = answers.root_path
+    redirect_by_path(app)
     add_docs(app)
     openapi.describe(app)
 
@@ -96,87 +76,15 @@ def create_app(answers: Answers) -> FastAPI:
     async def _http(request: Request, error: HTTPException) -> Response:
         # As vLLM answers an unknown route or a wrong method.
         headers = error.headers
+        if error.status_code == 404 and (redirect := redirect_of(app, request)) is not None:
+            return redirect
         if error.status_code == 405 and (entry := ENTRIES.get(request.scope["path"])) is not None:
             headers = {"allow": ", ".join(entry.methods)}  # of all routes of the path, not of the first one
         return JSONResponse({"detail": error.detail}, error.status_code, headers=headers)
 
     app.add_middleware(CORSMiddleware, **middleware_options(answers.cors))  # type: ignore[arg-type]
 
-    async def health() -> Response:
-        return Response(status_code=200)
-
-    for path, method in (("/ping", "POST"), ("/ping", "GET"), ("/health", "GET")):
-        app.add_api_route(
-            path,
-            health,
-            methods=[method],
-            summary="Whether the process runs",
-            tags=["operation"],
-            response_class=Response,
-            responses=openapi.own_answers(None),
-        )
-
-    @app.get(
-        "/ready",
-        summary="Whether a request could be served",
-        tags=["operation"],
-        responses=openapi.own_answers(openapi.READY, 503),
-    )
-    async def ready() -> Response:
-        state = await answers.readiness()
-        is_ready = state.state is not State.NOT_READY
-        body = {"ready": is_ready, "state": state.state.value, "reason": state.reason, "details": state.details}
-        return JSONResponse(body, 200 if is_ready else 503)
-
-    @app.get(
-        "/ready/proxy",
-        summary="Whether this proxy takes requests, whatever its engines do",
-        tags=["operation"],
-        responses=openapi.own_answers(openapi.READY_PROXY, 503),
-    )
-    async def ready_proxy() -> Response:
-        reason = answers.not_taking()
-        return JSONResponse({"ready": reason is None, "reason": reason}, 200 if reason is None else 503)
-
-    @app.get(
-        "/healthcheck",
-        summary="That the process runs, and its engines by role",
-        tags=["operation"],
-        responses=openapi.own_answers(
-            openapi.object_of(status=openapi.TEXT, prefill_instances=openapi.COUNT, decode_instances=openapi.COUNT)
-        ),
-    )
-    async def healthcheck() -> dict[str, str | int]:
-        prefill, decode = answers.engines()
-        return {"status": "ok", "prefill_instances": prefill, "decode_instances": decode}
-
-    @app.get(
-        "/load",
-        summary="The number of requests in flight",
-        tags=["operation"],
-        responses=openapi.own_answers(openapi.object_of(server_load=openapi.COUNT)),
-    )
-    async def load() -> dict[str, int]:
-        return {"server_load": answers.load()}
-
-    @app.get(
-        "/version",
-        summary="The version of pdproxy",
-        tags=["operation"],
-        responses=openapi.own_answers(openapi.object_of(version=openapi.TEXT)),
-    )
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    @app.get(
-        "/metrics",
-        summary="Prometheus metrics",
-        tags=["operation"],
-        response_class=Response,
-        responses=openapi.own_answers(openapi.TEXT, media=openapi.PROMETHEUS),
-    )
-    async def metrics() -> Response:
-        return Response(await answers.metrics(), headers={"content-type": PROMETHEUS})
+    add_operation(app, answers.operation, answers.operators.admits)
 
     @app.get(
         "/v1/models",
@@ -187,13 +95,16 @@ def create_app(answers: Answers) -> FastAPI:
     )
     async def models(request: Request) -> Response:
         given = _authorize(request, answers)
-        return Response(await answers.models(given), media_type="application/json")
+        listed = await answers.models(given)
+        answers.authorize(given)  # the key may have been taken away while engines were asked
+        return Response(listed, media_type="application/json")
 
-    if answers.telemetry is not None:
-        _add_telemetry(app, answers.telemetry)
     for entry in TABLE:
         if entry.kind is not RouteKind.OWN:
             _add(app, entry, answers)
+    answers.operators.guard(app)
+    if answers.telemetry is not None:
+        _add_telemetry(app, answers.telemetry)  # for engines
     return app
 
 

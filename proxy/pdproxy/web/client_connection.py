@@ -11,17 +11,20 @@ the close into a reset, and the client would lose the answer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from pdproxy.kit.errors import OverloadedError, PdproxyError
+from pdproxy.kit.errors import OverloadedError, PdproxyError, UnauthorizedError
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, address_name
+from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.web.connection_bounds import LINGER, MAX_REFUSED, MAX_UNSENT, ConnectionBounds
 from pdproxy.web.lean_flow_control import LeanFlowControl, LeanPipeline
 from pdproxy.web.piecewise_transport import PiecewiseTransport
 from pdproxy.web.refusals import report_refusal
+from pdproxy.web.revocable import MakeError, RevocableRequest
 from pdproxy.web.slow_readers import ReadWatch
 from pdproxy.wire.errors import error_body, retry_headers
 
@@ -39,6 +42,7 @@ class ClientConnection(HttpToolsProtocol):
         "_unread_client",
         "_waits_for_reader",
         "active",
+        "passed",
         "passthrough_client",
         "peer",
         "peer_is_trusted",
@@ -59,6 +63,8 @@ class ClientConnection(HttpToolsProtocol):
         """Whether an answer is complete, and what follows it waits until it is read."""
         self.passthrough_client: Client | None = None
         """The client of the last request on a passed-through route."""
+        self.passed: RevocableRequest | None = None
+        """The request on such a route that is being answered."""
         self.peer: Client
         """The client by the address that the connection comes from."""
         self.peer_is_trusted = False
@@ -73,6 +79,10 @@ class ClientConnection(HttpToolsProtocol):
         return self.passthrough_client or self.peer
 
     # -- the end
+
+    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> int:
+        """See `RevocableConnection`."""
+        return 0 if self.passed is None else int(self.passed.revoke(error, keys))
 
     def end(self, *, all_read: bool) -> None:
         """Close the connection after an answer; `all_read`: whether its request was read completely."""
@@ -101,7 +111,8 @@ class ClientConnection(HttpToolsProtocol):
         report_refusal(self.observers, error, str(self.peer.name))
         body = error_body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-        head += b"".join([b"%b: %b\r\n" % line for line in (*retry_headers(error), *self.more_headers())])
+        challenge = [CHALLENGE] if isinstance(error, UnauthorizedError) else []
+        head += b"".join([b"%b: %b\r\n" % line for line in (*retry_headers(error), *challenge, *self.more_headers())])
         self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.linger()
 

@@ -17,15 +17,22 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.tenants import Tenants
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
+from pdproxy.wire.cache_salt import TenantSalt
 
 
 class Identified(NamedTuple):
-    """The client of one request. `key`: the name of its key; `key_error`: why it is refused, None if it is not."""
+    """The client of one request. `key`: the name of its key; `key_error`: why it is refused, None if it is not.
+
+    `salt`: of its tenant's caches, None where tenants share them.
+    `digest`: that of the key that lets it in, None if none does.
+    """
 
     client: Client
     address: str
     key: str | None
     key_error: UnauthorizedError | None
+    salt: TenantSalt | None = None
+    digest: bytes | None = None
 
 
 class Peer(Protocol):
@@ -54,9 +61,9 @@ class ClientIdentifier:
         address = self._address(peer, headers, peer_is_trusted=peer_is_trusted)
         if not self._keys.wanted:
             if peer_is_trusted:
-                client = self._tenants.enter(address, None, headers, may_name=True)
-                return Identified(client, address, None, None)
-            return Identified(self._clients.enter(address), address, None, None)
+                client, salt = self._tenants.enter(address, None, headers, may_name=True)
+                return Identified(client, address, None, None, salt)
+            return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
         try:
             # If a header came twice, the first one counts.
             digest = self._keys.verified(_first(headers, b"authorization"))
@@ -65,7 +72,8 @@ class ClientIdentifier:
             report_refusal(self._observers, error, address)
             return Identified(self._clients.enter(address), address, None, error)
         key = self._keys.name(digest)
-        return Identified(self._tenants.enter(digest, key, headers, may_name=True), address, key, None)
+        client, salt = self._tenants.enter(digest, key, headers, may_name=True)
+        return Identified(client, address, key, None, salt, digest)
 
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""

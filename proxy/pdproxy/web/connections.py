@@ -8,12 +8,14 @@ most.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
 from pdproxy.kit.errors import TooManyConnectionsError
 from pdproxy.observe.events import Evicted, Observers
 from pdproxy.serving.access.clients import Client, Evictable
+from pdproxy.web.revocable import RevocableConnection
 
 MAX_SEARCHED = 64
 """How many clients, and how many connections of one client, are searched for an idle connection: to search all costs too much."""
@@ -22,7 +24,7 @@ MAX_LEAVING = 32
 """Evicted connections that may still send their answer, at a time. Others are dropped: they hold open files."""
 
 
-class CountedConnection(Evictable, Protocol):
+class CountedConnection(Evictable, RevocableConnection, Protocol):
     """One connection."""
 
     def drop(self) -> None:
@@ -46,6 +48,11 @@ class Connections:
 
     def __repr__(self) -> str:
         return f"<Connections {self.open} of {self.max_open}>"
+
+    def __iter__(self) -> Iterator[CountedConnection]:
+        """Return all that are open."""
+        counted = (connection for own in self._by_client.values() for connection in own)
+        return iter([*counted, *self._leaving])
 
     def opened(self, client: Client, connection: CountedConnection) -> None:
         """Count a connection, until `closed` is called for it.

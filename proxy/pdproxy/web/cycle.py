@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from collections.abc import Set as AbstractSet
 
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback, frames
@@ -21,6 +22,7 @@ from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.response_cycle import ResponseCycle
+from pdproxy.web.revocable import MakeError
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.client_routes import ADAPTER_HEADER
 from pdproxy.wire.errors import error_body, retry_headers
@@ -79,11 +81,13 @@ class GenerateCycle(ResponseCycle):
         "_body_ended",
         "_body_wait",
         "_data_path",
+        "_digest",
         "_identified",
         "_key",
         "_key_error",
         "_refusal",
         "_route",
+        "_salt",
         "_serving",
         "_size",
     )
@@ -99,7 +103,7 @@ class GenerateCycle(ResponseCycle):
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
-        client, self._address, self._key, self._key_error = data_path.identify(
+        client, self._address, self._key, self._key_error, self._salt, self._digest = data_path.identify(
             connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
         )
         super().__init__(
@@ -205,6 +209,19 @@ class GenerateCycle(ResponseCycle):
         elif not self.response_complete:
             self._serving.cancel()
 
+    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
+        """See `RevocableRequest`."""
+        is_over = self.response_complete or self.disconnected or self.ended_by is not None
+        if is_over or (keys is not None and self._digest not in keys):
+            return False
+        self.ended_by = error()
+        if self._serving is not None and self._body_wait is None:
+            self._serving.cancel()
+        else:  # it waits for its body, or for its turn
+            self.keep_alive = False
+            self.refuse(self.ended_by)
+        return True
+
     # -- what the service calls
 
     async def run_asgi(self, app: object) -> None:
@@ -229,11 +246,11 @@ class GenerateCycle(ResponseCycle):
     async def _incoming(self) -> Incoming | None:
         headers = self._headers
         found = dict(reversed([*headers]))  # if a header came twice, engines read the first one
-        if self._key_error is not None:
+        if (refused := self.ended_by or self._key_error) is not None:
             # Without a valid key, the body is not waited for. The service refuses the request, and reports it as any other.
             if not self._body_ended:
                 self.keep_alive = False
-                self.refuse(self._key_error)
+                self.refuse(refused)
             return self._as_read(found)
         length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._body_ended:
@@ -246,6 +263,8 @@ class GenerateCycle(ResponseCycle):
             self._mark_progress()
             await self._body_wait  # the connection has a deadline for it
             self._body_wait = None
+            if self.ended_by is not None:
+                return self._as_read(found)
         error = self._refusal
         if error is not None:
             self.keep_alive = False
@@ -274,6 +293,7 @@ class GenerateCycle(ResponseCycle):
             client=self._address,
             key=self._key,
             hints=hints,
+            salt=self._salt,
         )
 
     def drop_body(self) -> None:

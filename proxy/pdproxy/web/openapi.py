@@ -6,6 +6,7 @@ decides; engines read values of another type where they can, such as "5" for 5. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -83,11 +84,17 @@ _RETRY_AFTER = {"Retry-After": {"description": "Seconds, 1 to 60", "schema": {"t
 # -- answers
 
 
-def own_answers(schema: Schema | None, *others: int, media: str = JSON) -> dict[int | str, Any]:
-    """Return the answers of a route of pdproxy's own: 200 and `others` with that schema (None: without a body), and errors."""
+def own_answers(
+    schema: Schema | None, *others: int, media: str = JSON, closed: Sequence[int] = ()
+) -> dict[int | str, Any]:
+    """Return the answers of a route of pdproxy's own: 200 and `others` with that schema (None: without a body), and errors.
+
+    `closed`: the statuses with which it refuses those that are no operators.
+    """
     content = {} if schema is None else {"content": {media: {"schema": schema}}}
     found: dict[int | str, Any] = {status: _answer(_phrase(status), content) for status in (200, *others)}
-    return {**_errors(Dialect.OPENAI, {**_OF_CONNECTION, 503: "Too many connections"}), **found}
+    refused = dict.fromkeys(closed, "For operators alone (listen.operator_routes)")
+    return {**_errors(Dialect.OPENAI, {**_OF_CONNECTION, **refused, 503: "Too many connections"}), **found}
 
 
 def listing_answers() -> dict[int | str, Any]:
@@ -137,14 +144,20 @@ def object_of(**properties: Schema) -> Schema:
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
-READY = object_of(
-    ready={"type": "boolean"},
+def _with_more(schema: Schema, **properties: Schema) -> Schema:
+    """Return the schema of an object that has more properties, for operators alone."""
+    return {**schema, "properties": {**schema["properties"], **properties}}
+
+
+TEXT, COUNT = _TEXT, {"type": "integer", "minimum": 0}
+READY = _with_more(
+    object_of(ready={"type": "boolean"}),
     state={"enum": ["ok", "degraded", "not_ready"]},
     reason=_TEXT_OR_NONE,
     details={"type": "array", "items": _TEXT},
 )
-READY_PROXY = object_of(ready={"type": "boolean"}, reason=_TEXT_OR_NONE)
-TEXT, COUNT = _TEXT, {"type": "integer", "minimum": 0}
+READY_PROXY = _with_more(object_of(ready={"type": "boolean"}), reason=_TEXT_OR_NONE)
+HEALTHCHECK = _with_more(object_of(status=_TEXT), prefill_instances=COUNT, decode_instances=COUNT)
 
 
 # -- requests

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier, Identified
+from pdproxy.web.revocable import MakeError, RevocableRequest
 from pdproxy.wire.api_errors import failure_body
 from pdproxy.wire.body_bounds import LARGE, Body
 from pdproxy.wire.errors import retry_headers
@@ -44,6 +46,7 @@ class PassthroughConnection(Protocol):
     peer: Client
     peer_is_trusted: bool
     passthrough_client: Client | None
+    passed: RevocableRequest | None
     active: RequestResponseCycle | None
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
@@ -77,6 +80,8 @@ class PassthroughResponse(Response):
         self._identified: Identified
         self._client: Client
         self._connection: PassthroughConnection
+        self._output: _AsgiWriter
+        self._serving: asyncio.Future[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, have the request served, and stop that when the client leaves."""
@@ -87,10 +92,13 @@ class PassthroughResponse(Response):
         )
         self._client = identified.client
         connection.passthrough_client = self._client
+        connection.passed = self
+        self._output = _AsgiWriter(send, self._client)
         try:
             # Without a valid key, the body is not read: the service refuses the request, and reports it.
-            await self._serve(headers, receive, send, has_key=identified.key_error is None)
+            await self._serve(headers, receive, has_key=identified.key_error is None)
         finally:
+            connection.passed = None
             self._forget_body()
             self._passthrough.clients.leave(self._client)
 
@@ -100,14 +108,28 @@ class PassthroughResponse(Response):
         if self._connection.active is not None:
             self._connection.refuse_body(self._connection.active, error)
 
+    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
+        """See `RevocableRequest`."""
+        serving, output = self._serving, self._output
+        if output.ended_by is not None or (keys is not None and self._identified.digest not in keys):
+            return False
+        if serving is not None and (serving.done() or output.complete):
+            return False
+        output.ended_by = error()
+        if serving is None:
+            self.evict(output.ended_by)  # its body is not complete
+        else:
+            serving.cancel()
+        return True
+
     def _forget_body(self) -> None:
         self._client.bodies.pop(self, None)
         if self._size:
             self._passthrough.body_budget.release(self._client, self._size)
             self._size = 0
 
-    async def _serve(self, headers: list[Line], receive: Receive, send: Send, *, has_key: bool) -> None:
-        passthrough, output = self._passthrough, _AsgiWriter(send, self._client)
+    async def _serve(self, headers: list[Line], receive: Receive, *, has_key: bool) -> None:
+        passthrough, output = self._passthrough, self._output
         try:
             body = await self._body(headers, receive) if has_key else b""
         except ClientLeftError:
@@ -130,15 +152,17 @@ class PassthroughResponse(Response):
             key=self._identified.key,
             session=passthrough.session(found),
             hints=tuple(line for line in headers if line[0] == TIMEOUT),
+            salt=self._identified.salt,
         )
         del body  # the request refers to it
-        serving = asyncio.ensure_future(passthrough.serve(request, output))
+        serving = self._serving = asyncio.ensure_future(passthrough.serve(request, output))
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
                 output.gone = True
         finally:
+            self._serving = None  # its frames refer to the answer, and the answer to this
             leaving.cancel()
             if not serving.done():
                 serving.cancel()
@@ -184,6 +208,8 @@ class _AsgiWriter:
         self.client = client
         self.begun = False
         self.gone = False
+        self.complete = False
+        self.ended_by: PdproxyError | None = None
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a complete answer."""
@@ -207,5 +233,6 @@ class _AsgiWriter:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _body(self, data: bytes, *, more: bool) -> None:
+        self.complete = not more
         # A client that reads nothing has a deadline (`web.guard`); after it, the connection is lost.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

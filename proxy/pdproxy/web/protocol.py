@@ -8,6 +8,7 @@ every connection.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from urllib.parse import unquote_to_bytes
 
 import httptools
@@ -18,6 +19,7 @@ from pdproxy.serving.access.clients import Client
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.passthrough_asgi import CONNECTION
+from pdproxy.web.revocable import MakeError
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
@@ -109,6 +111,11 @@ class DataPathProtocol(GuardedProtocol):
         self.pipeline.clear()
         self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other: only the garbage collector would free them
         self.scope = {}  # type: ignore[typeddict-item]  # it refers to this connection
+
+    def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> int:
+        cycles = (self.active, *(queued for queued, _ in self.pipeline))
+        own = [cycle for cycle in cycles if isinstance(cycle, GenerateCycle)]
+        return super().revoke(error, keys) + sum(cycle.revoke(error, keys) for cycle in own)
 
     def request_client(self) -> Client:
         return self.active.client if isinstance(self.active, GenerateCycle) else super().request_client()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.serving.access.clients import Client
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.cors import CorsHeaders
@@ -35,6 +36,7 @@ class ResponseCycle(RequestResponseCycle):
         "client",
         "default_headers",
         "disconnected",
+        "ended_by",
         "flow",
         "keep_alive",
         "message_event",
@@ -65,6 +67,8 @@ class ResponseCycle(RequestResponseCycle):
         self.response_started = False
         self.response_complete = False
         self.client = client
+        self.ended_by: PdproxyError | None = None
+        """Why the request is ended although its client is there; None if it is not."""
         self._connection = connection
         self._headers = headers
         """The request's headers. Dropped once the answer has a head."""

@@ -12,7 +12,14 @@ from typing import assert_never
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError, EngineRefusedError, PdproxyError, UnparsableError, UnreadableError
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineRefusedError,
+    PdproxyError,
+    UnauthorizedError,
+    UnparsableError,
+    UnreadableError,
+)
 from pdproxy.wire.engine import error_of
 from pdproxy.wire.errors import error_body
 
@@ -81,9 +88,11 @@ def failure_event(dialect: Dialect, error: PdproxyError, sequence: int, engines:
         case Dialect.OPENAI:
             return b"data: " + body + b"\n\n"
         case Dialect.RESPONSES:
-            body = msgspec.json.encode(_ResponsesError(fields.type, fields.message, sequence))
+            code = error.code if isinstance(error, UnauthorizedError) and error.code is not None else fields.type
+            body = msgspec.json.encode(_ResponsesError(code, fields.message, sequence))
         case Dialect.MESSAGES:
-            body = msgspec.json.encode(_MessagesError(_ErrorFields("api_error", fields.message)))
+            kind = "authentication_error" if isinstance(error, UnauthorizedError) else "api_error"
+            body = msgspec.json.encode(_MessagesError(_ErrorFields(kind, fields.message)))
         case _:
             assert_never(dialect)
     return b"event: error\ndata: " + body + b"\n\n"

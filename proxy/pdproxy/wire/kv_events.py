@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from pdproxy.kit.addresses import is_any
+
 MAX_BYTES = 4 << 20
 """A longer message is refused: this is a prefix of 800,000 tokens that is announced again. Usual ones have some KB."""
 MAX_EVENTS = 1 << 16
@@ -287,9 +289,6 @@ def read_sources(body: bytes) -> Sources | None:
     }
 
 
-WILDCARDS = ("*", "0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
-
-
 def address_of(endpoint: str, host: str) -> tuple[str, int, bool] | None:
     """Return the host and the port of an endpoint `tcp://host:port`, and whether its host is a wildcard: then `host` replaces it.
 
@@ -301,7 +300,7 @@ def address_of(endpoint: str, host: str) -> tuple[str, int, bool] | None:
         return None
     if not 0 < int(port) < 1 << 16 or any(letter.isspace() or letter in "/;" for letter in name):
         return None
-    wildcard = name in WILDCARDS
+    wildcard = name == "*" or is_any(name)
     return (host if wildcard else name.removeprefix("[").removesuffix("]")), int(port), wildcard
 
 

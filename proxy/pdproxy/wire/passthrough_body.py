@@ -29,6 +29,8 @@ _LISTED = ("input", "documents", "text_1", "text_2", "items")
 
 Rename = Callable[[str | None, Fields], str | None]
 """Returns the engine's name of a model, for the client's and the body's fields."""
+Salt = Callable[[Fields], None]
+"""Sees to a body's `cache_salt`, as `wire.cache_salt` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ NO_BODY = PassedBody(b"", None, False)
 
 
 def read_if_quick(
-    dialect: Dialect, body: Body, bounds: Bounds = DEFAULT, name: Rename | None = None
+    dialect: Dialect, body: Body, bounds: Bounds = DEFAULT, name: Rename | None = None, salt: Salt | None = None
 ) -> PassedBody | None:
     """Read a body and encode it again, so that an engine can find nothing in it that was not seen here.
 
-    None if reading it may take long. `name`: see `passed_body`.
+    None if reading it may take long. `name`, `salt`: see `passed_body`.
 
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
@@ -75,7 +77,7 @@ def read_if_quick(
     if fields is None:
         return None
     check_lists(dialect, fields, bounds)
-    return passed_body(dialect, fields, name)
+    return passed_body(dialect, fields, name, salt)
 
 
 def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
@@ -90,12 +92,16 @@ def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
                 prompts_in(fields[name], bounds.prompts, name)
 
 
-def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None) -> PassedBody:
+def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, salt: Salt | None = None) -> PassedBody:
     """Return the body that the engine gets. `name`: see `Rename`; None: the engine's name is the client's.
 
+    `salt`: see `Salt`; None: no prompt is computed for it.
+
     Raises:
-        BadRequestError: it asks for a stored conversation.
+        BadRequestError: it asks for a stored conversation, or its salt is wrong.
     """
+    if salt is not None:
+        salt(fields)
     model, stream = model_of(fields), has_value(fields, "stream", b"true")
     if name is not None and (known := name(model, fields)) != model:
         model = known

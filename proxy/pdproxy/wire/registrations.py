@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.kit.addresses import usual_host
 from pdproxy.wire.engine import UNREADABLE
 
 MAX_BYTES = 4096
@@ -59,10 +60,10 @@ def place(address: str) -> str | None:
     """
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
-        host, port = parts.hostname, parts.port
+        host, port = usual_host(parts.hostname or ""), parts.port
     except ValueError:
         return None
-    if not host or (port is None and "://" not in address):
+    if not host or (port is None and "://" not in address) or parts.netloc.partition("]")[2].partition(":")[0]:
         return None
     if port is None:
         port = 443 if parts.scheme == "https" else 80

@@ -19,6 +19,7 @@ import msgspec
 from pdproxy.wire import client_routes, lenient_json
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, SMALL, Body, Bounds, is_quick
+from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.fields import (
     PROMPT_IDS,
     Fields,
@@ -83,7 +84,8 @@ class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
-    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key.
+    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key;
+    `salt`: of its tenant's caches, None where tenants share them.
     """
 
     route: Route
@@ -96,6 +98,7 @@ class Incoming(msgspec.Struct):
     client: str | None = None
     key: str | None = None
     hints: tuple[tuple[bytes, bytes], ...] = ()
+    salt: TenantSalt | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from pdproxy.lab.chaos.world import DEADLINES, LIMITS, ChaosEngine, World
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
 from pdproxy.serving.kv.custody import End
 from pdproxy.transfer.contract import Contract, PushedToDecode
+from pdproxy.upstream.client import EngineClient
 
 SLACK = 2.0
 """Seconds beyond the deadlines: links that are slow, ticks of the clock, the abort of what is late."""
@@ -140,13 +141,13 @@ def lasting(before: Iterable[str], now: Iterable[str], timers_before: int, timer
 def garbage() -> list[Finding]:
     """No request leaves objects of the proxy to the garbage collector: what is in reference cycles would pause the loop later.
 
-    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and so is its probe, but these
-    are few.
+    Collects what came since `gc.freeze`. An engine that was removed is a cycle with its parts, and so are its client and its
+    probe, but these are few.
     """
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     known = {id(one) for one in gc.garbage}
-    removed = [one for one in gc.garbage if isinstance(one, Engine | Failures)]
+    removed = [one for one in gc.garbage if isinstance(one, Engine | EngineClient | Failures)]
     while removed:
         if id(one := removed.pop()) in known:
             known.discard(id(one))

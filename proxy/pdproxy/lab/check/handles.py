@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.kit.addresses import is_loopback
 from pdproxy.kit.ids import mint
 from pdproxy.lab.check import prompts
 from pdproxy.lab.check.engines import resolve, scrape
@@ -110,7 +111,7 @@ class Handles:
         reach: Reach = "untried"
         if not addresses:
             reach = "unresolvable"
-        elif not _loopback(addresses) or _loopback(prefill.addresses):
+        elif not any(map(is_loopback, addresses)) or any(map(is_loopback, prefill.addresses)):
             reach = await _connected(urlsplit(f"//{params.remote_host}").hostname or "", params.remote_port)
         return Side(
             params.remote_engine_id, params.remote_host, params.remote_port, params.transfer_mode, addresses, reach
@@ -122,10 +123,6 @@ def with_other_engine(handle: Handle, engine_id: str) -> Handle:
     fields = msgspec.json.decode(handle.params, type=Fields)
     fields["remote_engine_id"] = msgspec.Raw(msgspec.json.encode(engine_id))
     return msgspec.structs.replace(handle, params=msgspec.json.encode(fields))
-
-
-def _loopback(addresses: frozenset[str]) -> bool:
-    return any(address.startswith("127.") or address == "::1" for address in addresses)
 
 
 async def _connected(host: str, port: int) -> Reach:

@@ -17,6 +17,7 @@ from msgspec import structs
 from pdproxy.app.compose import Proxy
 from pdproxy.app.listening import listen
 from pdproxy.app.server import uvicorn_config
+from pdproxy.kit.addresses import reachable
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import Cors, Listen, ListenTls
@@ -27,7 +28,6 @@ from pdproxy.transfer.registry import entry_of
 
 LOOPBACK = "127.0.0.1"
 _NEVER = 2**31 - 1
-_WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - names, to be replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ async def stand(settings: Settings, key: str, *, any_port: bool) -> AsyncIterato
         try:
             proxy.start()
             await server.startup(sockets=[listener])
-            shown = _WILDCARDS.get(host, host)
+            shown = reachable(host)
             place = f"[{shown}]" if ":" in shown else shown
             yield Stand(proxy, tap, f"http://{place}:{listener.getsockname()[1]}", key)
         finally:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 
+from pdproxy.kit.addresses import reachable
+
 QUESTION = "Why would anyone split prefill and decode?"
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
 def url_of(host: str, port: int) -> str:
     """Return the URL under which a client on this machine reaches a server bound to `host`."""
-    host = _WILDCARDS.get(host, host)
+    host = reachable(host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

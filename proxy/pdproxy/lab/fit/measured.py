@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from pdproxy.kit.regular_file import UnreadableError, read_regular
+
 Way = Literal["split", "plain", "hybrid"]
 """`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least load first. `hybrid`: split,
 unless the prefill engine has two legs; then the decode engine serves the request whole."""
@@ -86,12 +88,9 @@ def read(path: Path) -> Measured:
         ValueError: it can't be used; one line that names it.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{path}: can't be read: {error.strerror or error}") from None
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{path}: more than {MAX_BYTES} bytes")
+        content = read_regular(path, MAX_BYTES)
+    except UnreadableError as error:
+        raise ValueError(f"{path}: {error}") from None
     try:
         return msgspec.json.decode(content, type=Measured)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -9,12 +9,12 @@ an idle connection, an answer that it does not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv6Network
 from typing import Protocol
 
+from pdproxy.kit.addresses import Address, Network, inside, read_address, read_place
 from pdproxy.kit.errors import OverloadedError, PdproxyError, Reason
 
-Network = IPv4Network | IPv6Network
 _SUBNET = 64
 """Bits of an IPv6 address that identify a client's network: the client may use any address in it."""
 
@@ -99,7 +99,7 @@ class Clients:
         """Return whether a peer is a trusted proxy, which names its clients."""
         if not address:
             return self._trusts_unix
-        return bool(self._trusted) and self._is_trusted(_parsed(address))
+        return bool(self._trusted) and inside(read_address(address), self._trusted)
 
     def evict_slow(self, client: Client, over_share: Callable[[Client], bool]) -> None:
         """Drop one slow reader of another client that holds more than its share."""
@@ -118,15 +118,12 @@ class Clients:
         """
         hops = b",".join(forwarded_for)[-_MAX_HOPS_BYTES:].split(b",")
         for hop in reversed(hops):
-            found = _parsed(hop.strip().decode("latin-1"))
+            found = _hop(hop.decode("latin-1"))
             if found is None:
                 break
-            if not self._is_trusted(found):
+            if not inside(found, self._trusted):
                 return _name(found)
         return proxy
-
-    def _is_trusted(self, address: IPv4Address | IPv6Address | None) -> bool:
-        return address is not None and any(address in network for network in self._trusted)
 
 
 _MAX_HOPS_BYTES = 1024
@@ -137,26 +134,17 @@ def address_name(address: str) -> str:
     """Return a client's name by its address; "" for a peer without one."""
     if ":" not in address:
         return address
-    found = _parsed(address)
+    found = read_address(address)
     return _name(found) if found is not None else address
 
 
-def _name(address: IPv4Address | IPv6Address) -> str:
+def _name(address: Address) -> str:
     if isinstance(address, IPv4Address):
         return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
     return str(IPv6Network((int(address) >> _SUBNET << _SUBNET, _SUBNET)))
 
 
-def _parsed(address: str) -> IPv4Address | IPv6Address | None:
-    """Read an address, also with a port or in brackets, as some proxies write it; None if it is not an address."""
-    text = address.strip().strip('"')
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
-    try:
-        return ip_address(text.partition("%")[0])
-    except ValueError:
-        return None
+def _hop(text: str) -> Address | None:
+    """Read an address, also with a port, in brackets or in quotes, as some proxies write it; None if it is not an address."""
+    place = read_place(text.strip().strip('"'))
+    return None if place is None else read_address(place.host)

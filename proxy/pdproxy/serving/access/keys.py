@@ -18,6 +18,7 @@ _MISSING = (
 )
 _WRONG = "Incorrect API key provided."
 NO_LIMITS: Mapping[str, KeyLimits] = {}
+NO_KEYS: Mapping[bytes, str] = {}
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """The header that a 401 needs."""
 
@@ -39,6 +40,9 @@ class Keys:
         self._digests = proxy_keys
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
+        self._counted = NO_KEYS
+        self._several = False
+        """Whether those that were counted last have several names."""
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -47,6 +51,18 @@ class Keys:
     def wanted(self) -> bool:
         """Whether clients need a key."""
         return self._digests is not None
+
+    @property
+    def valid(self) -> Mapping[bytes, str]:
+        """The keys that are valid now: their names by their digests. Another object once they have changed."""
+        return NO_KEYS if self._digests is None else self._digests()
+
+    @property
+    def several(self) -> bool:
+        """Whether keys of several names are valid."""
+        if (valid := self.valid) is not self._counted:
+            self._counted, self._several = valid, len(set(valid.values())) > 1
+        return self._several
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""

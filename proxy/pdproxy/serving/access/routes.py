@@ -21,6 +21,14 @@ class RouteKind(Enum):
     REFUSED = "refused"  # a 404 that states why it can't work
 
 
+class Audience(Enum):
+    """Whom a route is for."""
+
+    CLIENTS = "clients"  # with a key, where keys are set
+    CHECKS = "health checks"  # everybody; details in their answers are for operators
+    OPERATORS = "operators"  # as `listen.operator_routes` says
+
+
 @dataclass(frozen=True, slots=True)
 class RouteEntry:
     """One path. `why`: its purpose, or why it is refused. `slow`: the model generates, so only `deadlines.total` bounds it."""
@@ -31,11 +39,17 @@ class RouteEntry:
     why: str
     dialect: Dialect = Dialect.OPENAI
     slow: bool = True
+    audience: Audience = Audience.CLIENTS
 
     @property
     def generates(self) -> bool:
         """Whether an answer is as long as the model makes it."""
         return self.slow and self.dialect is not Dialect.OPENAI
+
+    @property
+    def computes(self) -> bool:
+        """Whether an engine computes prompts for it, with what its prefix cache has of them."""
+        return self.slow and self.has_body
 
     @property
     def has_body(self) -> bool:
@@ -45,6 +59,10 @@ class RouteEntry:
 
 def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True) -> RouteEntry:
     return RouteEntry(path, ("POST",), RouteKind.PASSED, why, dialect, slow)
+
+
+def _shown(path: str, audience: Audience, why: str, methods: tuple[str, ...] = ("GET",)) -> RouteEntry:
+    return RouteEntry(path, methods, RouteKind.OWN, why, audience=audience)
 
 
 TABLE: tuple[RouteEntry, ...] = (
@@ -83,21 +101,28 @@ TABLE: tuple[RouteEntry, ...] = (
     _passed("/v1/rerank", "rank documents for a query"),
     _passed("/v2/rerank", "rank documents for a query"),
     RouteEntry("/v1/models", ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
-    RouteEntry("/health", ("GET",), RouteKind.OWN, "whether the process runs"),
-    RouteEntry("/ping", ("GET", "POST"), RouteKind.OWN, "as /health, under SageMaker's name"),
-    RouteEntry("/ready", ("GET",), RouteKind.OWN, "whether a request could be served"),
-    RouteEntry(
-        "/ready/proxy",
-        ("GET",),
-        RouteKind.OWN,
-        "whether this proxy takes requests, whatever its engines do: for balancers",
+    _shown("/health", Audience.CHECKS, "whether the process runs"),
+    _shown("/ping", Audience.CHECKS, "as /health, under SageMaker's name", ("GET", "POST")),
+    _shown("/ready", Audience.CHECKS, "whether a request could be served, and for operators why not"),
+    _shown(
+        "/ready/proxy", Audience.CHECKS, "whether this proxy takes requests, whatever its engines do: for balancers"
     ),
-    RouteEntry(
-        "/healthcheck", ("GET",), RouteKind.OWN, "as vLLM's demo proxies: that the process runs, its engines by role"
+    _shown(
+        "/healthcheck",
+        Audience.CHECKS,
+        "as vLLM's demo proxies: that the process runs, and for operators its engines by role",
     ),
-    RouteEntry("/load", ("GET",), RouteKind.OWN, "the number of requests in flight"),
-    RouteEntry("/version", ("GET",), RouteKind.OWN, "pdproxy's version"),
-    RouteEntry("/metrics", ("GET",), RouteKind.OWN, "Prometheus metrics"),
+    _shown("/load", Audience.OPERATORS, "the number of requests in flight"),
+    _shown("/version", Audience.OPERATORS, "pdproxy's version"),
+    _shown("/metrics", Audience.OPERATORS, "Prometheus metrics"),
+    _shown("/docs", Audience.OPERATORS, "this table in a browser, with its files below /docs/"),
+    _shown("/openapi.json", Audience.OPERATORS, "the document that /docs shows"),
 )
 ENTRIES = {entry.path: entry for entry in TABLE}
 """The table by path."""
+
+
+def audience_of(path: str) -> Audience | None:
+    """Return whom a route is for, None if the table does not have it."""
+    entry = ENTRIES.get("/docs" if path.startswith("/docs/") else path)
+    return None if entry is None else entry.audience

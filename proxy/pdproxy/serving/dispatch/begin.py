@@ -14,6 +14,7 @@ from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.dispatch.whole_prompts import known_tokens, spares_decode
 from pdproxy.serving.kv.buffers import BufferSpace
+from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Alone
 
@@ -212,7 +213,7 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
         ask.ids,
         ask.parsed,
         known_tokens(request),
-        session=session,
+        session=session_within(request.headers.salt, session),
         slo=hints.slo,
         beginning=request.beginning,
         spares_decode=ask.spares_decode,

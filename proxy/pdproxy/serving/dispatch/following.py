@@ -140,7 +140,8 @@ class Following:
                 return None
         except asyncio.CancelledError:
             writer = self._relay.output
-            if self._pause is None and writer is not None and not writer.gone:  # `deadlines.total`, or the shutdown
+            is_wanted = writer is not None and not writer.gone and writer.ended_by is None
+            if self._pause is None and is_wanted:  # `deadlines.total`, or the shutdown
                 if self._exchange is None:
                     self._report(failed, will_retry=False)
                 self._notify("refused" if self._exchange is None else "failed", Reason.DEADLINE.value)

@@ -37,6 +37,7 @@ from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -208,7 +209,8 @@ def _made_tokens(relay: Relay) -> int | None:
 class LegHeaders(msgspec.Struct, frozen=True):
     """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy.
 
-    `client`: the name of its client; `lost`: the engines that were lost under it (`engines_lost.Sender`).
+    `salt`: of its tenant's caches, None where tenants share them. `client`: the name of its client; `lost`: the engines that
+    were lost under it (`engines_lost.Sender`).
     """
 
     request_id: str
@@ -216,6 +218,7 @@ class LegHeaders(msgspec.Struct, frozen=True):
     headers: tuple[tuple[bytes, bytes], ...]
     authorization: tuple[tuple[bytes, bytes], ...]
     hints: Hints = NO_HINTS
+    salt: TenantSalt | None = None
     client: bytes | str = ""
     lost: list[Under] = []
 

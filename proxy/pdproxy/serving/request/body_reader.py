@@ -15,7 +15,7 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
-from pdproxy.wire.passthrough_body import PassedBody, Rename, passed_body, read_if_quick
+from pdproxy.wire.passthrough_body import PassedBody, Rename, Salt, passed_body, read_if_quick
 from pdproxy.wire.reader_process import Found, Question, fields_in, request_in
 from pdproxy.wire.request import Parsed, Route, parse_if_quick
 
@@ -75,16 +75,18 @@ class BodyReader:
         question = Question(self._bounds, route)
         return request_in(await self._in_process(question, body, client), body)
 
-    async def passed(self, dialect: Dialect, body: Body, client: Client, name: Rename | None = None) -> PassedBody:
-        """Read the body of a request that one engine serves whole. Raises what `request` and `name` raise.
+    async def passed(
+        self, dialect: Dialect, body: Body, client: Client, name: Rename | None = None, salt: Salt | None = None
+    ) -> PassedBody:
+        """Read the body of a request that one engine serves whole. Raises what `request`, `name` and `salt` raise.
 
-        `name`: see `wire.passthrough_body`.
+        `name`, `salt`: see `wire.passthrough_body`.
         """
-        light = read_if_quick(dialect, body, self._bounds, name)
+        light = read_if_quick(dialect, body, self._bounds, name, salt)
         if light is not None:
             return light
         question = Question(self._bounds, None, dialect)
-        return passed_body(dialect, fields_in(await self._in_process(question, body, client), body), name)
+        return passed_body(dialect, fields_in(await self._in_process(question, body, client), body), name, salt)
 
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
         end = self._clock.now() + self._seconds

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.wire.body_bounds import Body
+from pdproxy.wire.cache_salt import TenantSalt
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class IncomingPassthrough:
     """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
 
     `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
-    `hints`: the header lines for the proxy itself.
+    `hints`: the header lines for the proxy itself; `salt`: of its tenant's caches, None where tenants share them.
     """
 
     entry: RouteEntry
@@ -26,3 +27,4 @@ class IncomingPassthrough:
     key: str | None = None
     session: str | None = None
     hints: tuple[tuple[bytes, bytes], ...] = ()
+    salt: TenantSalt | None = None

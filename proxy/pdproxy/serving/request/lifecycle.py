@@ -183,6 +183,8 @@ class Lifecycle:
         if running is not None:
             running.add(request)
         try:
+            if request.writer.ended_by is not None:
+                raise request.writer.ended_by
             use = self._quotas.enter(request.key)
             serve = await request.read()
             if use is not None:
@@ -197,8 +199,8 @@ class Lifecycle:
                 await serve()
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
-            if not request.writer.gone:  # it was the shutdown
-                error = OverloadedError("pdproxy is shutting down", Reason.DRAINING)
+            if not request.writer.gone:  # its key is not valid any more, or it was the shutdown
+                error = request.writer.ended_by or OverloadedError("pdproxy is shutting down", Reason.DRAINING)
             raise
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError
+from pdproxy.kit.errors import EngineError, PdproxyError
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.answer_budget import BudgetShare
@@ -206,6 +206,11 @@ class MergedStream:
         return self._output.paused
 
     @property
+    def ended_by(self) -> PdproxyError | None:
+        """Why the request is ended although its client is there."""
+        return self._output.ended_by
+
+    @property
     def client(self) -> Client:
         """The client whose request it is."""
         return self._output.client
@@ -242,6 +247,10 @@ class _Channel:
     @property
     def paused(self) -> bool:
         return self._stream.paused
+
+    @property
+    def ended_by(self) -> PdproxyError | None:
+        return self._stream.ended_by
 
     @property
     def client(self) -> Client:

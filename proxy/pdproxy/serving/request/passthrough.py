@@ -59,6 +59,7 @@ from pdproxy.serving.stream.failures import as_event
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
+from pdproxy.wire.cache_salt import check, session_within
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.inside import (
     error_events_without_inside,
@@ -193,7 +194,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
         name = None if service.routes is None else partial(self._name, service.routes)
-        body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client, name)
+        salt, dialect = None, incoming.entry.dialect
+        if incoming.entry.computes:
+            salt = check if incoming.salt is None else incoming.salt.put_into
+        body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
         demand = passed_demand(len(body.data), generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
@@ -203,7 +207,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     def _name(self, routes: Routes[Passthrough], model: str | None, fields: Fields) -> str | None:
         """Choose the pool, and return the engines' name of a model."""
         self.model = model
-        self._service, known = routes.of(model, self._incoming.session or user_in(fields))
+        session = self._incoming.session or user_in(fields)
+        self._service, known = routes.of(model, session_within(self._incoming.salt, session))
         return known
 
     async def serve(self, body: PassedBody) -> None:
@@ -244,7 +249,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
         while True:
-            ask = Ask(body.model, size, resources.now(), session=incoming.session)
+            ask = Ask(body.model, size, resources.now(), session=session_within(incoming.salt, incoming.session))
             assign = resources.ledger.assign_alone
             forbidden = resources.lost.forbidden(leg_headers)
             lease = assign(ask, without=without.union(avoid, forbidden)) if avoid or forbidden else None

@@ -47,6 +47,7 @@ from pdproxy.serving.stream.waiting_writer import WaitingWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
+from pdproxy.wire.cache_salt import FIELD, check, session_within
 from pdproxy.wire.client_routes import ADAPTER_HEADER, with_adapter
 from pdproxy.wire.continuable import shows_ids
 from pdproxy.wire.errors import error_body
@@ -120,6 +121,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
         del body
         self.model, self.stream = parsed.model, parsed.stream
+        if (salt := incoming.salt) is not None:
+            salt.put_into(parsed.fields)
+        elif FIELD in parsed.fields:
+            check(parsed.fields)
         if is_invocation:
             self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
             parsed = msgspec.structs.replace(parsed, model=self.model)
@@ -134,6 +139,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         hints = NO_HINTS
         if incoming.hints:
             hints = read_hints(incoming.hints, service.session_header)
+            if salt is not None and hints.wants_decision:
+                hints = msgspec.structs.replace(hints, wants_decision=False)  # it shows what others have engines do
             self.timeout = timeout_of(incoming.hints)
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
@@ -147,6 +154,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             ((b"x-request-id", request_id), *authorization, *forward),
             authorization,
             hints,
+            salt,
             self.writer.client.name,
         )
         if is_batch or is_invocation:
@@ -174,7 +182,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def _routed(self, parsed: Parsed, routes: Routes[Service]) -> tuple[Parsed, Service]:
         """Choose the pool, and name the model as its engines do."""
-        incoming, session = self._incoming, session_in(self._incoming.hints, parsed.fields)
+        incoming = self._incoming
+        session = session_within(incoming.salt, session_in(incoming.hints, parsed.fields))
         try:
             service, model = routes.of(parsed.model, session)
         except ModelNotFoundError:
@@ -259,7 +268,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             forward = (*forward, (ADAPTER_HEADER, incoming.adapter))
         entry = ENTRIES[incoming.route.value]
         session = session_of(self._service.session_header, dict(reversed(incoming.hints)))
-        passed = IncomingPassthrough(entry, self.request_id, incoming.authorization, "", forward, b"", session=session)
+        passed = IncomingPassthrough(
+            entry, self.request_id, incoming.authorization, "", forward, b"", session=session, salt=incoming.salt
+        )
         request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
         fields = parsed.fields
         body = PassedBody(msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true"))

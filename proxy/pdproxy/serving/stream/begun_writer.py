@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.connection import Headers
@@ -29,6 +30,11 @@ class BegunWriter:
     def gone(self) -> bool:
         """Whether the client has left."""
         return self._output.gone
+
+    @property
+    def ended_by(self) -> PdproxyError | None:
+        """Why the request is ended although its client is there."""
+        return self._output.ended_by
 
     @property
     def paused(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.serving.access.clients import Client
 from pdproxy.upstream.connection import Headers
 
@@ -47,6 +48,10 @@ class ResponseWriter(Protocol):
     @property
     def gone(self) -> bool:
         """Whether the client has left."""
+
+    @property
+    def ended_by(self) -> PdproxyError | None:
+        """Why the request is ended although its client is there; None if it is not."""
 
     @property
     def paused(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pdproxy.kit.errors import ClientLeftError
+from pdproxy.kit.errors import ClientLeftError, PdproxyError
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.connection import Headers
@@ -57,3 +57,8 @@ class WaitingWriter:
     def gone(self) -> bool:
         """Whether the client has left."""
         return self._output.gone
+
+    @property
+    def ended_by(self) -> PdproxyError | None:
+        """Why the request is ended although its client is there."""
+        return self._output.ended_by

@@ -19,6 +19,7 @@ from pdproxy.sim.api.chat import chat_prompt, choice_of
 from pdproxy.sim.api.errors import Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.protocol import ChatBody, StructuredOutputs
+from pdproxy.sim.api.salts import check_salt
 from pdproxy.sim.api.sampling import admit, check_lengths, sampling_params
 from pdproxy.sim.engine import Engine
 
@@ -68,6 +69,7 @@ class BatchBody(BaseModel):
     def _check(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        check_salt(data)
         if data.get("use_beam_search"):
             raise Refused(
                 "Batch chat completions do not support beam search. Please set `use_beam_search` to False.",

@@ -65,6 +65,7 @@ class MessagesBody(CountBody):
     stream: bool | None = False
     temperature: float | None = None
     stop_sequences: list[str] | None = None
+    cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
@@ -96,7 +97,7 @@ async def message(engine: Engine, body: MessagesBody, _: Request, date: Callable
         EngineDeadError, LoadFailedError: for the caller to answer.
     """
     given: dict[str, Any] = {"max_completion_tokens": body.max_tokens, "temperature": body.temperature}
-    given |= {"stop": body.stop_sequences, "kv_transfer_params": body.kv_transfer_params}
+    given |= {"stop": body.stop_sequences, "kv_transfer_params": body.kv_transfer_params, "cache_salt": body.cache_salt}
     try:
         answer.check_model(body.model, engine)
         chat = body.chat(**{name: value for name, value in given.items() if value is not None})

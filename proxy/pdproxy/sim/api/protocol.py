@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdproxy.sim.api.errors import Refused
+from pdproxy.sim.api.salts import check_salt
 
 _INT64 = {"ge": -(2**63), "le": 2**63 - 1}
 TokenId = Annotated[int, Field(ge=0)]
@@ -124,6 +125,7 @@ class GenerationBody(_Body):
     def _check(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        check_salt(data)
         if data.get("stream_options") and not data.get("stream"):
             raise Refused("Stream options can only be defined when `stream=True`.", "stream_options")
         form = data.get("response_format")

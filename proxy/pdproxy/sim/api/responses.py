@@ -22,6 +22,7 @@ from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.errors import Refused, response
 from pdproxy.sim.api.generation import Prompt, deltas
 from pdproxy.sim.api.protocol import ChatBody
+from pdproxy.sim.api.salts import check_salt
 from pdproxy.sim.api.sampling import admit, check_lengths, sampling_params
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.request import SamplingParams
@@ -50,12 +51,15 @@ class ResponsesBody(BaseModel):
     previous_input_messages: list[Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_background(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_salt(data)
         if isinstance(data, dict) and data.get("background") and not data.get("store", True):
             raise Refused("background can only be used when `store` is true", "background")
         return data
@@ -95,10 +99,14 @@ def _as_chat(body: ResponsesBody) -> ChatBody:
         messages.append({"role": "user", "content": body.input})
     else:
         messages += [{"role": item.get("role", "user"), "content": _text(item.get("content"))} for item in body.input]
-    given = {"temperature": body.temperature, "top_p": body.top_p, "max_completion_tokens": body.max_output_tokens}
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens,
+    }
+    given |= {"kv_transfer_params": body.kv_transfer_params, "cache_salt": body.cache_salt}
     set_ones = {name: value for name, value in given.items() if value is not None}
-    handle = {} if body.kv_transfer_params is None else {"kv_transfer_params": body.kv_transfer_params}
-    return ChatBody.model_validate({"model": body.model, "messages": messages, **set_ones, **handle})
+    return ChatBody.model_validate({"model": body.model, "messages": messages, **set_ones})
 
 
 def _text(content: Any) -> str:

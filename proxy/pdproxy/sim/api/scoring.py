@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.errors import Refused, response
+from pdproxy.sim.api.salts import check_salt
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.language import mix
 from pdproxy.sim.request import EngineRequest, SamplingParams
@@ -38,6 +39,13 @@ class ScoringBody(BaseModel):
     priority: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 0
     request_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_salt(data)
+        return data
 
 
 async def score(engine: Engine, body: ScoringBody, request: Request) -> Response:

@@ -30,6 +30,8 @@ from pdproxy.web.admin.shapes import (
 )
 from pdproxy.web.admin.workers import add_workers
 from pdproxy.web.docs_page import add_docs
+from pdproxy.web.operation import Operation, add_operation
+from pdproxy.web.slashes import redirect_by_path, redirect_of
 
 BASE = "/admin/v1"
 MAX_SECONDS = 604_800
@@ -47,8 +49,8 @@ _RECENT = [
 ]
 
 
-def create_admin_app(api: AdminApi) -> FastAPI:
-    """Return the application."""
+def create_admin_app(api: AdminApi, shown_too: Operation | None = None) -> FastAPI:
+    """Return the application. `shown_too`: makes the answers of what clients' listeners have for operators."""
     app = FastAPI(
         title="pdproxy admin",
         version=__version__,
@@ -56,7 +58,10 @@ def create_admin_app(api: AdminApi) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    redirect_by_path(app)
     add_docs(app)
+    if shown_too is not None:
+        add_operation(app, shown_too, lambda _: True, documented=False)
 
     @app.exception_handler(PdproxyError)
     async def _failed(_: Request, error: PdproxyError) -> Response:
@@ -67,7 +72,9 @@ def create_admin_app(api: AdminApi) -> FastAPI:
         return answer_of(PdproxyError(type(error).__name__))  # it is raised once more, and logged
 
     @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> Response:
+    async def _http(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404 and (redirect := redirect_of(app, request)) is not None:
+            return redirect
         kind = "NotFoundError" if error.status_code == 404 else "BadRequestError"
         body = {"error": {"message": error.detail, "type": kind, "param": None, "code": error.status_code}}
         return JSONResponse(body, error.status_code, headers=error.headers)

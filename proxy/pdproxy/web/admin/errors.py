@@ -31,13 +31,6 @@ class ConflictError(BadRequestError):
         self.owner = owner
 
 
-class ForbiddenError(BadRequestError):
-    """A page of another site, or a name that is not this server's, has sent the request."""
-
-    status = 403
-    type = "ForbiddenError"
-
-
 class UnknownOutcomeError(PdproxyError):
     """Other workers have not answered, so it is not known what is the case."""
 

@@ -13,13 +13,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdproxy.kit.errors import PdproxyError, UnauthorizedError
+from pdproxy.kit.addresses import is_loopback, read_place
+from pdproxy.kit.errors import ForbiddenError, PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.keys import CHALLENGE, Keys
-from pdproxy.settings.admin import is_loopback
 from pdproxy.settings.errors import quote
-from pdproxy.web.admin.errors import ForbiddenError, body_of
+from pdproxy.web.admin.errors import body_of
 from pdproxy.web.refusals import report_refusal
 from pdproxy.wire.errors import retry_headers
 
@@ -45,19 +45,32 @@ class Gate:
         """Requests by how they ended: done, refused or failed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
-        status = 0
+        """Serve a request. One whose key was taken away meanwhile does nothing, and shows nothing."""
+        status, digest, is_revoked = 0, None, False
+
+        async def received() -> Message:
+            message = await receive()
+            self._check_again(digest)  # its body, which says what is to be done, may come late
+            return message
 
         async def watched(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_revoked
             if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
+                try:
+                    self._check_again(digest)  # other workers may be asked for seconds
+                except RevokedError as error:
+                    drop_traceback(error)
+                    is_revoked, status = True, error.status
+                    await answer_of(error)(scope, receive, send)
+                else:
+                    status = message["status"]
+            if not is_revoked:
+                await send(message)
 
         by = "unknown"
         try:
-            by = self._check(scope)
-            await self._app(scope, receive, watched)
+            by, digest = self._check(scope)
+            await self._app(scope, received, watched)
         except PdproxyError as error:
             drop_traceback(error)
             await answer_of(error)(scope, receive, watched)
@@ -70,21 +83,26 @@ class Gate:
         if scope["method"] not in ("GET", "HEAD"):
             logger.info("%s %s by %s: %d", scope["method"], quote(scope["path"]), by, status)
 
-    def _check(self, scope: Scope) -> str:
-        """Return who sends a request, as the log names it."""
+    def _check(self, scope: Scope) -> tuple[str, bytes | None]:
+        """Return who sends a request, as the log names it, and the digest of the key that lets it in, None if none does."""
         headers = _first(scope)
         if scope["path"].startswith(OPEN):
-            return "anybody"
+            return "anybody", None
         if self._keys.wanted:
             try:
-                return f"key {self._keys.name(self._keys.verified(headers.get(b'authorization')))}"
+                digest = self._keys.verified(headers.get(b"authorization"))
             except UnauthorizedError as error:
                 report_refusal(self._observers, error, str((scope.get("client") or ("admin",))[0]))
                 raise
+            return f"key {self._keys.name(digest)}", digest
         if self._is_tcp:
             _refuse_pages(headers)
-            return "the loopback"
-        return "the socket"
+            return "the loopback", None
+        return "the socket", None
+
+    def _check_again(self, digest: bytes | None) -> None:
+        if digest is not None and digest not in self._keys.valid:
+            raise RevokedError("key", "revoked")
 
 
 def answer_of(error: PdproxyError) -> Response:
@@ -102,10 +120,9 @@ def _first(scope: MutableMapping[str, Any]) -> dict[bytes, bytes]:
 
 
 def _refuse_pages(headers: dict[bytes, bytes]) -> None:
-    host = headers.get(b"host", b"").decode("latin-1")
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-    if not is_loopback(name):
+    host = read_place(headers.get(b"host", b"").decode("latin-1"))
+    if host is None or not is_loopback(host.host):
         raise ForbiddenError("without keys, only requests to localhost or an address of the loopback are taken")
     origin = headers.get(b"origin")
-    if origin is not None and origin.decode("latin-1").partition("://")[2] != host:
+    if origin is not None and read_place(origin.decode("latin-1").partition("://")[2]) != host:
         raise ForbiddenError("a page of another site may not use the admin API")

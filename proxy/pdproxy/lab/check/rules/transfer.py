@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pdproxy.kit.addresses import is_any, is_loopback
 from pdproxy.lab.check.facts import EngineFacts, Facts, PairFacts
 from pdproxy.lab.check.findings import Finding
 from pdproxy.lab.check.rules.compatible import differing_answers
@@ -11,7 +12,6 @@ from pdproxy.settings.schema import Role
 
 _CONFIG = '--kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"%s"}\''
 _ROLES: tuple[Role, ...] = ("prefill", "decode")
-_WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")  # noqa: S104 - names, nothing is bound
 _SIDE = "start it with VLLM_NIXL_SIDE_CHANNEL_HOST set to one of its addresses that the decode engines can reach"
 
 
@@ -179,11 +179,11 @@ def side_trouble(prefill: EngineFacts, decode: EngineFacts) -> str:
     if side is None:
         return ""
     named = f"P's handles name {side.host or 'no host'}:{side.port}"
-    if side.host in _WILDCARDS:
+    if side.host in ("", "*") or is_any(side.host):
         return f"{named}: an address to listen on, not one to connect to"
     if side.reach == "unresolvable":
         return f"{named}, and that host has no address"
-    loopback = any(address.startswith("127.") or address == "::1" for address in side.addresses)
+    loopback = any(map(is_loopback, side.addresses))
     if loopback and not prefill.addresses & decode.addresses:
         return f"{named}: on D's machine this is D's machine itself"
     if side.reach == "closed":

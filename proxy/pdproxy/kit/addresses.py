@@ -1,0 +1,132 @@
+"""IP addresses, and hosts with ports, compared by what they mean and not by how they are written.
+
+Owns the reading of addresses: IPv6 in brackets, zones (fe80::1%eth0), ports, and IPv4 addresses inside IPv6 ones
+(::ffff:10.0.0.1 is 10.0.0.1: a socket that listens on :: shows clients so). What is not exactly an address is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import NamedTuple
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_MAPPED = IPv6Network("::ffff:0:0/96")
+_TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48")
+"""IPv4 behind a translator (NAT64, RFC 6052 and 8215)."""
+_COMPATIBLE = IPv6Network("::/96")
+"""An old form of IPv4 addresses in IPv6 ones (RFC 4291, 2.5.5.1)."""
+_UNICAST = _COMPATIBLE[0], _COMPATIBLE[1]
+"""Addresses in that network that are IPv6's own: unspecified and loopback."""
+
+
+class Place(NamedTuple):
+    """A host, without brackets and in small letters, and its port; None: no port is named."""
+
+    host: str
+    port: int | None
+
+
+def read_address(text: str) -> Address | None:
+    """Return the address that a text is, None if the text is something else. Brackets around IPv6 and a zone may be there.
+
+    An IPv4 address that is written as an IPv6 one is returned as IPv4. A zone says through which interface an address is
+    reached: it is no part of what is compared.
+    """
+    inner = text
+    if text.startswith("["):
+        if not text.endswith("]"):
+            return None
+        inner = text[1:-1]
+    inner, percent, zone = inner.partition("%")
+    if percent and not zone:
+        return None
+    try:
+        found = ip_address(inner)
+    except ValueError:
+        return None
+    if isinstance(found, IPv4Address):
+        return None if percent or inner is not text else found
+    return found.ipv4_mapped or found
+
+
+def read_place(text: str) -> Place | None:
+    """Return the host and the port of `HOST`, `HOST:PORT`, `[IPV6]`, `[IPV6]:PORT` or a bare IPv6 address; None for others.
+
+    An address gets its usual spelling. A name is not looked up.
+    """
+    host, port = text, ""
+    has_port = False
+    if text.startswith("["):
+        host, end, rest = text.partition("]")
+        if not end or (rest and not rest.startswith(":")):
+            return None
+        host, port, has_port = host + end, rest[1:], bool(rest)
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+        has_port = True
+    address = read_address(host)
+    if address is None and (not host or set(host) & set("[]:%/@ ")):
+        return None
+    if has_port and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16):
+        return None
+    return Place(str(address) if address is not None else host.lower(), int(port) if has_port else None)
+
+
+def usual_host(host: str) -> str:
+    """Return a host in its usual spelling: an address as the system writes it, a name in small letters."""
+    address = read_address(host)
+    return str(address) if address is not None else host.lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, as far as its name shows. Brackets around IPv6 may be there."""
+    if host.lower() == "localhost":
+        return True
+    address = read_address(host)
+    return address is not None and address.is_loopback
+
+
+def is_any(host: str) -> bool:
+    """Return whether a server that listens on a host listens on all addresses of its machine."""
+    address = read_address(host)
+    return address is not None and address.is_unspecified
+
+
+def reachable(host: str) -> str:
+    """Return where a client on the same machine reaches a server that listens on a host: for all addresses, the loopback."""
+    if not is_any(host):
+        return host
+    return "::1" if ":" in host and "." not in host else "127.0.0.1"
+
+
+def read_network(text: str) -> Network:
+    """Return the network that a text names; an address is a network of one. Networks of mapped addresses become IPv4's.
+
+    Raises:
+        ValueError: it names none.
+    """
+    found = ip_network(text, strict=False)
+    if isinstance(found, IPv6Network) and found.subnet_of(_MAPPED):
+        return IPv4Network((int(found.network_address) & 0xFFFF_FFFF, found.prefixlen - 96))
+    return found
+
+
+def inside(address: Address | None, networks: Iterable[Network]) -> bool:
+    """Return whether an address of `read_address` lies in one of these networks."""
+    return address is not None and any(address in network for network in networks)
+
+
+def goes_to(address: Address) -> Address:
+    """Return where packets for an address end: at an IPv4 address, if translators or tunnels take that out of an IPv6 one."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address.sixtofour is not None:
+        return address.sixtofour
+    if inside(address, _TRANSLATED) or (address in _COMPATIBLE and address not in _UNICAST):
+        return IPv4Address(int(address) & 0xFFFF_FFFF)
+    return address

@@ -1,0 +1,108 @@
+"""The routes that say how the proxy is doing: for health checks, and for operators. Both listeners have them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from pdproxy import __version__
+from pdproxy.serving.access.routes import ENTRIES, Audience
+from pdproxy.web import openapi
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class State(Enum):
+    """Whether requests can be served: yes, yes but no prompt can be split, no."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    NOT_READY = "not_ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether a request could be served now. `reason`: why not, None if it could; `details`: everything that is wrong."""
+
+    state: State
+    reason: str | None
+    details: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What the routes call to make their answers, once per request."""
+
+    load: Callable[[], int]
+    readiness: Callable[[], Awaitable[Readiness]]
+    metrics: Callable[[], Awaitable[bytes]]
+    not_taking: Callable[[], str | None] = lambda: None
+    """Returns why this process takes no requests, whatever its engines do; None: it takes some."""
+    engines: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns how many engines make KV, and how many use other engines' KV."""
+
+
+def add_operation(
+    app: FastAPI, answers: Operation, shows_all: Callable[[Request], bool], *, documented: bool = True
+) -> None:
+    """Add the routes. `shows_all` returns whether a request gets the details that only operators may see.
+
+    `documented`: whether the application's OpenAPI document has them.
+    """
+
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    async def ready(request: Request) -> Response:
+        state = await answers.readiness()
+        is_ready = state.state is not State.NOT_READY
+        more = {"state": state.state.value, "reason": state.reason, "details": state.details}
+        return JSONResponse({"ready": is_ready, **(more if shows_all(request) else {})}, 200 if is_ready else 503)
+
+    async def ready_proxy(request: Request) -> Response:
+        reason = answers.not_taking()
+        more = {"reason": reason} if shows_all(request) else {}
+        return JSONResponse({"ready": reason is None, **more}, 200 if reason is None else 503)
+
+    async def healthcheck(request: Request) -> Response:
+        prefill, decode = answers.engines()
+        more = {"prefill_instances": prefill, "decode_instances": decode} if shows_all(request) else {}
+        return JSONResponse({"status": "ok", **more})
+
+    async def load() -> Response:
+        return JSONResponse({"server_load": answers.load()})
+
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def metrics() -> Response:
+        return Response(await answers.metrics(), headers={"content-type": PROMETHEUS})
+
+    def add(path: str, endpoint: Callable[..., Awaitable[Response]], schema: Any, *others: int, **more: Any) -> None:
+        entry = ENTRIES[path]
+        closed = (401, 403) if entry.audience is Audience.OPERATORS else ()
+        for method in reversed(entry.methods):
+            app.add_api_route(
+                path,
+                endpoint,
+                methods=[method],
+                summary=entry.why[0].upper() + entry.why[1:],
+                tags=["operation"],
+                response_class=Response,
+                responses=openapi.own_answers(schema, *others, closed=closed, **more),
+                include_in_schema=documented,
+            )
+
+    add("/ping", health, None)
+    add("/health", health, None)
+    add("/ready", ready, openapi.READY, 503)
+    add("/ready/proxy", ready_proxy, openapi.READY_PROXY, 503)
+    add("/healthcheck", healthcheck, openapi.HEALTHCHECK)
+    add("/load", load, openapi.object_of(server_load=openapi.COUNT))
+    add("/version", version, openapi.object_of(version=openapi.TEXT))
+    add("/metrics", metrics, openapi.TEXT, media=openapi.PROMETHEUS)

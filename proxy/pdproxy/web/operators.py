@@ -1,0 +1,74 @@
+"""Which routes of the clients' port are for operators alone (`listen.operator_routes`), and who is one there.
+
+The table of routes says which these are. A route that is not in the table is theirs, too: one that is forgotten there is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from starlette.requests import HTTPConnection
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdproxy.kit.errors import ForbiddenError, UnauthorizedError
+from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.routes import Audience, audience_of
+
+CLOSED = (
+    "only operators may see this: ask where the admin API listens (listen.admin), or send one of auth.admin_keys; "
+    "listen.operator_routes: everywhere shows it to everybody"
+)
+
+
+class Operators:
+    """Who may see what is for operators. `keys`: theirs; `closed` returns whether others may not see it."""
+
+    def __init__(self, keys: Keys | None = None, closed: Callable[[], bool] = lambda: False) -> None:
+        self._keys = keys or Keys()
+        self._closed = closed
+
+    def check(self, request: HTTPConnection) -> None:
+        """Let a request pass.
+
+        Raises:
+            UnauthorizedError: it needs a key of operators, and has none.
+            ForbiddenError: there are no such keys.
+        """
+        if not self._closed():
+            return
+        if not self._keys.wanted:
+            raise ForbiddenError(CLOSED)
+        self._keys.check(_authorization(request))
+
+    def admits(self, request: Request) -> bool:
+        """Return whether a request is an operator's, where others get less of the same answer."""
+        if not self._closed():
+            return True
+        given = _authorization(request)
+        if given is None or not self._keys.wanted:
+            return False
+        try:
+            self._keys.check(given)
+        except UnauthorizedError:
+            return False
+        return True
+
+    def guard(self, app: FastAPI) -> None:
+        """Have all routes of an application that are for operators check who asks. Call it behind the last route."""
+        for route in app.routes:
+            if isinstance(route, Route) and audience_of(route.path) in (Audience.OPERATORS, None):
+                route.app = self._checked(route.app)
+
+    def _checked(self, app: ASGIApp) -> ASGIApp:
+        async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+            self.check(HTTPConnection(scope))
+            await app(scope, receive, send)
+
+        return checked
+
+
+def _authorization(request: HTTPConnection) -> bytes | None:
+    found = request.headers.get("authorization")
+    return None if found is None else found.encode("latin-1")
