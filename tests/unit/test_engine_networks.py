@@ -320,4 +320,4 @@ def test_hosts_that_are_remembered_are_few(monkeypatch: pytest.MonkeyPatch) -> N
     looked = hosts()
     for number in range(10):
         looked.why_not(f"10.0.0.{number}", "http://e:1")
-    assert len(looked._allowed) <= 3
+    assert len(looked._known) <= 3

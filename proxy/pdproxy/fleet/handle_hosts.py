@@ -36,8 +36,7 @@ class HandleHosts:
     def __init__(self, networks: EngineNetworks, engine: Callable[[str], Engine | None]) -> None:
         self._networks = networks
         self._engine = engine
-        self._allowed: set[str] = set()
-        """Hosts that each engine may name."""
+        self._known: dict[str, str | None] = {}
 
     def checked(self, handle: _H | str, url: str) -> _H | str:
         """Return a handle of the engine at a URL, or why it may not be used."""
@@ -47,18 +46,20 @@ class HandleHosts:
             named = _named(handle.params)
         except msgspec.MsgspecError:
             return handle  # of a contract whose handles name no host: those with one have read it as a text
-        if named is None or (host := named.remote_host) is None or host in self._allowed:
+        host = None if named is None else named.remote_host
+        if host is None or self._known.get(host, host) is None:  # None: known to be allowed
             return handle
         why = self.why_not(host, url)
         return handle if why is None else why
 
     def why_not(self, host: str, url: str) -> str | None:
         """Return why an engine may not name a host, None if it may. One that the settings replace may be any."""
-        why = self._networks.why_not_named(host)
-        if why is None:
-            if len(self._allowed) >= MAX_KNOWN:
-                self._allowed.clear()
-            self._allowed.add(host)
+        if host in self._known:
+            why = self._known[host]
+        else:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            why = self._known[host] = self._networks.why_not_named(host)
         if why is None or self._is_replaced(url) or host == urlsplit(url).hostname:
             return None
         return f"it names the host {truncate(host, 64)!r}: {why}"

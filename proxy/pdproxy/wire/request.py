@@ -168,12 +168,8 @@ class Parsed(msgspec.Struct, frozen=True):
 
     @property
     def adds_usage(self) -> bool:
-        """Whether an engine is asked for a usage event that the client didn't ask for.
-
-        Not with several choices in one stream: the fingerprint would move from each choice's last chunk to the usage event.
-        """
-        several = self.alone is Alone.N or (self.alone is not None and len(self.prompts) > 1)
-        return self.stream and not self.wants_usage and not several
+        """Whether an engine is asked for a usage event that the client didn't ask for."""
+        return self.stream and not self.wants_usage
 
     @property
     def adds_ids(self) -> bool:

@@ -307,6 +307,8 @@ class Relay:
         if before is Phase.HOLDING and not self.first.done():
             self._refuse(error)
         elif before is not Phase.ENDED and not self.done.done():
+            if self.output is not None and (ended := self.filter.take_ended()):
+                self.output.write(b"".join(ended))
             self.done.set_exception(error)
             self.done.exception()
 
