@@ -144,16 +144,16 @@ async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
 def test_flags_and_files_name_them(tmp_path: Path) -> None:
     """They are kept apart from engines with addresses, and the settings are the same when they are printed and read again."""
     path = tmp_path / "x.yaml"
-    path.write_text("pools:\n- nodes:\n  - {url: 'DNS://Prefill.example:8200', role: prefill, api_key: secret}\n")
+    path.write_text("pools:\n- nodes:\n  - {url: 'DNS://Prefill.example:8200', role: prefill, api_key: hidden-key}\n")
     settings = load(path, {}, (), [EngineFlag("decode", "srv://_vllm._tcp.x"), EngineFlag("decode", "a:1")])
     assert [node.url for node in settings.pool.nodes] == ["http://a:1"]
     assert [node.url for node in settings.pool.dns_nodes] == ["dns://prefill.example:8200", "srv://_vllm._tcp.x"]
     from pdproxy.settings.dump import dump
 
     text = dump(settings)
-    assert "secret" not in text
+    assert "hidden-key" not in text
     printed = tmp_path / "printed.yaml"
-    printed.write_text(text.replace(MASK, "secret"))
+    printed.write_text(text.replace(MASK, "hidden-key"))
     assert load(printed, {}) == settings
 
 
