@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,13 @@ from pdproxy.cli.main import main
 from pdproxy.lab.check.report import Style
 from pdproxy.lab.check.security.report import as_text, judge
 from pdproxy.lab.check.security.rules import RULES
-from pdproxy.lab.check.security.view import View, view_of
+from pdproxy.lab.check.security.view import View
 from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.listen import Cors, Listen, ListenTls
 from pdproxy.settings.media import MediaSettings
 from pdproxy.settings.overload import Overload
+from pdproxy.settings.probes import Observe
 from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.tenants import TenantSettings
@@ -124,7 +123,7 @@ TABLE: dict[str, tuple[list[View], list[View]]] = {
         [View(Settings(listen=Listen(cors=Cors(allowed_origins=("*",)))))],
         [View(Settings(listen=Listen(cors=Cors(allowed_origins=("https://a",)))))],
     ),
-    "core_dumps": ([View(Settings(), core_dumps=True)], [View(Settings())]),
+    "core_dumps": ([View(Settings(observe=Observe(core_dumps=True)))], [View(Settings())]),
     "shared_caches": (
         [
             View(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"))),
@@ -180,13 +179,9 @@ def test_a_text_without_unicode() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
         monkeypatch.delenv(name)
-    before = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
 def test_nothing_open_is_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,11 +212,3 @@ def test_something_open_is_1_and_named(capsys: pytest.CaptureFixture[str], tmp_p
 def test_wrong_settings_are_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--security", "--api-keys-file", "/nowhere"]) == 2
     assert "auth.api_keys_file" in capsys.readouterr().err
-
-
-def test_core_dumps_are_those_of_this_process() -> None:
-    assert not view_of(Settings()).core_dumps
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
-    if hard != 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard == resource.RLIM_INFINITY else hard, hard))
-        assert view_of(Settings()).core_dumps

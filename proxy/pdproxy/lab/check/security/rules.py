@@ -127,8 +127,8 @@ def _cors(view: View) -> Iterator[Open]:
 
 
 def _core_dumps(view: View) -> Iterator[Open]:
-    if view.core_dumps:
-        yield Open("ulimit -c", "not 0: a crash writes keys and prompts into a file")
+    if view.settings.observe.core_dumps:
+        yield Open("observe.core_dumps", "true: a crash writes keys and prompts into a file")
 
 
 def _shared_caches(view: View) -> Iterator[Open]:
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
     Rule("unverified_engines", _unverified, "set tls.ca to the authority of the engines' certificates"),
     Rule("sockets_everywhere", _wide_sockets, "bind the address of the engines' network"),
     Rule("cors_any", _cors, "name the sites whose pages may use it"),
-    Rule("core_dumps", _core_dumps, "start the proxy with `ulimit -c 0` (LimitCORE=0 for systemd)"),
+    Rule("core_dumps", _core_dumps, "set observe.core_dumps: false"),
     Rule("shared_caches", _shared_caches, "set tenants.caches: auto, or separate"),
     Rule(
         "unsalted_stores",

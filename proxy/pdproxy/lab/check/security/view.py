@@ -5,7 +5,6 @@ Owns the reading of files. The rules are pure.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -23,13 +22,11 @@ class View:
 
     - `keys`: keys of clients and operators, each with its setting and its name there.
     - `exposed`: the files that hold secrets and that others may read or change, each with its setting.
-    - `core_dumps`: whether a process that is started as this one leaves its memory behind in a file when it crashes.
     """
 
     settings: Settings
     keys: Sequence[tuple[str, str, int]] = ()
     exposed: Sequence[tuple[str, str]] = ()
-    core_dumps: bool = False
 
     @property
     def place(self) -> str:
@@ -79,8 +76,7 @@ def view_of(settings: Settings) -> View:
     Raises:
         SettingsError: a file of keys can't be read.
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_CORE)
-    return View(settings, list(_keys(settings)), list(_exposed(settings)), soft != 0)
+    return View(settings, list(_keys(settings)), list(_exposed(settings)))
 
 
 def is_far(node: Node) -> bool:
