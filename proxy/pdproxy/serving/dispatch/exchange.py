@@ -154,6 +154,25 @@ class Exchange:
         own = None if self.relay is None else self.relay.filter.usage_event
         return own if self._following is None else self._following.usage_event(own)
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether an engine was asked for anything."""
+        return self._attempt is not None
+
+    @property
+    def may_be_answered(self) -> bool:
+        """Whether an engine may have begun with the answer, in the last attempt: it was asked, and its KV was made."""
+        attempt = self._attempt
+        if attempt is None or attempt.asked_url is None:
+            return False
+        return attempt.prefill_over is None or attempt.kv_made_at > 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length as the prefill engine of the last attempt has reported it, 0 if it has not."""
+        custody = None if self._attempt is None else self._attempt.custody
+        return 0 if custody is None else custody.handle.prompt_tokens
+
     def times(self) -> LegTimes:
         """Return what happened so far."""
         own = self._own_times()

@@ -21,6 +21,7 @@ from pdproxy.kit.errors import (
     EnginesLostError,
     EngineTimeoutError,
     Fault,
+    ModelNotFoundError,
     OverloadedError,
     PdproxyError,
     Reason,
@@ -33,6 +34,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
+from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.failure_class import (
     is_clients_fault,
@@ -48,18 +50,22 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import passed_demand, prioritized
+from pdproxy.serving.request.demand import Demand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
+from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
+from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
 from pdproxy.wire.cache_salt import check, session_within
+from pdproxy.wire.engine import Usage
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.inside import (
     error_events_without_inside,
@@ -68,6 +74,7 @@ from pdproxy.wire.inside import (
     passed_without_inside,
 )
 from pdproxy.wire.lenient_json import check_content_type
+from pdproxy.wire.passed_usage import usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
@@ -90,6 +97,8 @@ class Passthrough:
         bodies: BodyReader,
         quotas: Quotas,
     ) -> None:
+        self.pool = ""
+        """The name of its pool."""
         self.resources = resources
         self.keys = keys
         self.legs = legs
@@ -160,6 +169,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_slot",
         "_stream",
         "_url",
+        "_usage",
         "_whole",
     )
 
@@ -181,6 +191,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._stream: WholeEvents | None = None
         self._events = 0
         """Writes of events so far."""
+        self._usage: Usage | None = None
+        """What the engine has reported with a whole answer."""
         self._lost: _Lost | None = None
         self._commenting: asyncio.Task[None] | None = None
         """The write of the last comment."""
@@ -188,27 +200,44 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def read(self) -> Serve:
         """Check and read the request."""
         incoming, service = self._incoming, self._service
-        service.keys.check(incoming.authorization)
+        key = incoming.found
+        service.keys.admit(key, incoming.refusal)
+        rights = None if key is None else key.rights
         self.timeout = timeout_of(incoming.hints)
         if not incoming.entry.has_body:
+            if rights is not None:
+                check_pool(rights, service.pool)
+                check_model(rights, None)
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
-        name = None if service.routes is None else partial(self._name, service.routes)
+        name = None
+        if service.routes is not None or rights is not None:
+            name = partial(self._name, service.routes, rights)
         salt, dialect = None, incoming.entry.dialect
         if incoming.entry.computes:
             salt = check if incoming.salt is None else incoming.salt.put_into
         body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(len(body.data), generates=incoming.entry.generates)
+        demand = passed_demand(len(body.data), body.limit, generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
 
-    def _name(self, routes: Routes[Passthrough], model: str | None, fields: Fields) -> str | None:
-        """Choose the pool, and return the engines' name of a model."""
-        self.model = model
-        session = self._incoming.session or user_in(fields)
-        self._service, known = routes.of(model, session_within(self._incoming.salt, session))
+    def _name(
+        self, routes: Routes[Passthrough] | None, rights: KeyRights | None, model: str | None, fields: Fields
+    ) -> str | None:
+        """Choose the pool, and return the engines' name of a model. Raises what `Routes.of` raises, and ForbiddenError."""
+        self.model, known = model, model
+        if routes is not None:
+            session = session_within(self._incoming.salt, self._incoming.session or user_in(fields))
+            try:
+                self._service, known = routes.of(model, session, None if rights is None else rights.pools)
+            except ModelNotFoundError as error:
+                raise shown_to(rights, error) from None
+        if rights is not None:
+            check_pool(rights, self._service.pool)
+            check_model(rights, known)
+            bound_passed(rights, self._incoming.entry.dialect, fields)
         return known
 
     async def serve(self, body: PassedBody) -> None:
@@ -382,6 +411,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
         if answer.status == 200:
+            self._usage = usage_in(answer.body)
             shown = passed_without_inside(answer.body)
         else:
             shown = error_without_inside(answer.body, answer.status, self._engines())
@@ -499,6 +529,21 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return [self.times()] if self._url is not None else []
 
     def add_up(self) -> None:
-        """Add the engine that was asked last."""
+        """Add the engine that was asked last, and what it has used."""
         if self._url is not None:
             self.totals.add_legs(0, self.times())
+            self.measure(self.totals.meter, self.demand)
+
+    def measure(self, meter: Meter, demand: Demand) -> None:
+        """Add what was used to a meter. A route that runs no model uses nothing, nor does what an engine has refused as wrong."""
+        usage, stream = self._usage, self._stream
+        if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:
+            return
+        if usage is not None:
+            meter.report(usage.prompt_tokens, usage.completion_tokens or 0)
+        elif stream is None:
+            meter.see(demand.prompt, 0, 0 if self.stream or self._whole else demand.answers)
+        else:
+            found = stream.usage
+            prompt = demand.prompt if found is None else found.prompt_tokens or demand.prompt
+            (meter.report if stream.reported else meter.see)(prompt, stream.tokens)
