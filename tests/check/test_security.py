@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.app.valid_keys import SHORT
 from pdproxy.cli.main import main
 from pdproxy.lab.check.report import Style
 from pdproxy.lab.check.security.report import as_text, judge
-from pdproxy.lab.check.security.rules import RULES, SHORT
+from pdproxy.lab.check.security.rules import RULES
 from pdproxy.lab.check.security.view import View, view_of
 from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.kv_events import KvEvents

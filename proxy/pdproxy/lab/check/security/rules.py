@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from pdproxy.app.valid_keys import SHORT
 from pdproxy.kit.addresses import overlap, read_network
 from pdproxy.kit.engine_networks import FORBIDDEN
 from pdproxy.lab.check.security.view import View, is_far
@@ -15,8 +16,6 @@ from pdproxy.settings.admin import UNIX
 from pdproxy.settings.tenants import SEPARATE, SHARED
 from pdproxy.transfer import registry
 
-SHORT = 16
-"""Characters of a key that can't be guessed."""
 WIDEST = {4: 8, 6: 32}
 """Bits of a network's prefix by version: proxies in front are in no wider one."""
 
