@@ -40,6 +40,37 @@ def test_completions(fields: dict[str, object], expected: Demand) -> None:
     assert demand(fields) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "n": 3}, 21),
+        ({"max_tokens": 7, "n": 3, "best_of": 5}, 42),
+        ({"max_tokens": 7, "best_of": 5}, 35),
+        ({"max_tokens": 7, "n": 3, "prompt": ["x", "y"]}, 42),
+        ({"max_completion_tokens": 7}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": "7"}, None),
+        ({}, None),
+    ],
+)
+def test_the_most_that_may_be_generated(fields: dict[str, object], most: int | None) -> None:
+    """A completion has one field for it; what an engine refuses or reads in its own way names no limit."""
+    assert demand({"prompt": "x", **fields}).most == most
+
+
+def test_the_most_of_other_requests() -> None:
+    """A chat's newer field goes before the older one. One that is embedded generates nothing."""
+    messages = {"messages": [{"role": "user", "content": "x"}]}
+    assert demand({**messages, "max_tokens": 7, "max_completion_tokens": 9}, Route.CHAT).most == 9
+    assert demand({**messages, "max_tokens": 7, "max_completion_tokens": None}, Route.CHAT).most == 7
+    batch = {"messages": [messages["messages"]] * 3, "max_tokens": 7}
+    assert demand(batch, Route.BATCH).most == 21
+    assert demand({**batch, "tools": []}, Route.BATCH).most is None, "one engine gets it whole, and only that counts it"
+    assert passed_demand(400, None, generates=False).most == 0
+
+
 def test_chats() -> None:
     found = demand({"messages": [{"role": "user", "content": "word " * 80}], "max_completion_tokens": 9}, Route.CHAT)
     assert found == Demand(100, 1, 9)
@@ -58,9 +89,10 @@ def test_what_no_engine_would_accept_has_bounds_as_well(value: object) -> None:
 
 
 def test_bodies_for_one_engine() -> None:
-    assert passed_demand(400, generates=True) == Demand(100, 1)
-    assert passed_demand(0, generates=False) == Demand(1, 0)
-    assert passed_demand(2**40, generates=False).prompt == MOST_TOKENS
+    assert passed_demand(400, None, generates=True) == Demand(100, 1)
+    assert passed_demand(400, 7, generates=True) == Demand(100, 1, 7)
+    assert passed_demand(0, None, generates=False) == Demand(1, 0)
+    assert passed_demand(2**40, None, generates=False).prompt == MOST_TOKENS
 
 
 @pytest.mark.parametrize(

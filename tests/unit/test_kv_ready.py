@@ -74,6 +74,7 @@ async def test_the_notices_say_how_many_ranks_there_are() -> None:
     """Where nobody else knows."""
     stage = Stage()
     expected = stage.ready.expect("leg", None)
+    assert expected.missing() == ["0"], "one rank, as far as anybody has said"
     stage.ready.receive(notice(rank=0, world=2))
     assert not expected.done.done()
     stage.ready.receive(notice(rank=1, world=2))

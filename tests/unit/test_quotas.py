@@ -65,36 +65,99 @@ def test_requests_at_once() -> None:
     first, second = keys.used(), keys.used()
     assert keys.refused() == (Reason.KEY_INFLIGHT, None)
     keys.used("b").end(0)
-    first.end(None)
+    first.end(0)
     third = keys.used()
-    second.end(None)
-    third.end(None)
+    second.end(0)
+    third.end(0)
     assert keys.quotas._accounts["a"].inflight == 0
 
 
-def test_tokens_are_charged_before_and_corrected_after() -> None:
-    """Requests at the same time count with what they are likely to have."""
+def level(keys: Keys, key: str = "a") -> float:
+    """Tokens that a name has left."""
+    tokens = keys.quotas._accounts[key].tokens
+    assert tokens is not None
+    return tokens.level
+
+
+def kept_out(keys: Keys, prompt: int, most: int | None) -> float | None:
+    """A request is refused once it is read; return after how many seconds it may come again."""
+    use = keys.used()
+    with pytest.raises(LimitError) as caught:
+        use.reserve(prompt, most)
+    assert (caught.value.reason, caught.value.status) == (Reason.KEY_TOKENS, 429)
+    use.end(0)
+    return caught.value.retry_after
+
+
+def test_what_a_request_may_use_is_reserved_until_its_end() -> None:
+    """Requests at the same time count with the most that they may have; what they have not used is free again."""
     keys = Keys(a=KeyLimits(tpm=6000))
     first, second = keys.used(), keys.used()
-    first.charge(4000)
-    second.charge(4000)
-    reason, seconds = keys.refused()
-    assert reason is Reason.KEY_TOKENS
-    assert seconds == pytest.approx(20.01)
+    first.reserve(1000, 3000)
+    second.reserve(500, 1500)
+    assert level(keys) == 0
+    assert keys.refused() == (Reason.KEY_TOKENS, 0.01)
     first.end(100)
-    third = keys.used()
-    third.charge(1000)
-    second.end(None)
-    third.end(1000)
-    assert keys.quotas._accounts["a"].tokens is not None
-    assert keys.quotas._accounts["a"].tokens.level == 6000 - 100 - 4000 - 1000
+    assert kept_out(keys, 1000, 3000) == 1.0, "the second one may end soon"
+    second.end(2000)
+    assert level(keys) == 6000 - 100 - 2000
+    assert kept_out(keys, 1000, 3000) == pytest.approx(1.0)
+    keys.used().reserve(900, 3000)
+    assert level(keys) == 0
+
+
+@pytest.mark.parametrize("tpm", [1, 7, 2000, 10**12])
+def test_four_requests_without_a_limit_at_once(tpm: int) -> None:
+    keys = Keys(a=KeyLimits(tpm=tpm))
+    uses = [keys.used() for _ in range(4)]
+    for use in uses[: 4 if tpm >= 4 else 1]:
+        use.reserve(1, None)
+    assert keys.refused()[0] is Reason.KEY_TOKENS
+    for use in uses:
+        use.end(0)
+    assert level(keys) == pytest.approx(tpm)
+
+
+def test_a_whole_minute_is_the_most_that_a_request_needs() -> None:
+    """One that names more is served by a key that has used nothing, and pays its debt later; a long prompt needs a quarter."""
+    for prompt, most, needed in ((10, 10**9, 600), (10, 10**400, 600), (10**6, 4, 154), (10**6, None, 150)):
+        keys = Keys(a=KeyLimits(tpm=600))
+        one = keys.used()
+        one.reserve(prompt, most)
+        assert level(keys) == 0
+        assert keys.refused()[0] is Reason.KEY_TOKENS
+        one.end(500)
+        assert kept_out(keys, prompt, most) == pytest.approx((needed - 100) / 10)
+        keys.now += (needed - 100) / 10
+        again = keys.used()
+        again.reserve(prompt, most)
+        assert level(keys) == pytest.approx(needed - 600)
+        assert keys.refused() == (Reason.KEY_TOKENS, 1.0 if needed < 600 else pytest.approx(0.1)), "it may end soon"
+        again.end(1200)
+        assert keys.refused()[0] is Reason.KEY_TOKENS
+        keys.now += (1200 - needed) / 10 + 0.1
+        assert keys.enter() is not None
+
+
+def test_an_answer_that_nobody_has_seen_counts_with_its_limit() -> None:
+    for most, wanted in ((400, 400), (None, 1500), (10**9, 6000)):
+        keys = Keys(a=KeyLimits(tpm=6000))
+        one = keys.used()
+        one.reserve(100, most)
+        one.end(100, unseen=1.0)
+        assert level(keys) == 6000 - 100 - wanted
+    keys = Keys(a=KeyLimits(tpm=6000))
+    one = keys.used()
+    one.reserve(100, 400)
+    one.end(130, unseen=0.25)
+    assert level(keys) == 6000 - 130 - 100
 
 
 def test_a_debt_is_paid_before_the_next_request() -> None:
     """One request may take more than a minute has; then the key waits for as long as that takes."""
     keys = Keys(a=KeyLimits(tpm=600))
     one = keys.used()
-    one.charge(100)
+    one.reserve(100, 100)
     one.end(6600)
     reason, seconds = keys.refused()
     assert reason is Reason.KEY_TOKENS
@@ -109,9 +172,39 @@ def test_what_was_not_served_is_not_charged() -> None:
     keys = Keys(a=KeyLimits(tpm=600))
     for _ in range(10):
         one = keys.used()
-        one.charge(500)
+        one.reserve(100, 400)
         one.end(0)
     assert keys.enter() is not None
+
+
+@given(st.integers(100, 5000), st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_no_more_tokens_than_a_minute_and_its_refill(tpm: int, seed: int) -> None:
+    """Whatever requests come at once: of those that use no more than they may, all together use what the limit allows."""
+    keys, chance = Keys(a=KeyLimits(tpm=tpm)), random.Random(seed)
+    began, used = keys.now, 0
+    going: list[tuple[Use, int]] = []
+    for _ in range(300):
+        keys.now += chance.choice([0.0, 0.01, 0.3, 2.0])
+        if going and chance.random() < 0.4:
+            use, tokens = going.pop(chance.randrange(len(going)))
+            use.end(tokens)
+            used += tokens
+        prompt, most = chance.randrange(1, tpm // 4), chance.randrange(1, 400)
+        new: Use | None = None
+        try:
+            new = keys.used()
+            new.reserve(prompt, most)
+        except LimitError:
+            if new is not None:
+                new.end(0)
+            continue
+        going.append((new, min(chance.randrange(prompt, prompt + most + 1), tpm)))
+    for use, tokens in going:
+        use.end(tokens)
+        used += tokens
+    assert used <= tpm + (keys.now - began) * tpm / 60 + 1
+    assert keys.quotas._accounts["a"].reserved == pytest.approx(0)
 
 
 def test_a_new_file_gives_nobody_a_new_minute() -> None:
@@ -137,10 +230,10 @@ def test_a_new_file_gives_nobody_a_new_minute() -> None:
 def test_limits_that_come_and_go_leave_requests_that_run_alone() -> None:
     keys = Keys(a=KeyLimits(tpm=100))
     one = keys.used()
-    one.charge(50)
+    one.reserve(10, 40)
     keys.limits = {"a": KeyLimits(inflight=5)}
     two = keys.used()
-    two.charge(1000)
+    two.reserve(500, 500)
     keys.limits = {"a": KeyLimits(tpm=100)}
     keys.used().end(0)
     one.end(10**6)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError
+from pdproxy.serving.stream import event_filter
 from pdproxy.serving.stream.phase import STREAM_STARTED
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.connection import EngineConnection, ForwardRead
@@ -197,6 +198,48 @@ async def test_a_choice_that_never_came_is_missed(usage: bool) -> None:
     assert await run([*TEXT[:-2], other, *rest], Relay(wants_usage=True, choices=2)) == b"".join(
         [*TEXT[:-2], other, *rest]
     )
+
+
+def of_two() -> tuple[list[bytes], list[bytes]]:
+    """A stream of two choices, of which the second one ends first, before its usage; and the ends of both."""
+    first, second = [[answers.piece(False, word, index=index) for word in "ab"] for index in (0, 1)]
+    ends = [answers.piece(False, "", index=index, finish="stop") for index in (0, 1)]
+    return [first[0], *second, ends[1], first[1], ends[0]], ends
+
+
+async def test_choices_that_end_before_others_wait_for_the_usage() -> None:
+    """Each last event gets the fingerprint, and the other choice's text does not wait for them."""
+    events, ends = of_two()
+    usage = TEXT[-2]
+    for pieces in ([*events, usage, answers.DONE], [b"".join([*events, usage, answers.DONE])]):
+        relay = Relay(wants_usage=False, choices=2)
+        body = await run(pieces, relay)
+        shown = [event for event in events if event not in ends] + [
+            sse.with_fingerprint(end, usage) for end in ends[::-1]
+        ]
+        assert body == b"".join([*shown, answers.DONE])
+        assert relay.usage is not None
+    assert await run([*events, usage, answers.DONE], Relay(wants_usage=True, choices=2)) == b"".join(
+        [*events, usage, answers.DONE]
+    )
+
+
+@pytest.mark.parametrize("ending", [[], [answers.DONE], [answers.error_event()]], ids=["eof", "mark", "error"])
+async def test_a_stream_that_fails_keeps_no_end_of_a_choice(ending: list[bytes]) -> None:
+    """A choice that was over when the engine failed is over for the client."""
+    events, _ = of_two()
+    with pytest.raises(EngineError) as caught:
+        await run([*events[:-1], *ending], Relay(wants_usage=False, choices=2))
+    sent = "".join(caught.value.__notes__).encode()
+    assert sorted(sent.split(sse.END)) == sorted(b"".join(events[:-1]).split(sse.END))
+
+
+async def test_large_ends_of_choices_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held back of a stream is bounded."""
+    monkeypatch.setattr(event_filter, "_MAX_HELD", 100)
+    events, _ = of_two()
+    body = await run([*events, TEXT[-2], answers.DONE], Relay(wants_usage=False, choices=2))
+    assert body.startswith(b"".join(events[:-1]))
 
 
 async def test_a_client_that_sees_the_usage_gets_no_fingerprint_elsewhere() -> None:

@@ -80,15 +80,21 @@ def test_requests_per_minute() -> None:
 
 
 def test_tokens_per_minute() -> None:
-    """What one worker charges is paid in all; the end corrects the estimate."""
+    """What one worker has reserved is reserved in all; the end puts what was used in its place."""
     workers = Workers(2, a=KeyLimits(tpm=600))
     first = workers.enter(0)
     assert first is not None
-    first.charge(700.0)
+    first.reserve(100, 400)
+    second = workers.enter(1)
+    assert second is not None
     with pytest.raises(LimitError) as refused:
-        workers.enter(1)
+        second.reserve(100, 40)
     assert refused.value.reason is Reason.KEY_TOKENS
-    assert refused.value.retry_after == pytest.approx(10.1)
+    assert refused.value.retry_after == pytest.approx(4.0)
+    second.reserve(50, 50)
+    with pytest.raises(LimitError):
+        workers.enter(0)
+    second.end(0)
     first.end(300)
     assert workers.enter(1) is not None
     assert workers.all[1]._accounts["a"].tokens is not None
@@ -123,7 +129,7 @@ def test_a_limit_that_changes_changes_what_is_left() -> None:
     workers.limits = {"a": KeyLimits(tpm=60)}
     use = workers.enter(1)
     assert use is not None
-    use.charge(60)
+    use.reserve(20, 40)
     with pytest.raises(LimitError):
         workers.enter(0)
 
@@ -190,8 +196,16 @@ def test_workers_admit_what_one_process_admits(count: int, seed: int, kills: boo
         shared_use, alone_use = outcomes
         assert (shared_use is None) == (alone_use is None)
         if shared_use is not None and alone_use is not None:
+            prompt, most = int(tokens), chance.choice([None, 0, 300, 2000])
+            refused: list[bool] = []
             for use in (shared_use, alone_use):
-                use.charge(tokens)
+                try:
+                    use.reserve(prompt, most)
+                except LimitError:
+                    refused.append(True)
+                else:
+                    refused.append(False)
+            assert refused[0] == refused[1]
             going.append((shared_use, alone_use, tokens * chance.random() * 2))
 
 

@@ -35,6 +35,7 @@ from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
@@ -106,7 +107,10 @@ class PoolParts:
         engines.watch(MetricsOfEngines(metrics))
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
-        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
+        networks = settings.engines.allowed
+        admin = EngineAdmin(
+            timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector, networks=networks
+        )
         transfer = build_transfer(settings, engines, clock, observers, share)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
@@ -115,11 +119,11 @@ class PoolParts:
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
-        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share, transfer.hosts)
         transfers = build_transfers(pool.name, ledger, process)
         custodian.when_unread = transfers.failed
         notices = build_notices(settings, transfer, custodian, turns, process, share)
-        registrations = build_registrations(settings, engines, ledger, process, share)
+        registrations = build_registrations(settings, engines, ledger, process, share, transfer.hosts)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
         kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, share)
         prefixes = build_prefixes(
@@ -160,6 +164,9 @@ class PoolParts:
         late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
         comebacks = Comebacks(ledger, clock, observers, limits)
         metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
+        is_alive = partial(admin.answers, path="/health")
+        lost = EnginesLost(ledger, engines, is_alive, observers, tasks, clock, now)
+        metrics.add_gauges([Gauge(catalog_health.SUSPECTED, lost.counts)])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
@@ -175,12 +182,13 @@ class PoolParts:
             answer_budget=process.answer_budget,
             retries=process.retries,
             comebacks=comebacks,
+            lost=lost,
             outliers=outliers,
             transfers=transfers,
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,
             lease_may_have_ended=EndedLeases(engines.known, admin.scrape).may_have,
-            is_alive=partial(admin.answers, path="/health"),
+            is_alive=is_alive,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,
@@ -195,8 +203,10 @@ class PoolParts:
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
             connector=watch.connector,
+            networks=networks,
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
+        wrong.append(lost.shortcomings)
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         metrics.add_gauges(engine_gauges(engines, auditor, watching.stalls, watching.exclusions, now, pool.name))
         metrics.add_gauges(transfers.gauges())

@@ -125,7 +125,7 @@ class Process:
             clock,
             observers,
             seconds=deadlines.read_body,
-            bounds=BodyBounds(limits.max_prompts, limits.max_body_items),
+            bounds=BodyBounds(limits.max_prompts, limits.max_body_items, settings.media.rule),
         )
         metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(process_gauges(tasks, log, lines))

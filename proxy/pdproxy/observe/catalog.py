@@ -257,7 +257,8 @@ TOKENIZED = _counter(
 TOKENS = _counter(
     "pdproxy_tokens_total",
     "tokens",
-    "Tokens of requests that have ended, as engines reported them. If no usage came: ids in the stream, or its events",
+    "Tokens of requests that have ended, as engines reported them on any route; without a report what is known: the prompt by "
+    "the prefill engine or by its bytes, the answer by the token ids or the events that were seen",
     Label("kind", (("prompt", "tokens of prompts"), ("completion", "generated tokens"))),
 )
 TASK_RESTARTS = _counter(

@@ -10,6 +10,7 @@ REFUSED = (
     ("wrong_key", "the API key is none of the valid ones"),
     ("ended_key", "the API key has expired, or was taken away while the request was read"),
     ("not_allowed", "the API key is not good for that route or tenant"),
+    ("certificate", "the client's certificate is not valid any more"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),
     ("body_slow", "the body was not complete in deadlines.client_body"),
@@ -22,7 +23,7 @@ REFUSED = (
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
     (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
-    (Reason.KEY_TOKENS, _CLIENTS, "its key has used as many tokens as it may per minute (tpm)"),
+    (Reason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
     (Reason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
     (Reason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
     (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
@@ -34,6 +35,7 @@ REASONS = (
     (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
     (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
     (Reason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
+    (Reason.ENGINES_LOST, _OURS, "engines disappeared under it, and it may be the cause"),
     (Reason.DRAINING, _OURS, "pdproxy is shutting down"),
     (Reason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
     (Reason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),
@@ -81,7 +83,7 @@ PLACES = Description(
 TENANT_TOKENS = Description(
     "pdproxy_tenant_tokens_total",
     Kind.COUNTER,
-    "Tokens of prompts and answers by tenant, of requests that have ended",
+    "Tokens of prompts and answers by tenant, of requests that have ended: counted as pdproxy_tokens_total",
     "tokens",
     (
         Label(

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, Route
 
+_COMPLETIONS = Route.COMPLETIONS
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
@@ -20,7 +21,8 @@ _MANY = 50
 CLASSES = 32
 """Classes of prompts: those with at most so many bits in their number of tokens, the longest in the last one."""
 _ENOUGH = 8
-_LIMITS = ("max_tokens", "max_completion_tokens")
+_LIMIT, _CHAT_LIMITS = ("max_tokens",), ("max_completion_tokens", "max_tokens")
+"""The fields with an answer's limit, the one that counts first: a completion has one, as in vLLM."""
 _limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 
 
@@ -28,13 +30,15 @@ def limit_of(parsed: Parsed | None) -> int | None:
     """Return the most tokens that a request asks for, None if it does not say so, or says what is no number."""
     if parsed is None:
         return None
-    for name in _LIMITS:
+    for name in _LIMIT if parsed.route is _COMPLETIONS else _CHAT_LIMITS:
         raw = parsed.fields.get(name)
         if raw is not None:
             try:
-                return _limit_decoder.decode(raw)
+                limit = _limit_decoder.decode(raw)
             except msgspec.DecodeError:
                 return None
+            if limit is not None:
+                return limit
     return None
 
 

@@ -16,10 +16,12 @@ from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
 from pdproxy.settings.dns import Dns
+from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.listen import Listen
+from pdproxy.settings.media import MediaSettings
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
@@ -334,6 +336,12 @@ class Settings(Section, frozen=True):
 
     pools: tuple[Pool, ...] = ()
     """The engines, in pools: those of one pool work together. After `load` there is at least one."""
+
+    media: MediaSettings = MediaSettings()
+    """Which URLs of media in requests engines may fetch."""
+
+    engines: EngineSettings = EngineSettings()
+    """In which networks engines may be."""
 
     deadlines: Deadlines = Deadlines()
     """How long each wait may last."""

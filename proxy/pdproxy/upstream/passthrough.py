@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from ssl import SSLContext
 
 import aiohttp
 from yarl import URL
 
-from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, Wait, no_more_files
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
+from pdproxy.kit.errors import (
+    ConnectionLostError,
+    EngineError,
+    EngineTlsError,
+    EngineUnreachableError,
+    Wait,
+    no_more_files,
+)
+from pdproxy.upstream import reach
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS
 
@@ -59,7 +67,7 @@ class PassthroughLegs:
     """Opens legs. `connect_timeout` in seconds; all other deadlines belong to the caller.
 
     `key` and `tls` are called with an engine's URL for each request; None: it has none.
-    `connector` makes the session's connector; None: aiohttp's own.
+    `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone.
     """
 
     def __init__(
@@ -70,8 +78,9 @@ class PassthroughLegs:
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
+        networks: EngineNetworks = USUAL,
     ) -> None:
-        self._connector = connector or partial(aiohttp.TCPConnector, limit=0, force_close=True)
+        self._connector = connector or reach.connector(networks, limit=0, force_close=True)
         self.connect_timeout = connect_timeout
         self._budget = budget
         self._key = key
@@ -145,5 +154,7 @@ def translated(url: str) -> Iterator[None]:
         if error.errno in LOCAL_ERRORS:
             raise no_more_files(error) from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
+    except (aiohttp.ServerConnectionError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
+        raise ConnectionLostError(f"{url}: {type(error).__name__}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineError(f"{url}: {type(error).__name__}") from None

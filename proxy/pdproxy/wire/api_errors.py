@@ -1,4 +1,5 @@
-"""The APIs of routes that one engine serves whole: how each reports a failure, and how its streams begin and end.
+"""The APIs of routes that one engine serves whole: how each reports a failure, how its streams begin and end, and what
+these report of tokens.
 
 Owns the splitting of their streams into whole events, so that a failure never follows half an event.
 """
@@ -20,17 +21,24 @@ from pdproxy.kit.errors import (
     UnparsableError,
     UnreadableError,
 )
-from pdproxy.wire.engine import error_of
+from pdproxy.wire.engine import Usage, error_of
 from pdproxy.wire.errors import error_body
+from pdproxy.wire.passed_usage import usage_in_event
 
 MAX_EVENT = 64 * 2**20
 """Bytes of one event. The last event of a Responses stream repeats the whole answer."""
 
 _NUMBER = b'"sequence_number":'
 _SEQUENCE = re.compile(rb"\s*(\d{1,18})")
-_LAST = re.compile(rb"(?:event: (?:response\.(?:completed|incomplete|failed)|message_stop|error)|data: \[DONE\])\r?\n")
-"""The first line of an event that ends a stream. That it begins a line is checked separately: a pattern for line starts costs
-time at each line."""
+_NOTED = re.compile(
+    rb"(?:event: (?:message_(?:start|delta)|(response\.(?:completed|incomplete|failed)|message_stop|error))"
+    rb"|data: (\[DONE\]))\r?\n"
+)
+"""The first line of an event that may report what was used, or that ends a stream: then it has a group. That it begins a line is
+checked separately: a pattern for line starts costs time at each line."""
+_FIRST = b"event: message_start"
+_DATA = b"data: "
+_USAGE_ONLY = b'"choices":[],"usage":{'
 
 
 class Dialect(Enum):
@@ -44,6 +52,11 @@ class Dialect(Enum):
     def preamble(self) -> int:
         """How many events of a stream vLLM sends before its model has begun to work."""
         return 2 if self is Dialect.RESPONSES else 0
+
+    @property
+    def opening(self) -> int:
+        """How many events of a stream come before the first one with a token: those of its answer's first item included."""
+        return 4 if self is Dialect.RESPONSES else 2 if self is Dialect.MESSAGES else 0
 
 
 class _ErrorFields(msgspec.Struct, frozen=True):
@@ -110,13 +123,25 @@ class WholeEvents:
         self.sequence = 0
         self.ended = False
         """Whether the stream's end mark has come."""
+        self.usage: Usage | None = None
+        """What the stream has reported so far."""
+        self.reported = False
+        """Whether that is all of it: a message reports its prompt first."""
         self._rest = bytearray()
-        self._preamble = dialect.preamble
+        self._preamble, self._opening = dialect.preamble, dialect.opening
+        self._is_openai = dialect is Dialect.OPENAI
 
     @property
     def generating(self) -> bool:
         """Whether the model has begun to work: vLLM begins some streams before it has read the request."""
         return self.count > self._preamble
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the answer has so far: before the engine reports them, one in each event, but for the first events."""
+        if self.reported and self.usage is not None:
+            return self.usage.completion_tokens or 0
+        return max(self.count - self._opening, 0)
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes; return the events that are whole now, and keep the rest.
@@ -137,8 +162,25 @@ class WholeEvents:
         at = whole.rfind(_NUMBER)
         if at >= 0 and (found := _SEQUENCE.match(whole, at + len(_NUMBER))):
             self.sequence = int(found[1]) + 1
-        self.ended = self.ended or any(_begins_line(whole, last.start()) for last in _LAST.finditer(whole))
+        if self._is_openai and _USAGE_ONLY in whole:  # if the client has asked for it
+            self._note_usage(whole, whole.rfind(_DATA, 0, whole.rfind(_USAGE_ONLY)))
+        for noted in _NOTED.finditer(whole):
+            if _begins_line(whole, noted.start()):
+                self.ended = self.ended or noted.lastindex is not None
+                self._note_usage(whole, noted.end(), is_first=noted[0].startswith(_FIRST))
         return whole
+
+    def _note_usage(self, whole: bytes, start: int, *, is_first: bool = False) -> None:
+        """Note the usage of the event whose line of data begins at `start`. `is_first`: only the prompt is known yet."""
+        line = whole[start : whole.find(b"\n", start)]
+        if not line.startswith(_DATA) or (found := usage_in_event(line[len(_DATA) :])) is None:
+            return
+        before = self.usage
+        if before is not None and before.prompt_tokens:
+            # The event at the end of a message may leave cached tokens out.
+            found = Usage(before.prompt_tokens, 0, found.completion_tokens)
+        self.usage = found
+        self.reported = not is_first
 
     @property
     def waiting(self) -> int:

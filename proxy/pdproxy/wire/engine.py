@@ -10,23 +10,23 @@ from msgspec import Meta
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What a decoder raises for other data than it was made for, deeply nested data included."""
 _ABSENT = msgspec.Raw(b"null")  # a union of Raw with None is not decoded as Raw
-_Tokens = Annotated[int, Meta(ge=0, le=2**40)]
+Tokens = Annotated[int, Meta(ge=0, le=2**40)]
 """More, of hundreds of digits perhaps, is no count: what adds it up or shares it with other workers could not hold it."""
 
 
 class TokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     """`usage.prompt_tokens_details`."""
 
-    cached_tokens: _Tokens | None = None
-    created_cache_tokens: _Tokens | None = None
+    cached_tokens: Tokens | None = None
+    created_cache_tokens: Tokens | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of an answer, in tokens."""
 
-    prompt_tokens: _Tokens = 0
-    total_tokens: _Tokens = 0
-    completion_tokens: _Tokens | None = 0
+    prompt_tokens: Tokens = 0
+    total_tokens: Tokens = 0
+    completion_tokens: Tokens | None = 0
     prompt_tokens_details: TokensDetails | None = None
 
 

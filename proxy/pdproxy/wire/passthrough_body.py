@@ -17,12 +17,18 @@ from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
 from pdproxy.wire.fields import PROMPT_IDS, Fields, has_value, is_absent, model_of, read_fields_if_quick
+from pdproxy.wire.media import check_media
 from pdproxy.wire.prompt_lists import prompts_in
 
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
 _LONGEST_BOOLEAN = 64
 """Bytes of JSON."""
+_LIMITS = {Dialect.RESPONSES: "max_output_tokens", Dialect.MESSAGES: "max_tokens"}
+"""The field with an answer's limit."""
+_LONGEST_LIMIT = 20
+"""Bytes of JSON."""
+_limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 _LISTED = ("input", "documents", "text_1", "text_2", "items")
 """Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
 
@@ -38,13 +44,14 @@ class PassedBody:
     """A readable body: what goes to the engine, the model it names, and whether a stream is asked for.
 
     `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine can run a request in the
-    background; None if the client did not ask for that.
+    background; None if the client did not ask for that. `limit`: the most tokens of the answer, None if the body names none.
     """
 
     data: bytes
     model: str | None
     stream: bool
     unknown_id: str | None = None
+    limit: int | None = None
     _shared: int = 0
     _own_rest: bytes = b""
 
@@ -71,12 +78,14 @@ def read_if_quick(
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
         TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
+        MediaUrlError: it names media that engines are not to fetch.
         BadRequestError: it asks for a stored conversation.
     """
     fields = read_fields_if_quick(body)
     if fields is None:
         return None
     check_lists(dialect, fields, bounds)
+    check_media(fields, bounds.media)
     return passed_body(dialect, fields, name, salt)
 
 
@@ -109,7 +118,7 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
     if dialect is Dialect.OPENAI:
         fields.pop(PROMPT_IDS, None)
     if dialect is not Dialect.RESPONSES:
-        return PassedBody(msgspec.json.encode(fields), model, stream)
+        return PassedBody(msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields))
     if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
         why = "no conversation is stored: send the whole of it as `input`"
         raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
@@ -126,7 +135,19 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
     own = {name: fields.pop(name) for name in changed if name in fields}
     shared = msgspec.json.encode(fields).removesuffix(b"}")
     data = shared + _rest(shared, changed)
-    return PassedBody(data, model, stream, unknown_id, len(shared), _rest(shared, own) if changed else b"")
+    rest = _rest(shared, own) if changed else b""
+    return PassedBody(data, model, stream, unknown_id, _limit(dialect, fields), len(shared), rest)
+
+
+def _limit(dialect: Dialect, fields: Fields) -> int | None:
+    """Return the most tokens of an answer, None if the body does not say so, or says what is no number."""
+    raw = fields.get(_LIMITS.get(dialect, ""))
+    if raw is None or memoryview(raw).nbytes > _LONGEST_LIMIT:
+        return None
+    try:
+        return _limit_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
 
 
 def _rest(shared: bytes, fields: Fields) -> bytes:

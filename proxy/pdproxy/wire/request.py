@@ -32,6 +32,7 @@ from pdproxy.wire.fields import (
     plain_fields,
     read_field,
 )
+from pdproxy.wire.media import check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
 from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, part, prompts_in
@@ -167,12 +168,8 @@ class Parsed(msgspec.Struct, frozen=True):
 
     @property
     def adds_usage(self) -> bool:
-        """Whether an engine is asked for a usage event that the client didn't ask for.
-
-        Not with several choices in one stream: the fingerprint would move from each choice's last chunk to the usage event.
-        """
-        several = self.alone is Alone.N or (self.alone is not None and len(self.prompts) > 1)
-        return self.stream and not self.wants_usage and not several
+        """Whether an engine is asked for a usage event that the client didn't ask for."""
+        return self.stream and not self.wants_usage
 
     @property
     def adds_ids(self) -> bool:
@@ -253,12 +250,16 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
 
     Raises:
         TooManyPromptsError: it asks for more than one request may.
+        MediaUrlError: it names media that engines are not to fetch.
     """
     if route is _INVOCATIONS:
         return _invocation(fields, size, bounds, max_objects)
     if route is _COMPLETIONS:
         fields.pop(PROMPT_IDS, None)  # engines do not read it there (vLLM 0.32.0)
-    conversations = _conversations(fields, bounds) if route is _BATCH else None
+    conversations = None
+    if route is _BATCH:
+        conversations = _conversations(fields, bounds)
+        check_media(fields, bounds.media)
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
@@ -268,7 +269,11 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
             is_list, prompts, non_text = True, _batch(fields, conversations), False
         else:
             is_list, prompts, non_text = _messages(fields) if route is _CHAT else _prompts(fields, spans)
-        alone = Alone.NON_TEXT if non_text else _alone(fields, route)
+        if non_text:
+            alone: Alone | None = Alone.NON_TEXT
+            check_media(fields, bounds.media)
+        else:
+            alone = _alone(fields, route)
         if PROMPT_IDS in fields:
             if route is _BATCH:
                 raise UnusualError  # engines refuse it
@@ -287,6 +292,7 @@ def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> 
     """
     if route is Route.COMPLETIONS:
         fields.pop(PROMPT_IDS, None)
+    check_media(fields, bounds.media)
     _listed(route, fields, bounds)
     if route is Route.BATCH:
         _conversations(fields, bounds)

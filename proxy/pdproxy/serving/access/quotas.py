@@ -1,8 +1,10 @@
-"""Limits of keys: requests at once, requests and tokens per minute. A request over one is refused before its body is parsed.
+"""Limits of keys: requests at once, requests and tokens per minute.
 
-Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. Tokens are charged by an estimate when a
-request is read, and by what they were at its end; a bucket may then be in debt, and the key waits until that is paid. What a key
-has used is kept by its name, so that a changed file of keys gives nobody a new minute.
+Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. A key with an empty bucket is refused
+before the body is parsed. A request that was read reserves tokens: its prompt, and the most that may be generated for it. If the
+bucket holds too few of them, the request is refused. At the end, what was used takes the place of what was reserved; if that was
+more, the bucket may be in debt, and the key waits until that is paid. What a key has used is kept by its name, so that a changed
+file of keys gives nobody a new minute.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ from pdproxy.kit.errors import LimitError, Reason
 from pdproxy.settings.key_lines import KeyLimits
 
 _MINUTE = 60.0
+WITHOUT_LIMIT = 4
+"""How many requests that name no limit may run at once: each reserves such a part of the key's minute."""
+_SOON = 1.0
+"""Seconds after which a refused request may be tried again, if requests that run have reserved what it needs."""
+_ROUNDED = 1e-3
+"""Tokens that a bucket may miss: its level is no whole number."""
 
 
 class Bucket:
@@ -38,15 +46,31 @@ class Bucket:
 class Account:
     """What the keys of one name have used."""
 
-    __slots__ = ("elsewhere", "inflight", "limits", "requests", "tokens")
+    __slots__ = ("elsewhere", "inflight", "limits", "requests", "reserved", "tokens")
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
         self.inflight = 0
         self.elsewhere = 0
         """Requests that other workers serve."""
+        self.reserved = 0.0
+        """Tokens that its requests in this process have reserved."""
         self.limits = limits
         self.requests = Bucket(limits.rpm, now) if limits.rpm is not None else None
         self.tokens = Bucket(limits.tpm, now) if limits.tpm is not None else None
+
+    def check_tokens(self, needed: float) -> None:
+        """Check that the minute still has the tokens that a request needs. Its bucket was filled.
+
+        Raises:
+            LimitError: it has fewer.
+        """
+        tokens = self.tokens
+        if tokens is not None and tokens.level < needed - _ROUNDED:
+            seconds = tokens.seconds_until(needed)
+            if tokens.level + self.reserved >= needed:
+                seconds = min(seconds, _SOON)
+            text = f"this key may use {tokens.per_minute} tokens per minute"
+            raise LimitError(text, Reason.KEY_TOKENS, retry_after=seconds)
 
     def change(self, limits: KeyLimits, now: float) -> None:
         """Follow changed limits: what was used counts on."""
@@ -67,25 +91,51 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucke
 
 
 class Use:
-    """One request's use of its key's limits. Ended by one call of `end`."""
+    """One request's use of its key's limits. Ended by one call of `end`. `now` returns the time of the buckets."""
 
-    __slots__ = ("_account", "_charged")
+    __slots__ = ("_account", "_most", "_now", "_reserved")
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, now: Callable[[], float]) -> None:
         self._account = account
-        self._charged = 0.0
+        self._now = now
+        self._reserved = self._most = 0.0
 
-    def charge(self, tokens: float) -> None:
-        """Charge the tokens that a request is likely to have."""
-        if self._account.tokens is not None:
-            self._account.tokens.level -= tokens
-            self._charged = tokens
+    def reserve(self, prompt: int, most: int | None) -> None:
+        """Reserve the tokens of a prompt, and the most that may be generated for it; None: it has no limit.
 
-    def end(self, tokens: int | None) -> None:
-        """End the use. `tokens`: those that the request had; None: not known, the estimate counts."""
+        A request never reserves more than a whole minute; without a limit, a quarter of it, or its prompt. Of a prompt no more
+        than a quarter must be left: a picture has many bytes and few tokens, and would wait for an idle minute. The bucket is
+        in debt then, so that only one such request runs.
+
+        Raises:
+            LimitError: the key's minute has fewer tokens left.
+        """
+        account = self._account
+        tokens = account.tokens
+        if tokens is None:
+            return
+        minute = float(tokens.per_minute)
+        part = minute / WITHOUT_LIMIT
+        self._most = part if most is None else float(min(most, tokens.per_minute))
+        reserved = min(max(part, prompt) if most is None else self._most + prompt, minute)
+        tokens.fill(self._now())
+        account.check_tokens(part if most is None else min(self._most + min(prompt, part), minute))
+        tokens.level -= reserved
+        account.reserved += reserved
+        self._reserved = reserved
+
+    def end(self, tokens: int, unseen: float = 0.0) -> None:
+        """End the use. `tokens`: those that the request has used; `unseen`: the part of its answers that nobody has seen.
+
+        The most that may have been generated for these counts.
+        """
         self._account.inflight -= 1
-        if tokens is not None and self._account.tokens is not None:
-            self._account.tokens.level -= tokens - self._charged
+        self._account.reserved -= self._reserved
+        if self._account.tokens is not None:
+            self._account.tokens.level -= self._used(tokens, unseen) - self._reserved
+
+    def _used(self, tokens: int, unseen: float) -> float:
+        return tokens + unseen * self._most if unseen else tokens
 
 
 class Quotas:
@@ -118,9 +168,7 @@ class Quotas:
         requests, tokens = account.requests, account.tokens
         if tokens is not None:
             tokens.fill(now)
-            if tokens.level <= 0:
-                text = f"this key may use {tokens.per_minute} tokens per minute"
-                raise LimitError(text, Reason.KEY_TOKENS, retry_after=tokens.seconds_until(1.0))
+            account.check_tokens(1.0)
         if requests is not None:
             requests.fill(now)
             if requests.level < 1:
@@ -131,7 +179,7 @@ class Quotas:
         return self._begun(key, account)
 
     def _begun(self, key: str, account: Account) -> Use:
-        return Use(account)
+        return Use(account, self._now)
 
     def _account(self, key: str, own: KeyLimits) -> Account:
         """Return the account of a name."""

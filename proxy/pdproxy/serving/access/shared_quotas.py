@@ -78,7 +78,7 @@ class SharedQuotas(Quotas):
         used = self._used[key]
         used.requests = _wrapped(used.requests + _SCALE)
         self.show(used, account)
-        return _SharedUse(self, used, account)
+        return _SharedUse(self, used, account, self._now)
 
     def take_over(self, used: _Used, account: Account) -> None:
         """Have a name's buckets be what they are by the use in all workers."""
@@ -124,29 +124,28 @@ class SharedQuotas(Quotas):
 class _SharedUse(Use):
     """A `Use` that the other workers see."""
 
-    __slots__ = ("_quotas", "_used")
+    __slots__ = ("_name", "_quotas")
 
-    def __init__(self, quotas: SharedQuotas, used: _Used, account: Account) -> None:
-        super().__init__(account)
+    def __init__(self, quotas: SharedQuotas, used: _Used, account: Account, now: Callable[[], float]) -> None:
+        super().__init__(account, now)
         self._quotas = quotas
-        self._used = used
+        self._name = used
 
-    def charge(self, tokens: float) -> None:
+    def reserve(self, prompt: int, most: int | None) -> None:
         """See `Use`."""
-        self._quotas.take_over(self._used, self._account)
-        super().charge(tokens)
-        self._show(tokens)
+        self._quotas.take_over(self._name, self._account)
+        super().reserve(prompt, most)
+        self._show(self._reserved)
 
-    def end(self, tokens: int | None) -> None:
+    def end(self, tokens: int, unseen: float = 0.0) -> None:
         """See `Use`."""
-        self._quotas.take_over(self._used, self._account)
-        charged = self._charged
-        super().end(tokens)
-        self._show(0.0 if tokens is None else tokens - charged)
+        self._quotas.take_over(self._name, self._account)
+        super().end(tokens, unseen)
+        self._show(self._used(tokens, unseen) - self._reserved)
 
     def _show(self, tokens: float) -> None:
-        self._used.tokens = _wrapped(self._used.tokens + round(tokens * _SCALE))
-        self._quotas.show(self._used, self._account)
+        self._name.tokens = _wrapped(self._name.tokens + round(tokens * _SCALE))
+        self._quotas.show(self._name, self._account)
 
 
 def _wrapped(number: int) -> int:

@@ -98,10 +98,6 @@ class Admission:
         """Whether new requests are refused because of a shutdown."""
         return self._closed
 
-    def expected(self, demand: Demand) -> float:
-        """Return how many tokens the answers of a request are likely to have."""
-        return self._outputs.expected(demand.prompt, demand.limit) * demand.answers
-
     def resize(self, places: int | None, tokens: int = 0) -> None:
         """Change the number of places, at most `max_inflight` (None: that), and their tokens, at most `max_tokens` (0: that)."""
         self._engines_places, self._engines_tokens = places, tokens

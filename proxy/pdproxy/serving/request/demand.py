@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgspec
 
 from pdproxy.scheduling.outputs import limit_of
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Alone, Parsed, Prompt
 
 BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""
@@ -18,6 +18,7 @@ MOST_ANSWERS = 2**14
 PRIORITY = b"x-vllm-priority"
 Lines = tuple[tuple[bytes, bytes], ...]
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
+_UNUSUAL = Alone.UNUSUAL
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 
 
@@ -25,12 +26,21 @@ class Demand(msgspec.Struct, frozen=True):
     """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0 for a route without any.
 
     `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the smallest is the most urgent.
+    `best_of`: answers that are generated for each one that it wants.
     """
 
     prompt: int = 1
     answers: int = 0
     limit: int | None = None
     priority: int = 0
+    best_of: int = 1
+
+    @property
+    def most(self) -> int | None:
+        """The most tokens that engines may generate for it, None if it has no limit."""
+        if not self.answers:
+            return 0
+        return None if self.limit is None else max(self.limit, 0) * self.answers * self.best_of
 
 
 NO_DEMAND = Demand()
@@ -41,17 +51,27 @@ def demand_of(parsed: Parsed) -> Demand:
     prompts, fields = parsed.prompts, parsed.fields
     answers = 1
     if len(prompts) == 1:  # as in most requests
-        prompt = prompts[0]
-        tokens = prompt.text_bytes // BYTES_PER_TOKEN if prompt.tokens is None else prompt.tokens
+        tokens = tokens_of(prompts[0])
     elif prompts:
-        tokens = sum([one.tokens if one.tokens is not None else one.text_bytes // BYTES_PER_TOKEN for one in prompts])
+        tokens = sum(map(tokens_of, prompts))
         answers = len(prompts)
     else:
         tokens = parsed.body_bytes // BYTES_PER_TOKEN
+    n = best_of = 1
     if "n" in fields:
-        answers *= min(max(_number(fields["n"]) or 1, 1), MOST_ANSWERS)
+        n = min(max(_number(fields["n"]) or 1, 1), MOST_ANSWERS)
+        answers *= n
     priority = (_number(fields["priority"]) or 0) if "priority" in fields else 0
-    return Demand(_bounded(tokens), answers, limit_of(parsed), priority)
+    if "best_of" in fields:
+        best_of = -(-min(max(_number(fields["best_of"]) or 1, n), MOST_ANSWERS) // n)
+    # Only an engine knows how many answers an unusual request has.
+    limit = limit_of(parsed) if prompts or parsed.alone is not _UNUSUAL else None
+    return Demand(_bounded(tokens), answers, limit, priority, best_of)
+
+
+def tokens_of(prompt: Prompt) -> int:
+    """Return how many tokens a prompt is likely to have."""
+    return prompt.text_bytes // BYTES_PER_TOKEN if prompt.tokens is None else prompt.tokens
 
 
 def is_priority_known(parsed: Parsed) -> bool:
@@ -89,9 +109,9 @@ def prioritized(
     return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
 
 
-def passed_demand(size: int, *, generates: bool) -> Demand:
-    """Return what a request asks for that one engine gets whole. `size`: bytes of its body."""
-    return Demand(prompt=_bounded(size // BYTES_PER_TOKEN), answers=int(generates))
+def passed_demand(size: int, limit: int | None, *, generates: bool) -> Demand:
+    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`."""
+    return Demand(prompt=_bounded(size // BYTES_PER_TOKEN), answers=int(generates), limit=limit)
 
 
 def _number(raw: msgspec.Raw) -> int | None:

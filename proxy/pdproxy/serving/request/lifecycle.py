@@ -1,7 +1,7 @@
 """The steps of a request that engines serve, the same for every route: it is read, admitted, served, answered, reported.
 
-Owns the order of these steps, the request's place, its total deadline, and the report of its end (`RequestEnded`): one per
-request, however it ended. The subclasses of `LiveRequest` have what differs by route.
+Owns the order of these steps, the request's place, its total deadline, its use of its key's limits, and the report of its end
+(`RequestEnded`): one per request, however it ended. The subclasses of `LiveRequest` have what differs by route.
 """
 
 from __future__ import annotations
@@ -134,18 +134,6 @@ class LiveRequest(ABC, Generic[Writer]):
             self.legs_so_far(),
         )
 
-    def tokens_used(self) -> int | None:
-        """Return the tokens of prompts and answers; None if engines have worked on it and reported none.
-
-        What an engine refuses as wrong (4xx) costs it nothing.
-        """
-        totals = self.totals
-        prompt, completion = totals.prompt_tokens, totals.completion_tokens
-        if prompt is None and completion is None:
-            is_refused = 400 <= self.status < 500
-            return None if any(times.attempts for times in totals.legs) and not is_refused else 0
-        return (self.demand.prompt if prompt is None else prompt) + (completion or 0)
-
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
         """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
         return [*[line for line in headers if line[0] in passed], (b"x-request-id", self.request_id.encode())]
@@ -178,6 +166,7 @@ class Lifecycle:
         error: PdproxyError | None = None
         place: Place | None = None
         use: Use | None = None
+        own_limit = False
         total = resources.deadlines.total
         running = self.running
         if running is not None:
@@ -188,7 +177,7 @@ class Lifecycle:
             use = self._quotas.enter(request.key)
             serve = await request.read()
             if use is not None:
-                use.charge(request.demand.prompt + self._admission.expected(request.demand))
+                use.reserve(request.demand.prompt, request.demand.most)
             deadline = None
             if request.timeout is not None and request.timeout < total:
                 deadline = request.received + request.timeout
@@ -205,6 +194,7 @@ class Lifecycle:
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))
             limit = min(request.timeout or math.inf, resources.deadlines.total)
+            own_limit = limit < resources.deadlines.total
             error = EngineTimeoutError(f"the request took longer than {limit:g} s", wait=Wait.TOTAL)
         except PdproxyError as failed:
             error = failed
@@ -212,17 +202,22 @@ class Lifecycle:
             logger.error("request %s failed in pdproxy itself: %s", request.request_id, frames(failed))  # noqa: TRY400
             error = PdproxyError(type(failed).__name__)
         finally:
+            meter = request.totals.meter
             try:
                 request.add_up()
+                if error is not None:
+                    meter.end(error, sent=request.first is not None, own_limit=own_limit)
             finally:
                 try:
                     if use is not None:
-                        use.end(request.tokens_used())
+                        use.end(meter.prompt + meter.completion, meter.unseen / (request.demand.answers or 1))
                 finally:
                     if place is not None:
-                        seconds, totals = resources.now() - (request.admitted or request.received), request.totals
-                        tokens, answered = (totals.prompt_tokens, totals.completion_tokens), error is None
-                        place.leave(seconds, *tokens, late=isinstance(error, EngineTimeoutError), answered=answered)
+                        seconds = resources.now() - (request.admitted or request.received)
+                        tokens = (meter.prompt, meter.completion) if meter.measured else (None, None)
+                        place.leave(
+                            seconds, *tokens, late=isinstance(error, EngineTimeoutError), answered=error is None
+                        )
             try:
                 if error is not None:
                     await request.answer_error(error)

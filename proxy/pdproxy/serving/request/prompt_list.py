@@ -14,11 +14,13 @@ from pdproxy.kit.errors import EngineRefusedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
 from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.serving.request.demand import tokens_of
 from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.whole_events import CreationTime
+from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.continuable import shows_ids
 from pdproxy.wire.request import Parsed, Route
@@ -72,6 +74,7 @@ class PromptList:
 
     async def _one(self, index: int) -> None:
         parsed, prompt = self._parsed.exchange_of(index)
+        size, unseen = tokens_of(self._parsed.prompts[index]), 0 if parsed.stream else 1
         exchange = self._dispatcher.exchange(parsed, prompt, self._leg_headers, lambda: self._relay(index))
         del parsed, prompt  # the exchange drops them once no engine needs them
         channel = self._stream.channel()
@@ -81,13 +84,16 @@ class PromptList:
             return channel
 
         self._running[index] = exchange
+        answer: Answer | None = None
         try:
             answer = await exchange.run(stream_to)
         finally:
             del self._running[index]
             self._events += exchange.events
             channel.close()
-            self._totals.add(index, exchange)
+            streams = self._totals.add(index, exchange)
+            if answer is None or answer.status == 200:
+                self._totals.meter.add(exchange, streams, size, unseen)
         if answer is None:
             usage_event = exchange.usage_event
             if usage_event is not None:

@@ -38,6 +38,7 @@ from pdproxy.serving.request.hints import DECISION, read_hints, session_in, sess
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import STREAM_HEADERS, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
+from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
 from pdproxy.serving.request.rights import bound_request
@@ -100,7 +101,7 @@ class Service:
 class GeneratingRequest(LiveRequest[ResponseWriter]):
     """A request of a generating route."""
 
-    __slots__ = ("_exchange", "_incoming", "_service", "_whole")
+    __slots__ = ("_exchange", "_incoming", "_metered", "_service", "_whole")
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
         super().__init__(incoming.route.path, incoming.request_id, output, service.resources.now())
@@ -109,6 +110,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._incoming = incoming
         self._exchange: Exchange | None = None
         """The only exchange, if the request is not a list."""
+        self._metered = False
+        """Whether the meter has what was used: by one engine that has got a batch or an invocation whole."""
         self._whole: Parsed | None = None
         """A batch or an invocation, while one engine may still get it whole."""
 
@@ -166,6 +169,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             authorization,
             hints,
             salt,
+            self.writer.client.name,
         )
         if is_batch or is_invocation:
             self._whole = parsed
@@ -285,11 +289,15 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
         fields = parsed.fields
         body = PassedBody(msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true"))
+        request.stream = body.stream
         del parsed, fields
         try:
             await request.serve(body)
         finally:
             self.first, self.status = request.first, request.status
+            self._metered = True
+            meter = self.totals.meter = Meter()  # an engine has refused what was asked before
+            request.measure(meter, self.demand)
             times = msgspec.structs.replace(request.times(), why_alone=why_alone)
             self.totals.add_legs(len(self.totals.legs), times)
 
@@ -362,8 +370,12 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def add_up(self) -> None:
         """Add the only exchange. Those of a list are added as they end."""
-        if self._exchange is not None:
-            self.totals.add(0, self._exchange)
+        exchange = self._exchange
+        if exchange is not None:
+            streams = self.totals.add(0, exchange)
+            if not self._metered and not 400 <= self.status < 500:
+                demand = self.demand
+                self.totals.meter.add(exchange, streams, demand.prompt, 0 if self.stream else demand.answers)
 
 
 def _engine_comment(writer: ResponseWriter, request_id: str, comment: bytes) -> None:

@@ -1,4 +1,4 @@
-"""The totals of one request over its exchanges: the engines that served it, its tokens, the gaps of its streams.
+"""The totals of one request over its exchanges: the engines that served it, the gaps of its streams, and its meter.
 
 Owns the sums. An exchange is added once it is over and is not kept: a list may have thousands.
 """
@@ -11,6 +11,8 @@ import msgspec
 
 from pdproxy.observe.events import Gaps, LegTimes
 from pdproxy.serving.dispatch.exchange import Exchange
+from pdproxy.serving.dispatch.following import Streams
+from pdproxy.serving.request.meter import Meter
 
 
 class RequestTotals(msgspec.Struct, eq=False):
@@ -18,12 +20,7 @@ class RequestTotals(msgspec.Struct, eq=False):
 
     _gaps: Gaps | None = None
     _legs: list[tuple[int, LegTimes]] = []
-    _reported: bool = False
-    """Whether an engine has reported a usage."""
-    _prompt: int = 0
-    _completion: int = 0
-    _counted: int = 0
-    """Tokens of streams without a usage; events, where their tokens are not known."""
+    meter: Meter = msgspec.field(default_factory=Meter)
 
     @property
     def legs(self) -> Sequence[LegTimes]:
@@ -39,20 +36,22 @@ class RequestTotals(msgspec.Struct, eq=False):
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Tokens of all prompts as engines reported them, None if no engine did."""
-        return self._prompt if self._reported else None
+        """Tokens of all prompts, None if no engine was asked for anything that counts."""
+        meter = self.meter
+        return meter.prompt if meter.asked else None
 
     @property
     def completion_tokens(self) -> int | None:
-        """Tokens of all answers as engines reported them, otherwise as counted in the streams; None if there were none."""
-        return self._completion if self._reported else self._counted or None
+        """Tokens of all answers, None if nothing is known of them."""
+        meter = self.meter
+        return meter.completion if meter.measured else None
 
     def add_legs(self, index: int, times: LegTimes) -> None:
         """Add the legs of the prompt at `index`."""
         self._legs.append((index, times))
 
-    def add(self, index: int, exchange: Exchange) -> None:
-        """Add the exchange of the prompt at `index`: its legs, tokens and gaps."""
+    def add(self, index: int, exchange: Exchange) -> Streams:
+        """Add the exchange of the prompt at `index`: its legs and gaps. Return its streams, for `Meter.add`."""
         self._legs.append((index, exchange.times()))
         streams = exchange.streams
         for fast_path in streams.paths:
@@ -62,11 +61,4 @@ class RequestTotals(msgspec.Struct, eq=False):
             else:
                 buckets = [a + b for a, b in zip(gaps.buckets, fast_path.buckets, strict=True)]
                 self._gaps = Gaps(buckets, gaps.total + fast_path.total)
-        usage = streams.usage
-        if usage is not None:
-            self._reported = True
-            self._prompt += usage.prompt_tokens - streams.done
-            self._completion += (usage.completion_tokens or 0) + streams.done
-        elif streams.paths:
-            last = streams.paths[-1]
-            self._counted += streams.done + (last.tokens or last.events)
+        return streams

@@ -2,7 +2,7 @@
 
 Owns the usage of a stream, and the last event of each choice until the usage event has come. An engine puts the fingerprint into
 the usage event if it sends one, otherwise into these last events. If the client did not ask for the usage event, its fingerprint
-is moved back to them.
+is moved back to them. Of several choices, the first ones to end so get their last events later than from the engine.
 
 An engine with `--enable-force-include-usage` sends every client the usage, in each event and in one of its own. pdproxy never
 asks for the first, so a usage in the last event of a choice shows that flag: then the client gets the usage event, too.
@@ -16,6 +16,9 @@ from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.wire import inside, sse
 from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
+
+_MAX_HELD = 1 << 20
+"""Bytes of the last events of choices that are held back while other choices go on. More go to the client as they are."""
 
 
 class EventFilter:
@@ -33,7 +36,9 @@ class EventFilter:
     __slots__ = (
         "_choices",
         "_creation_time",
+        "_ended",
         "_index",
+        "_size",
         "cached_tokens",
         "created_cache_tokens",
         "done",
@@ -65,6 +70,8 @@ class EventFilter:
         self._choices = choices
         self._index = index
         self._creation_time = creation_time
+        self._ended: list[bytes] = []  # last events, while other choices go on
+        self._size = 0  # their bytes
         self.every = index is not None
         self.cached_tokens: int | None = None
         self.created_cache_tokens: int | None = None
@@ -81,7 +88,7 @@ class EventFilter:
         self.handle: bytes | None = None
         """The KV handle that the engine has put into its answer, None if it has put none. No client gets it."""
         self.last_events: list[bytes] = []
-        """Last events of choices, which are held back."""
+        """Last events of all choices, which are held back until the next event. That should be the usage."""
 
     def __repr__(self) -> str:
         return f"<EventFilter {'done' if self.done else self.failure or 'open'}, {len(self.last_events)} events held>"
@@ -141,11 +148,13 @@ class EventFilter:
                 self.finished += 1
                 if not self.keeps_usage:
                     if not sse.has_usage(event):
-                        self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
+                        passed += self._hold(event)  # its fingerprint is in the usage event, behind all choices
                         continue
                     self.keeps_usage = True
                     self.wants_usage = self._index is None
             passed.append(event)
+        if self.failure is not None and self._ended:
+            passed += self.take_ended()
         return b"".join(passed)
 
     def shown(self, events: bytes) -> bytes:
@@ -168,6 +177,19 @@ class EventFilter:
         if self._creation_time is not None:
             event = self._creation_time.put_into(event)
         return sse.with_index(event, index)
+
+    def _hold(self, event: bytes) -> list[bytes]:
+        """Hold back the last event of a choice. Return those that can't be held back any longer."""
+        self._ended.append(event)
+        self._size += len(event)
+        if self.finished >= self._choices:
+            self.last_events += self.take_ended()
+        return self.take_ended() if self._size > _MAX_HELD else []
+
+    def take_ended(self) -> list[bytes]:
+        """Return the last events of choices that were held back while others go on, and hold them no more."""
+        events, self._ended, self._size = self._ended, [], 0
+        return events
 
     def _take_last_events(self) -> list[bytes]:
         events, self.last_events = self.last_events, []

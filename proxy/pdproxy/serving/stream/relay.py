@@ -148,7 +148,6 @@ class Relay:
         """
         self.output, self._leg, self.headers = output, leg, []
         self._phase = Phase.FLOWING if self._phase is Phase.PROVEN else self._phase
-        self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
         batch = self._held.take()
         if batch:
@@ -308,6 +307,8 @@ class Relay:
         if before is Phase.HOLDING and not self.first.done():
             self._refuse(error)
         elif before is not Phase.ENDED and not self.done.done():
+            if self.output is not None and (ended := self.filter.take_ended()):
+                self.output.write(b"".join(ended))
             self.done.set_exception(error)
             self.done.exception()
 

@@ -1,0 +1,72 @@
+"""What engines report that a request has used, on the routes that one engine serves whole, in the form of each API.
+
+Only a field at the top of an answer, or of the part of an event that has it, is read: objects below may be the model's own words.
+Sources: vLLM 0.33.0 `entrypoints/openai/responses`, `entrypoints/anthropic`, `entrypoints/pooling`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.wire.engine import UNREADABLE, Tokens, Usage
+
+
+class _Counts(msgspec.Struct, frozen=True):
+    """A `usage`, with the names of all APIs. Messages leave cached tokens out of `input_tokens` where they name these."""
+
+    prompt_tokens: Tokens | None = None
+    completion_tokens: Tokens | None = None
+    total_tokens: Tokens | None = None
+    input_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
+    cache_read_input_tokens: Tokens | None = None
+    cache_creation_input_tokens: Tokens | None = None
+
+    def usage(self) -> Usage | None:
+        """Return the counts by their names in completions; None if there are none."""
+        made = self.completion_tokens or self.output_tokens or 0
+        if self.input_tokens is not None:
+            prompt = self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        elif self.prompt_tokens is not None:
+            prompt = self.prompt_tokens
+        elif self.total_tokens is not None:
+            prompt = max(self.total_tokens - made, 0)
+        else:
+            return None
+        return Usage(prompt, prompt + made, made)
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    usage: _Counts | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """`response`: of the last event of a response; `message`: of the first event of a message, whose last one has `usage`."""
+
+    usage: _Counts | None = None
+    response: _Answer | None = None
+    message: _Answer | None = None
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_events = msgspec.json.Decoder(_Event)
+
+
+def usage_in(answer: bytes) -> Usage | None:
+    """Return the usage of a whole answer, None if it has none, or none that can be read."""
+    try:
+        counts = _answers.decode(answer).usage
+    except UNREADABLE:
+        return None
+    return None if counts is None else counts.usage()
+
+
+def usage_in_event(event: bytes) -> Usage | None:
+    """Return the usage that the JSON of an event has, None if it has none, or none that can be read."""
+    try:
+        found = _events.decode(event)
+    except UNREADABLE:
+        return None
+    inner = found.response or found.message
+    counts = found.usage if inner is None else inner.usage
+    return None if counts is None else counts.usage()
