@@ -131,6 +131,17 @@ TABLE: dict[str, tuple[list[View], list[View]]] = {
         ],
         [View(Settings(tenants=TenantSettings(caches="shared"))), View(Settings(auth=KEYS))],
     ),
+    "unsalted_stores": (
+        [
+            View(Settings(auth=KEYS, pools=(Pool(connector="shared"),))),
+            View(Settings(tenants=TenantSettings(caches="separate"), pools=(Pool(connector="lmcache-pd"),))),
+        ],
+        [
+            View(Settings(pools=(Pool(connector="shared"),))),
+            View(Settings(auth=KEYS, pools=(Pool(connector="nixl"), Pool(connector="auto")))),
+            View(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"), pools=(Pool(connector="shared"),))),
+        ],
+    ),
 }
 
 
