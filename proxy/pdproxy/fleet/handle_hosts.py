@@ -46,9 +46,10 @@ class HandleHosts:
             named = _named(handle.params)
         except msgspec.MsgspecError:
             return handle  # of a contract whose handles name no host: those with one have read it as a text
-        if named is None or named.remote_host is None:
+        host = None if named is None else named.remote_host
+        if host is None or self._known.get(host, host) is None:  # None: known to be allowed
             return handle
-        why = self.why_not(named.remote_host, url)
+        why = self.why_not(host, url)
         return handle if why is None else why
 
     def why_not(self, host: str, url: str) -> str | None:

@@ -35,6 +35,7 @@ REASONS = (
     (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
     (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
     (Reason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
+    (Reason.ENGINES_LOST, _OURS, "engines disappeared under it, and it may be the cause"),
     (Reason.DRAINING, _OURS, "pdproxy is shutting down"),
     (Reason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
     (Reason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),

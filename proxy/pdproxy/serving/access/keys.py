@@ -90,7 +90,9 @@ class Keys:
     @property
     def several(self) -> bool:
         """Whether keys of several names are valid."""
-        if (valid := self.valid) is not self._counted:
+        if self._valid is None:
+            return False
+        if (valid := self._valid()) is not self._counted:
             self._counted, self._several = valid, len({key.name for key in valid.values()}) > 1
         return self._several
 
