@@ -374,7 +374,7 @@ async def test_an_aggregated_engine_with_another_template_is_a_warning(bench):
 
 
 async def test_a_url_that_is_pdproxy_itself(bench):
-    async def models(_: bytes | None) -> bytes:
+    async def models(*_: object) -> bytes:
         return b'{"object":"list","data":[]}'
 
     async def never(*_: object) -> None:
@@ -394,7 +394,6 @@ async def test_a_url_that_is_pdproxy_itself(bench):
 
     app = create_app(
         Answers(
-            lambda key: None,
             Operation(lambda: 0, ready, metrics),
             models,
             passthrough,

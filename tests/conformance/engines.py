@@ -84,7 +84,7 @@ async def rig(
     zmq_port, http_port = free_port(), free_port()
     notify = {
         "lmcache-pd": f"tcp://127.0.0.1:{zmq_port}",
-        "lmcache-mp": f"http://127.0.0.1:{http_port}/api/v1/telemetry",
+        "lmcache-mp": f"http://127.0.0.1:{zmq_port}/api/v1/telemetry",
     }
     if notifier:
         notify["nixl"] = notify["lmcache-pd"]

@@ -120,7 +120,7 @@ async def test_where_notices_are_awaited_nobody_else_may_listen(
         port = str(taken.getsockname()[1])
         lines = {
             "lmcache-pd": ["--kv-ready-port", port, "--receiver-init-port", "7300", "--receiver-alloc-port", "7400"],
-            "lmcache-mp": ["--port", port],
+            "lmcache-mp": ["--kv-ready-port", port],
         }
         async with rig() as engines:
             assert await run(engines, "--connector", connector, *lines[connector]) == 2

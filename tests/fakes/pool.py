@@ -128,7 +128,7 @@ async def pool(
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
     told["nixl"] = told["lmcache-pd"]
-    told["lmcache-mp"] = f"http://127.0.0.1:{http_port if notices else free_port()}/api/v1/telemetry"
+    told["lmcache-mp"] = f"http://127.0.0.1:{zmq_port if notices else free_port()}/api/v1/telemetry"
     usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector}
     usual |= {"tensor_parallel_size": ranks, **(everybody or {})}
     cpu = {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}

@@ -111,7 +111,7 @@ class Built:
 
 def built(settings: Settings, library: Library = TRANSFORMERS, clock: Clock | None = None) -> Built:
     """Make the workers of a proxy: as many as this run of the tests has, if its engines send it messages, else one."""
-    sends = any(places(settings)) or settings.pool.connector == "lmcache-mp"
+    sends = any(places(settings))
     count = workers_for(settings) if sends else 1
     several = Several(count, clock.now if clock is not None else time.monotonic, settings) if count > 1 else None
     shares: list[Share | Alone] = [ALONE] if several is None else [*several.shares]

@@ -148,7 +148,7 @@ class Ingress:
         )
         self.config = uvicorn.Config(
             self._application,
-            http=protocol_class(self.path),
+            http=type("Protocol", (protocol_class(self.path),), {"reading": {"/other": "/v1/embeddings"}}),
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -200,6 +200,8 @@ async def test_an_answer_that_never_comes_behind_its_push() -> None:
         answer = await asked
         assert answer.text == await text_of(pair)
         assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]
+        await pair.world.ended()
+        assert sum(one.custodian.orphans.count for one in pair.world.workers) == 1, "the prefill engine may go on"
         await clock.through(pair.world.quiet())
         assert pair.world.metric("pdproxy_kv_stuck") == 0
 

@@ -15,7 +15,7 @@ from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
 
 IDS = Tokenizer().encode("another prompt than the messages, long enough for some blocks of KV")
 BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
-PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
 
 
 class _Wanted:

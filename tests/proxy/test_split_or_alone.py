@@ -8,7 +8,7 @@ import pytest
 
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, chat, completion, world
 
-IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for some blocks of KV"}]}]
 
 

@@ -16,21 +16,21 @@ from pdproxy.observe.events import TurnKept, TurnReused
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.replicas import ReplicaSettings
-from pdproxy.settings.schema import Auth, Settings
+from pdproxy.settings.schema import Auth, Pool, Settings
 from pdproxy.settings.tenants import TenantSettings
 from tests.fakes import several
 from tests.fakes.passed import BODIES, MESSAGES, PATHS, RESPONSES, everyone, fine
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
+from tests.proxy.kv_events import ANY, prompt
 from tests.proxy.prefixes import knowing
 from tests.proxy.test_connectors import TEXT
 from tests.proxy.test_keys import bearer, renewed
-from tests.proxy.test_prefixes import prompt
 from tests.proxy.test_quotas import keys
 from tests.proxy.test_tenants import overload, trusting
 from tests.proxy.test_turns import IDS, talking
 
-TWO = {"api_keys": ("sk-a", "sk-b")}
+TWO: dict[str, Any] = {"api_keys": ("sk-a", "sk-b")}
 SECRET = "0123456789abcdef0123456789abcdef"
 BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
 GENERATING: dict[str, Callable[..., dict[str, Any]]] = {
@@ -210,7 +210,7 @@ async def test_without_keys_all_share_unless_told_otherwise() -> None:
 async def test_who_names_a_tenant_stays_within_its_key() -> None:
     """Otherwise a client would name another one's tenant, and find its KV."""
     async with world(auth=TWO, adjust=overload(tenant_header="X-Tenant")) as w:
-        found = []
+        found: list[Any] = []
         for key, name in (("sk-a", None), ("sk-a", "t"), ("sk-a", "u"), ("sk-b", "t"), ("sk-b", None)):
             salts(w)
             await w.ask(COMPLETIONS, completion(), [*bearer(key), *([] if name is None else [("x-tenant", name)])])
@@ -220,7 +220,7 @@ async def test_who_names_a_tenant_stays_within_its_key() -> None:
 
 async def test_behind_a_trusted_proxy_the_header_alone_counts() -> None:
     async with world(adjust=trusting(tenant_header="X-Tenant")) as w:
-        found = []
+        found: list[Any] = []
         for name, address in (("t", "1.1.1.1"), ("t", "2.2.2.2"), ("u", "1.1.1.1"), ("", "1.1.1.1"), ("", "2.2.2.2")):
             salts(w)
             await w.ask(COMPLETIONS, completion(), [("x-tenant", name), ("x-forwarded-for", address)])
@@ -267,8 +267,6 @@ def test_what_an_operator_is_told() -> None:
         separate = True
 
     def said(connector: str, replicas: int = 1, **fields: Any) -> list[str]:
-        from pdproxy.settings.schema import Pool
-
         settings = Settings(
             pools=(Pool(connector=connector),),
             replicas=ReplicaSettings(count=replicas),
@@ -332,7 +330,7 @@ async def test_cached_tokens_are_ones_own() -> None:
 async def test_kv_stores_under_keys_of_the_proxy() -> None:
     """The proxy makes the names of KV, and a tenant's are its own."""
     async with pool("kvstore-keys", auth=Auth(**TWO)) as pair:
-        found = []
+        found: list[Any] = []
         for key in ("sk-a", "sk-b", "sk-a"):
             assert (await pair.ask(COMPLETIONS, completion(prompt=IDS), bearer(key))).status == 200
             stored = pair.p.journal.requests[-1].json["kv_transfer_params"]["kvcache_store_keys"]
@@ -359,8 +357,6 @@ async def test_turns_that_are_kept_are_ones_own() -> None:
 @pytest.mark.parametrize("basis", ["events", "routing", "text"])
 async def test_what_is_known_of_caches_is_ones_own(basis: str) -> None:
     """Two engines: the second tenant's prompt is not drawn to the one that has the first one's, and no hit is expected of it."""
-    from tests.proxy.kv_events import ANY
-
     async with knowing(2, ANY if basis == "events" else None, auth=Auth(**TWO)) as known:
         text = "All ships that came in, and what they carried. " * 20
         path = "/v1/chat/completions" if basis == "text" else "/v1/completions"
@@ -394,7 +390,7 @@ async def test_sessions_of_two_tenants_are_two(by: str) -> None:
         return replace(settings, pools=(replace(own, policy=chosen),))
 
     async with world(4, 1, auth={"api_keys": tuple(f"sk-{n}" for n in range(8))}, adjust=adjust) as w:
-        found = []
+        found: list[Any] = []
         for number in range(8):
             headers = [("x-session-id", "one")] if by == "header" else []
             fields = {} if by == "header" else {"user": "one"}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError, PdproxyError
-from pdproxy.observe.events import DeadlinePassed, Event, KvCounted, KvShortfall, Observers
+from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError
+from pdproxy.observe.events import DeadlinePassed, Event, Evicted, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
@@ -365,6 +365,27 @@ async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next()
     await asyncio.wait_for(following, 30)
     assert (admission.inflight, admission.waiting) == (1, 0)
     assert heard.events == [DeadlinePassed("queue")]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_a_request_that_gives_way_to_another_client_is_counted_unless_its_own_has_just_left(
+    has_left: bool,
+) -> None:
+    heard = Recorder()
+    admission = Admission(1, 2, 60, Observers([heard]), Clock(), Clients())
+    await admission.enter(Client("one"))
+    waits, displaced = [asyncio.ensure_future(admission.enter(Client("one"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    other = asyncio.ensure_future(admission.enter(Client("other")))
+    if has_left:
+        displaced.cancel()  # it ends behind the step in which it is displaced
+    with pytest.raises(asyncio.CancelledError if has_left else LimitError):
+        await displaced
+    assert heard.events == ([] if has_left else [Evicted("queue")])
+    assert admission.waiting == 2
+    for task in (waits, other):
+        task.cancel()
+    await asyncio.wait([waits, other])
 
 
 async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:

@@ -16,7 +16,7 @@ from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access import clients
 from pdproxy.serving.access.clients import Client, Clients, address_name
-from pdproxy.serving.access.keys import Keys, digest
+from pdproxy.serving.access.keys import Keys, ValidKey, digest
 from pdproxy.web import slow_readers
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.slow_readers import ReadWatch, SlowReaderPolicy
@@ -85,12 +85,13 @@ def test_who_is_trusted() -> None:
 
 def test_a_client_without_a_key_is_freed_by_reference_counts() -> None:
     """Why it is refused holds no frames: anybody may send such requests."""
-    identify, peer = ClientIdentifier(Clients(), Keys(lambda: {digest(b"key"): "file:1"})), Client("peer")
+    keys = Keys(lambda: {digest(b"key"): ValidKey(name="file:1", digest=digest(b"key"))})
+    identify, peer = ClientIdentifier(Clients(), keys), Client("peer")
     gc.collect()
     gc.disable()
     try:
         for headers in ([], [(b"authorization", b"Bearer another")]):
-            error = identify(peer, headers, peer_is_trusted=False).key_error
+            error = identify(peer, headers, "/v1/completions", peer_is_trusted=False).error
             assert isinstance(error, UnauthorizedError)
             del error
         assert gc.collect() == 0

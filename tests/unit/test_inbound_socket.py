@@ -115,6 +115,14 @@ async def test_a_socket_that_fails_is_read_again_later_and_not_in_between(
     inbound.close()
 
 
+async def test_a_socket_that_can_not_be_bound_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [zmq.Context()]
+    monkeypatch.setattr(zmq, "Context", lambda: made[0])
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        Inbound().bind("192.0.2.1", 7)
+    assert made[0].closed
+
+
 async def test_that_there_can_be_no_more_sockets_is_an_os_error() -> None:
     with zmq.Context() as context:
         context.set(zmq.MAX_SOCKETS, 1)

@@ -36,7 +36,7 @@ def test_names_and_limits(tmp_path: Path) -> None:
 
 WRONG = {
     "secret-1 secret-2": "is no key of visible ASCII characters without blanks",
-    "secret-1 rpm=5": "has limits and no name: expected name:key before them",
+    "secret-1 rpm=5": "has words behind its key, and no name: expected name:key",
     ":secret-1": "has a wrong name before its colon",
     "secret/1:x": "has a wrong name before its colon",
     "-secret:x": "has a wrong name before its colon",
@@ -45,7 +45,7 @@ WRONG = {
     "secret-1: secret-2": "is no key of visible ASCII",
     "secret-1:sch\xfcssel": "is no key of visible ASCII",
     "schl\xfcssel": "is no key of visible ASCII",
-    "n:secret-1 secret-2": "has an unknown word behind its key: expected inflight, rpm, tpm, weight and priority",
+    "n:secret-1 secret-2": "has an unknown word behind its key: expected inflight, rpm, tpm, weight, priority, models, ",
     "n:secret-1 RPM=5": "has an unknown word",
     "n:secret-1 rpm": "has an unknown word",
     "n:secret-1 secret-2=5": "has an unknown word",

@@ -48,7 +48,7 @@ def _check_key(proxy: Proxy) -> object:
 def _check_admin_key(proxy: Proxy) -> object:
     proxy.credentials.admin_keys.check(b"Bearer new")
     with pytest.raises(UnauthorizedError):
-        proxy.credentials.admin_keys.check(b"Bearer old")
+        proxy.credentials.admin_keys.check(b"Bearer former")
     return True
 
 
@@ -136,6 +136,8 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "overload.tenant_header": ("X-Who", lambda p: p.front.tenants._header, b"x-who"),
     "overload.weights": ({"a": 3.0}, lambda p: p.front.tenants._weights, {"a": 3.0}),
     "overload.output_weight": (9.5, lambda p: p.admission._output_weight, 9.5),
+    "media.urls": ("any", lambda p: p.bodies._bounds.media.urls, "any"),
+    "media.hosts": (("a",), lambda p: p.bodies._bounds.media.hosts, ("a",)),
     "overload.priority": ("ignore", lambda p: p.admission._by_priority, False),
     "tenants.caches": ("separate", lambda p: p.front.tenants.salt("x") is not None, True),
     "health.stalled_after": (9.5, lambda p: p.stalls.stalled_after, 9.5),
@@ -174,6 +176,7 @@ RESTART = {
     "deadlines": ("detect",),
     "limits": (),
     "overload": (),
+    "media": (),
     "tenants": ("secret", "secret_file"),
     "health": (),
     "outliers": (),
@@ -181,7 +184,7 @@ RESTART = {
     "observe": ("log_format",),
 }
 """What needs a restart in the sections of which something is used at once."""
-ALL_RESTART = ("listen", "continuations", "kv_ready", "registration", "dns", "replicas")
+ALL_RESTART = ("engines", "listen", "continuations", "kv_ready", "registration", "dns", "replicas")
 POOL_RESTART = {
     *("name", "connector", "dispatch", "remote_host", "lmcache", "cpu", "bootstrap_port", "tokenize", "tokenizer"),
     *("kv_ready_port", "registration_port"),
@@ -214,7 +217,7 @@ def settings(**pool: Any) -> Settings:
     """Return settings with all parts that may be there."""
     own = {"tokenize": "always", "kv_events": KvEvents(enabled=True), "policy": PoolPolicy(placement="auto"), **pool}
     return Settings(
-        auth=Auth(api_keys=("old",), admin_keys=("old",)),
+        auth=Auth(api_keys=("old",), admin_keys=("former",)),
         limits=Limits(engine_requests="auto", engine_tokens=9000),
         pools=(Pool(nodes=NODES, **own),),
     )

@@ -412,6 +412,16 @@ def test_without_space_the_largest_place_loses():
     assert index.blocks(small.place) == 50
 
 
+def test_blocks_that_are_known_already_lack_no_space():
+    index = BlockIndex(UNIT, 4)
+    engine, other = Engine(index), Engine(index)
+    engine.stored([1, 2, 3, 4], tokens(4))
+    engine.removed([1])
+    other.stored([5], tokens(1, 9000))
+    engine.stored([1, 2, 3, 4], tokens(4))
+    assert index.counters.no_space == 1
+
+
 def test_a_block_that_lost_its_space_is_a_new_one_later():
     index = BlockIndex(UNIT, 100)
     large, small = Engine(index), Engine(index)

@@ -181,7 +181,7 @@ def test_how_right_it_was_is_counted_by_what_it_is_based_on():
 def test_what_shows_nothing_is_not_compared():
     world = World()
     world.stored(prompt(1))
-    for prediction in (world.sent(prompt(1), may_hit=False), world.sent(list(range(MAX_KEYS * UNIT + 1)))):
+    for prediction in (world.sent(prompt(1), reports=False), world.sent(list(range(MAX_KEYS * UNIT + 1)))):
         world.knowledge.answered(prediction, 0, 100)
     world.knowledge.answered(world.sent(prompt(1)), 101, 100)
     several = World(ranks=2)
@@ -263,12 +263,11 @@ def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     world.later()
     split = ((OTHER, Role.PREFILL), (FED, Role.DECODE))
     leases = tuple(Lease(Node(NodeSpec(url, role), run_number=0), role, 0) for url, role in split)
-    parsed = parse(Route.COMPLETIONS, msgspec.json.encode({"model": "m", "prompt": prompt(1)}))
     prefixes = Prefixes(world.knowledge, lambda: world.now)
-    made = prefixes.routed(world.begin(prompt(1)), parsed, Assignment(leases))
+    made = prefixes.routed(world.begin(prompt(1)), Assignment(leases))
     assert [(one.url, one.scored, one.refreshes) for one in made] == [(OTHER, True, False), (FED, False, False)]
     assert world.knowledge.refreshing.asked == 0
-    (alone,) = prefixes.routed(world.begin(prompt(1)), parsed, Assignment(leases[1:]))
+    (alone,) = prefixes.routed(world.begin(prompt(1)), Assignment(leases[1:]))
     assert (alone.scored, alone.refreshes) == (True, True)
     prefixes.stop()
 

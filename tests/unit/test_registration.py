@@ -66,7 +66,7 @@ async def test_an_engine_is_used_from_its_first_heartbeat_until_it_falls_silent(
     assert stage.not_ready(P) == "has not registered"
     stage.known.receive(beat(), b"1", "10.0.0.1")
     assert stage.not_ready(P) is None
-    assert stage.peer(P) == Peer(address="10.0.0.1:21001")
+    assert stage.peer(P) == Peer(host="10.0.0.1", address="10.0.0.1:21001")
     for _ in range(3):
         await stage.clock.advance(3)
         stage.known.receive(beat(), b"1", "10.0.0.1")
@@ -180,7 +180,7 @@ async def test_modes_must_be_those_of_the_other_engine_and_ranks_are_as_register
     stage.known.receive(beat(D, "D", address, dp_size=1, tp_size=4, transfer_mode="WRITE"), b"2", "10.0.0.2")
     peers = stage.engines[P].run.peers
     assert (peers.ranks, peers.missing) == (2, ())
-    assert peers.get(1) == Peer(1, 2, address=address, tp_size=8, mode="READ")
+    assert peers.get(1) == Peer(1, 2, host="10.0.0.1", address=address, tp_size=8, mode="READ")
     assert stage.ledger.shortcomings(0.0) == [f"{P} and {D} are not paired: different transfer modes (READ / WRITE)"]
     await stage.clock.advance(TIMEOUT + 1)
     stage.known.receive(beat(D, "D", address, dp_size=1, tp_size=4, transfer_mode="READ"), b"2", "10.0.0.2")

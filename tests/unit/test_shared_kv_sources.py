@@ -143,11 +143,11 @@ class Worker:
         if self.stage.says_nothing:
             raise EngineError("made to fail")
         engine = self.stage.by_url[url]
-        replays = f"tcp://{engine.topic}:1" if engine.replays else None
+        replays = self.stage.replay_address(engine) if engine.replays else None
         return {0: wire.Source(f"tcp://127.0.0.1:{PORT}", replays, engine.topic)}
 
     def replay(self, address: str) -> Replay:
-        return next(one for one in self.stage.engines if address == f"tcp://{one.topic}:1").replay()
+        return next(one for one in self.stage.engines if address == self.stage.replay_address(one)).replay()
 
     def close(self) -> None:
         """As `KvEventSockets`, of which there are none."""
@@ -212,6 +212,10 @@ class Stage:
         for number in range(workers):
             self.workers.append(Worker(self, number))
             self.workers[-1].lead.leads = number == 0
+
+    def replay_address(self, engine: Engine) -> str:
+        """Where the engine says that it can be asked for lost messages."""
+        return f"tcp://127.1.0.{self.engines.index(engine)}:1"
 
     async def settled(self, count: int = 40) -> None:
         """Let everything happen that needs no time."""

@@ -18,10 +18,10 @@ from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.switchboard import ALL, MAX_BEHIND
 from pdproxy.observe.events import Event, KvNoticed, Observers
-from pdproxy.serving.kv.notices import Telemetry
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.settings.errors import SettingsError
 from pdproxy.upstream.notices import NoticeSocket
+from pdproxy.wire.lmcache_telemetry import notices
 from pdproxy.wire.notices import Notice, NoticeEvent
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import until
@@ -219,10 +219,10 @@ async def test_waits_get_their_notices_wherever_these_came() -> None:
 async def test_posts_that_name_prompts_of_several_workers() -> None:
     """LMCache posts all requests of a step at once, to any worker."""
     workers = Workers(2, topic="posted")
-    telemetry = Telemetry([])
-    telemetry.receive = workers.all[1].receive
     names = b'["cmpl-00a-0-0123abcd","chatcmpl-01b-0123abcd"]'
-    assert telemetry(b'{"event":"request_store_finished","request_ids_set":%b,"kv_rank":0,"world_size":1}' % names)
+    body = b'{"event":"request_store_finished","request_ids_set":%b,"kv_rank":0,"world_size":1}' % names
+    for notice in notices(body) or []:
+        workers.all[1].receive(notice)
     await turns(3)
     assert workers.ids() == [["00a"], ["01b"]]
 

@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.engine_networks import USUAL
 from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.lab.chaos.virtual.loop import VirtualLoop
 from pdproxy.lab.chaos.virtual.network import VirtualNetwork
@@ -52,6 +54,7 @@ class Worker:
             Observers([self]),
             Clock(now=asyncio.get_running_loop().time),
             by_notice=True,
+            hosts=HandleHosts(USUAL, self.registry.get),
             number=number,
             pool=0,
             area=workers.records.area(number),

@@ -116,8 +116,11 @@ def test_one_of_each_is_a_link_and_the_decode_engine_serves_alone() -> None:
     assert len(pool.failed) == 3
     assert pool.ledger.assign(SPLIT, Ask("m", 10, pool.now)) is None
     assert pool.ledger.assign_alone(Ask("m", 10, pool.now)) is not None
-    assert pool.ledger.why_degraded(pool.now) is not None
+    why = pool.ledger.why_degraded(pool.now)
+    assert why is not None
     assert pool.ledger.not_ready() is None
+    pool.ledger.alone_up_to = 10
+    assert pool.ledger.why_degraded(pool.now) == f"{why}, if the pool's setting `alone` allows it"
 
 
 def test_engines_are_used_where_nobody_can_serve_alone() -> None:

@@ -13,6 +13,8 @@ from uvicorn.server import ServerState
 from pdproxy.kit.errors import OverloadedError, Reason
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.keys import Keys
+from pdproxy.web.admin.gate import Gate
 from pdproxy.web.admin.protocol import admin_protocol
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PIPELINED, MAX_UNSENT
 from pdproxy.web.cycle import GenerateCycle
@@ -103,7 +105,8 @@ class Large(Ingress):
         """A connection: its protocol and its transport."""
         config = self.config
         if admin:
-            http = admin_protocol(self.bounds, Observers([self]))
+            gate = Gate(self._application, Keys(), Observers([self]), is_tcp=False)
+            http = admin_protocol(self.bounds, Observers([self]), gate)
             config = uvicorn.Config(
                 self._application, http=http, log_config=None, lifespan="off", ws="none", interface="asgi3"
             )

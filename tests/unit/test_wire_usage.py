@@ -14,7 +14,7 @@ from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.shared import SHARED
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Route, parse
-from pdproxy.wire.usage import with_cache
+from pdproxy.wire.usage import add_up, with_cache
 
 TOLD = 'so "cached_tokens":7 and "created_cache_tokens":7 it is'
 """A text that speaks of counts."""
@@ -59,3 +59,9 @@ def test_a_decode_engine_that_knows_nothing_of_the_prefills_cache_is_told(contra
     given = contract.handle(request, read, dispatch)
     assert isinstance(given, Handle), given
     assert (given.cached_tokens, given.created_cache_tokens) == (2, 1)
+
+
+def test_counts_of_several_answers_are_added_and_what_is_null_in_all_stays_null() -> None:
+    """An empty object would be a field that no engine has sent."""
+    one, two = b'{"prompt_tokens":3,"new":null,"more":{"a":1}}', b'{"prompt_tokens":4,"new":null,"more":null}'
+    assert json.loads(add_up([one, two], details_of=None)) == {"prompt_tokens": 7, "new": None, "more": {"a": 1}}

@@ -122,6 +122,7 @@ class AdminServer:
             create_admin_app(proxy.share.admin_api(service, proxy), proxy.front.operation),
             keys,
             proxy.observers,
+            proxy.wrong_keys,
             is_tcp=at.place.path is None,
         )
         proxy.metrics.add_gauges(
@@ -146,7 +147,7 @@ class AdminServer:
         tls = proxy.credentials.listen if at.place.path is None else None
         self._config = uvicorn.Config(
             gate,
-            http=admin_protocol(bounds, proxy.observers),
+            http=admin_protocol(bounds, proxy.observers, gate),
             log_config=None,
             access_log=False,
             lifespan="off",

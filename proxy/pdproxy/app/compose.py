@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.front import Front
-from pdproxy.app.gauges import memory_gauges, state_gauges
-from pdproxy.app.notices import build_telemetry
+from pdproxy.app.gauges import memory_gauges, state_gauges, wrong_key_gauges
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
@@ -58,12 +57,13 @@ class Proxy(Parts):
         metrics.add_gauges(
             memory_gauges(proxy.connections, proxy.body_budget, proxy.answer_budget, proxy.unread_answers, records)
         )
+        metrics.add_gauges(wrong_key_gauges(proxy.wrong_keys))
         states = [PoolState(pool.name, pool.ledger, pool.shortcomings, partial(_weight, pool.models)) for pool in pools]
         wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
         readiness = ReadinessCheck(proxy.admission, states, proxy.now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, [pool.connector for pool in settings.pools]))
         proxy.readiness = readiness
-        credentials.then.append(Revoking(credentials.keys, proxy.connections).look)
+        credentials.then.append(Revoking(credentials.keys, proxy.connections, credentials.keys.ends).look)
         proxy.front = Front(
             settings=settings,
             keys=credentials.keys,
@@ -82,7 +82,7 @@ class Proxy(Parts):
             models=proxy.list_models,
             readiness=readiness,
             shown=share.shown(proxy.admission, readiness, metrics),
-            telemetry=build_telemetry([pool.notices for pool in pools], proxy),
+            wrong_keys=proxy.wrong_keys,
         )
         return proxy
 

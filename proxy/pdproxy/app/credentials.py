@@ -12,22 +12,29 @@ import ssl
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from pdproxy.app.valid_keys import ValidKeys, check_key_file, fixed_keys, no_keys, read_valid_keys
+from pdproxy.app.exposed_files import exposure
+from pdproxy.app.valid_keys import (
+    KeysInForce,
+    ValidKeys,
+    check_key_file,
+    fixed_keys,
+    in_force,
+    no_keys,
+    notes_on,
+    read_valid_keys,
+)
 from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
-from pdproxy.settings.key_lines import KeyLimits
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
 from pdproxy.settings.tenants import read_secret
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
-from pdproxy.settings.yaml_file import spell_file
 
 logger = logging.getLogger("pdproxy.files")
 
@@ -53,6 +60,9 @@ class Credentials:
         self._following = False
         auth, listen, tenants = settings.auth, settings.listen.tls, settings.tenants
         self._auth = auth
+        self._pools = [pool.name for pool in settings.pools]
+        self._secrets: dict[str, str] = {}
+        """Files that hold secrets, each with its setting."""
         self.then: list[Callable[[], None]] = []
         """Called whenever the files were checked, and whenever the keys of other settings are in force."""
         self._valid_keys = self._valid_admin_keys = no_keys
@@ -68,12 +78,12 @@ class Credentials:
         if (secret_file := tenants.secret_file) is not None:
             with found.collecting():
                 self.cache_secret = self._follow(
-                    SECRET_FILE, [secret_file], lambda: read_secret(SECRET_FILE, secret_file)
+                    SECRET_FILE, [secret_file], lambda: read_secret(SECRET_FILE, secret_file), secrets=[secret_file]
                 )
         self.keys = Keys()
         if auth.wants_keys:
-            self.keys = Keys(lambda: self._valid_keys().names, lambda: self._valid_keys().limits)
-        self.admin_keys = Keys(lambda: self._valid_admin_keys().names) if auth.wants_admin_keys else Keys()
+            self.keys = Keys(lambda: self._in_force.clients.keys, lambda: self._in_force.clients.limits)
+        self.admin_keys = Keys(lambda: self._in_force.operators) if auth.wants_admin_keys else Keys()
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
@@ -89,6 +99,10 @@ class Credentials:
         if listen.certificate is not None:
             with found.collecting():
                 self.listen = self._listen_tls(listen)
+        self._in_force = self._combined(self._valid_keys, self._valid_admin_keys, self._common_key)
+        if self._in_force.wrong:
+            found.add(("auth",), *self._in_force.wrong)
+        self._notes_logged: list[str] = []
         found.raise_any()
 
     def __repr__(self) -> str:
@@ -113,10 +127,13 @@ class Credentials:
         """Read an engine's files, and keep nothing of them. `tls`: its pool's.
 
         Raises:
-            SettingsError: a file can't be read, or does not hold what it should.
+            SettingsError: a file can't be read, or does not hold what it should; or its key is one of operators.
         """
+        key = node.api_key
         if node.api_key_file is not None:
-            read_key(f"{node.url}.api_key_file", node.api_key_file)
+            key = read_key(f"{node.url}.api_key_file", node.api_key_file)
+        if key is not None and digest(key.encode()) in self._valid_admin_keys().keys:
+            raise SettingsError(f"{node.url}: its key is also a key of operators: the engine could use the admin API")
         if node.url.startswith("https:"):
             engine_context(f"{node.url}.tls", merged(tls, node.tls))
 
@@ -141,6 +158,8 @@ class Credentials:
             with found.collecting():
                 common = self._engines_key(auth)
             found.raise_any()
+            if wrong := self._combined(valid, admin, common).wrong:
+                raise SettingsError(*wrong)
         finally:
             self._followed = known
 
@@ -148,6 +167,7 @@ class Credentials:
             former = (self._valid_keys, self._valid_admin_keys, self._common_key)
             self._followed = [*(one for one in self._followed if one not in former), *new]
             self._auth, self._valid_keys, self._valid_admin_keys, self._common_key = auth, valid, admin, common
+            self._combine()
             self._follow_files()
             self._call_then()
 
@@ -175,17 +195,17 @@ class Credentials:
         unverified = [
             f"{url}: tls.verify is false: anybody in between can read prompts and keys" for url in self._unverified
         ]
-        return [*unverified, *self._expiry()]
+        return [*unverified, *self._expiry(), *self._notes()]
 
     def shortcomings(self) -> Sequence[str]:
         """Return what is wrong with files now, although their last good content is still in force."""
         unread = [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
         why_no_key = self.why_no_key()
-        return [*([] if why_no_key is None else [why_no_key]), *unread, *self._expiry()]
+        return [*([] if why_no_key is None else [why_no_key]), *self._in_force.wrong, *unread, *self._expiry()]
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
-        if not self._auth.wants_keys or self._valid_keys().names:
+        if not self._auth.wants_keys or self._valid_keys().keys:
             return None
         return f"auth.api_keys_file: {self._auth.api_keys_file}: holds no key: every request is refused"
 
@@ -193,12 +213,13 @@ class Credentials:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
         self._tasks = tasks
         self._expiry_logged = next(iter(self._expiry()), None)  # one of `warnings`
+        self._notes_logged = self._notes()
         self._follow_files()
 
     def look(self) -> None:
         """Check all files, now."""
-        for one in self._followed:
-            one.reload_if_changed()
+        if [one for one in self._followed if one.reload_if_changed()]:
+            self._combine()
         expiry = next(iter(self._expiry()), None)
         if expiry is not None and expiry != self._expiry_logged:
             logger.warning("%s", expiry)
@@ -221,23 +242,51 @@ class Credentials:
             self._tasks.keep(self.follow, "follow files")
 
     def _clients_keys(self, auth: Auth) -> Callable[[], ValidKeys]:
-        return self._keys_of("auth.api_keys_file", auth.api_keys, auth.api_keys_file)
+        return self._keys_of("auth.api_keys_file", auth.api_keys, auth.api_keys_file, of_operators=False)
 
     def _operators_keys(self, auth: Auth) -> Callable[[], ValidKeys]:
-        path = auth.admin_keys_file
-        valid = self._keys_of("auth.admin_keys_file", auth.admin_keys, path)
-        if path is not None and any(one != KeyLimits() for one in valid().limits.values()):
-            raise SettingsError(
-                f"auth.admin_keys_file: {spell_file(Path(path))}: a key for the admin API has no limits"
-            )
-        return valid
+        return self._keys_of("auth.admin_keys_file", auth.admin_keys, auth.admin_keys_file, of_operators=True)
 
-    def _keys_of(self, setting: str, keys: Sequence[str], path: str | None) -> Callable[[], ValidKeys]:
+    def _keys_of(
+        self, setting: str, keys: Sequence[str], path: str | None, *, of_operators: bool
+    ) -> Callable[[], ValidKeys]:
         if path is None:
             only = fixed_keys(keys)
             return lambda: only
-        check_key_file(setting, path)
-        return self._follow(setting, [path], partial(read_valid_keys, setting, keys, path))
+        check_key_file(setting, path, of_operators=of_operators)
+        read = partial(read_valid_keys, setting, keys, path, self._pools, of_operators=of_operators)
+        return self._follow(setting, [path], read, secrets=[path])
+
+    def _combined(
+        self,
+        clients: Callable[[], ValidKeys],
+        operators: Callable[[], ValidKeys],
+        common_key: Callable[[], str | None],
+    ) -> KeysInForce:
+        return in_force(clients(), operators(), self._keys_of_engines(common_key))
+
+    def _keys_of_engines(self, common_key: Callable[[], str | None]) -> set[str]:
+        own = {one.key() for one in self._engines.values() if one.key != self.common_key}
+        return {key for key in (common_key(), *own) if key is not None}
+
+    def _combine(self) -> None:
+        """Have the keys as they are now count, and log what is new of what an operator should know."""
+        before = self._in_force.wrong
+        self._in_force = self._combined(self._valid_keys, self._valid_admin_keys, self._common_key)
+        for one in self._in_force.wrong:
+            if one not in before:
+                logger.error("%s: it does not open the admin API", one)
+        notes = self._notes()
+        for one in notes:
+            if one not in self._notes_logged:
+                logger.warning("%s", one)
+        self._notes_logged = notes
+
+    def _notes(self) -> list[str]:
+        """Return what an operator should know of keys and of their files, a sentence each."""
+        shown = filter(None, [exposure(setting, path) for path, setting in self._secrets.items()])
+        engines = self._keys_of_engines(self._common_key)
+        return [*shown, *notes_on(self._valid_keys(), self._valid_admin_keys(), engines)]
 
     def _engines_key(self, auth: Auth) -> Callable[[], str | None]:
         return self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
@@ -249,7 +298,7 @@ class Credentials:
     def _key(self, setting: str, key: str | None, path: str | None) -> Callable[[], str | None]:
         if path is None:
             return lambda: key
-        return self._follow(setting, [path], lambda: read_key(setting, path))
+        return self._follow(setting, [path], lambda: read_key(setting, path), secrets=[path])
 
     def _read_engine(self, node: Node, pool_tls: EngineTls, where: str, pool_key: str) -> None:
         own = node.api_key is not None or node.api_key_file is not None
@@ -267,7 +316,8 @@ class Credentials:
         tls = merged(pool_tls, node.tls)
         if tls not in self._contexts:  # engines that share the files share the context
             files = [tls.ca, tls.certificate, tls.key]
-            self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls))
+            secrets = [tls.key or tls.certificate]
+            self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls), secrets=secrets)
         if tls.verify is False:
             self._unverified.append(node.url)
         return self._contexts[tls]
@@ -281,7 +331,8 @@ class Credentials:
             self._certificate_ends = end_of_certificate(tls.certificate)
             return context
 
-        return following(self._follow("listen.tls", paths, read))
+        secrets = [tls.key or tls.certificate, tls.key_password_file]
+        return following(self._follow("listen.tls", paths, read, secrets=secrets))
 
     def _expiry(self) -> Sequence[str]:
         """Return whether the certificate for clients has expired or soon does, a line or none."""
@@ -292,7 +343,10 @@ class Credentials:
         said = f"has expired at {when}: clients refuse it" if ends <= now else f"expires at {when}: renew it"
         return (f"listen.tls.certificate: {self._certificate}: {said}",)
 
-    def _follow(self, setting: str, paths: Sequence[str | None], read: Callable[[], Any]) -> ReloadingFile[Any]:
+    def _follow(
+        self, setting: str, paths: Sequence[str | None], read: Callable[[], Any], *, secrets: Sequence[str | None]
+    ) -> ReloadingFile[Any]:
         followed = ReloadingFile(setting, [path for path in paths if path is not None], read)
         self._followed.append(followed)
+        self._secrets |= {path: setting for path in secrets if path is not None}
         return followed

@@ -69,8 +69,10 @@ async def look(
     """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not answer, by URL."""
     credentials = Credentials(settings)
     timeout = settings.deadlines.probe
-    admin = EngineAdmin(timeout=timeout, key=credentials.engine_key, tls=credentials.engine_tls)
-    others = EngineAdmin(timeout=timeout)
+    admin = EngineAdmin(
+        timeout=timeout, key=credentials.engine_key, tls=credentials.engine_tls, networks=settings.engines.allowed
+    )
+    others = EngineAdmin(timeout=timeout, networks=settings.engines.allowed)
     asked = [node for node in settings.pool.nodes if node.role != "aggregated"]
     detection = Detection(
         admin,

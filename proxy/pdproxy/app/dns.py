@@ -36,7 +36,7 @@ class Names:
         self, proxy: Parts, look_up: LookUp | None = None, chance: Callable[[], float] = random.random
     ) -> None:
         self._proxy = proxy
-        self._look_up = look_up or Resolver(proxy.settings.dns).look_up
+        self._look_up = look_up or Resolver(proxy.settings.dns, proxy.settings.engines.allowed).look_up
         self._chance = chance
         self._followed: dict[Key, _Followed] = {}
         self._is_shown = False

@@ -17,6 +17,7 @@ from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.settings.crosscheck import both_schemes, checked_node, checked_nodes, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
+from pdproxy.settings.network_checks import refuse_networks
 from pdproxy.settings.schema import Node, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
@@ -98,6 +99,7 @@ class EngineSetup:
         self._answers = answers
         self._client = client
         self._decode_waits = entry_of(settings.pool.connector).contract(settings).holder.decode_waits
+        self._networks = settings.engines.allowed
         self._nodes: dict[str, Node] = {}
 
     def add_configured(self) -> tuple[Node, ...]:
@@ -152,6 +154,7 @@ class EngineSetup:
             raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
 
     def _check_files(self, node: Node) -> None:
+        refuse_networks([node], self._networks)
         self._credentials.check(node, self._settings.pool.tls)
         _read(node.facts.profile)
 
@@ -178,6 +181,7 @@ class EngineSetup:
             key=credentials.key if self._credentials.keys.wanted else no_key,
             tls=credentials.tls,
             unacknowledged=self._settings.deadlines.unacknowledged,
+            networks=self._networks,
         )
         return self._engines.add(
             NodeSpec(

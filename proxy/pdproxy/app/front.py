@@ -12,7 +12,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.cache_salts import CacheSalts
 from pdproxy.serving.access.clients import Clients
-from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.keys import Keys, ValidKey
 from pdproxy.serving.access.tenants import Tenants
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
@@ -33,11 +33,12 @@ from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
+from pdproxy.web.wrong_keys import WrongKeys
 
 
 @dataclass(slots=True, kw_only=True)
 class Front:
-    """The parts that serve clients. `models` and `telemetry`: see `web.app.Answers`.
+    """The parts that serve clients. `models`: see `web.app.Answers`.
 
     `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
     """
@@ -58,8 +59,8 @@ class Front:
     observers: Observers
     shown: Shown
     readiness: ReadinessCheck
-    models: Callable[[bytes | None], Awaitable[bytes]]
-    telemetry: Callable[[bytes], bool] | None
+    models: Callable[[bytes | None, ValidKey | None], Awaitable[bytes]]
+    wrong_keys: WrongKeys
     tenants: Tenants = field(init=False)
     bounds: ConnectionBounds = field(init=False)
     path: DataPath = field(init=False)
@@ -69,7 +70,7 @@ class Front:
         """Make what serves requests."""
         limits, deadlines, overload = self.settings.limits, self.settings.deadlines, self.settings.overload
         self.tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights, self.cache_salts)
-        identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants)
+        identify = ClientIdentifier(self.clients, self.keys, self.observers, self.tenants, self.wrong_keys)
         slow_readers = SlowReaderPolicy(
             limits.min_read_rate,
             deadlines.client_write,
@@ -138,14 +139,11 @@ class Front:
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
         return Answers(
-            self.keys.check,
             self.operation,
             self.models,
             self.asgi,
             self.settings.listen.cors,
             self.settings.listen.root_path,
-            self.telemetry,
-            refused=partial(report_refusal, self.observers),
             operators=Operators(self.admin_keys, lambda: self.settings.hides_operator_routes),
         )
 

@@ -21,6 +21,7 @@ from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
 from pdproxy.web.operation import State
 from pdproxy.web.unread_answers import UnreadAnswers
+from pdproxy.web.wrong_keys import ADMIN, CLIENTS, WrongKeys
 
 Samples = list[tuple[tuple[str, ...], float]]
 
@@ -41,6 +42,12 @@ def request_gauges(admission: Admission, bodies: BodyReader, retries: RetryBudge
         Gauge(catalog_health.RETRIES, lambda: [(("running",), retries.running), (("waiting",), retries.waiting)]),
         Gauge(catalog_health.RETRIES_REFUSED, lambda: [((), retries.refused)]),
     ]
+
+
+def wrong_key_gauges(wrong: WrongKeys) -> list[Gauge]:
+    """Return the counts of wrong keys."""
+    kinds = [(listener, answer) for listener in (CLIENTS, ADMIN) for answer in ("refused", "throttled")]
+    return [Gauge(catalog_refusals.WRONG_KEYS, lambda: [(kind, wrong.counts[kind]) for kind in kinds])]
 
 
 def memory_gauges(

@@ -72,13 +72,14 @@ def build_kv_events(
     deadline = settings.deadlines.kv_replay
     sources: KvEventSources
     if share is None or not places:  # each worker connects to engines by itself
-        sources = KvEventSources(*arguments, ports=places, deadline=deadline)
+        sources = KvEventSources(*arguments, ports=places, deadline=deadline, networks=settings.engines.allowed)
     else:
         siblings, topic = share.siblings, f"KV events {settings.pool.name}"
         sources = SharedKvEventSources(
             *arguments,
             ports=places,
             deadline=deadline,
+            networks=settings.engines.allowed,
             number=share.number,
             lead=share.lead,
             tell=lambda body: _told(siblings, topic, body),

@@ -99,7 +99,8 @@ def configure(proxy: Parts) -> None:
         overload.priority == "within",
     )
     proxy.retries.configure(limits.retry_share, limits.min_retries, limits.max_inflight, deadlines.retry)
-    proxy.bodies.configure(deadlines.read_body, Bounds(limits.max_prompts, limits.max_body_items))
+    media = proxy.settings.media.rule
+    proxy.bodies.configure(deadlines.read_body, Bounds(limits.max_prompts, limits.max_body_items, media))
     proxy.bodies.workers.resize(limits.body_readers, memory_for(limits.max_body_bytes))
     proxy.answer_budget.max_answer = limits.max_answer_bytes
     proxy.answer_budget.max_total = limits.max_buffered_answer_bytes

@@ -1,19 +1,19 @@
-"""Wiring of engines' notices that KV is ready: the socket at which they come in, and the route to which they are posted."""
+"""Wiring of engines' notices that KV is ready: the socket at which they come in."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdproxy.app.pool_share import PoolAlone, PoolShare
+from pdproxy.app.posted_notices import PostedNotices
 from pdproxy.app.process import Process
 from pdproxy.app.shared_notices import SharedNotices
 from pdproxy.app.sockets import Place, notices_place
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter, Telemetry
-from pdproxy.serving.kv.ready import KvReady as KvReadyNotices
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
@@ -31,13 +31,14 @@ class Noticing:
     """
 
     socket: NoticeSocket
-    posted: KvReadyNotices | None
+    posted: PostedNotices | None
     over_zmq: bool
     place: Place
     own: PoolShare | PoolAlone
+    process: Process
 
     def start(self) -> None:
-        """Bind the socket, if engines send notices to it.
+        """Bind the socket, if engines send or post notices to it.
 
         Raises:
             SettingsError: it can't be bound.
@@ -45,6 +46,16 @@ class Noticing:
         if self.over_zmq:
             self.own.sockets.bind(self.socket, self.place)
             logger.info("KV-ready notices are expected on %s", self.socket.address)
+        if self.posted is not None:
+            self.posted.bind(self.own.sockets, self.place)
+            self.process.tasks.keep(self.posted.run, "notices")
+            logger.info("KV-ready notices are expected on http://%s:%d", self.place.host, self.place.port)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+        if self.posted is not None:
+            self.posted.close()
 
 
 def build_notices(
@@ -65,19 +76,12 @@ def build_notices(
         is_read = contract.handle_from_notice is not None or turns is not None
         receive = _of_all(process, f"notices {name}", receive, failed, is_read=is_read)
     socket = NoticeSocket(receive, transfer.ready.undecodable, failed)
-    posted = transfer.ready if contract.has_notices_over(Channel.HTTP) else None
-    return Noticing(socket, posted, over_zmq, notices_place(settings), own)
-
-
-def build_telemetry(pools: Sequence[Noticing], process: Process) -> Telemetry | None:
-    """Return what takes notices that engines post, None if no pool's engines do."""
-    posted = [pool.posted for pool in pools if pool.posted is not None]
-    if not posted:
-        return None
-    telemetry = Telemetry(posted)
-    failed = process.tasks.watch("notices").failed
-    telemetry.receive = _of_all(process, "posted notices", telemetry.receive, failed, is_read=False)
-    return telemetry
+    posted = None
+    if contract.has_notices_over(Channel.HTTP):
+        take = _of_all(process, f"notices {name}", transfer.ready.receive, failed, is_read=False)
+        read = Telemetry(transfer.ready.undecodable)
+        posted = PostedNotices(read, take, process.clock, process.observers)
+    return Noticing(socket, posted, over_zmq, notices_place(settings), own, process)
 
 
 def _of_all(

@@ -25,7 +25,9 @@ from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.access.keys import ValidKey
 from pdproxy.serving.access.models import Routes
+from pdproxy.serving.access.permits import may_use, may_use_pool
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
@@ -60,8 +62,8 @@ class Parts(Process):
             return [self.pools[0].service.session_header]
         return [pool.policy.session_header for pool in self.pools]
 
-    async def list_models(self, authorization: bytes | None) -> bytes:
-        """Return the answer to `GET /v1/models`: the models of all pools, and their aliases.
+    async def list_models(self, authorization: bytes | None, key: ValidKey | None = None) -> bytes:
+        """Return the answer to `GET /v1/models`: the models of all pools and their aliases that a key is good for.
 
         Raises:
             OverloadedError: no engine is up.
@@ -71,13 +73,18 @@ class Parts(Process):
         listed = [one for one in found if not isinstance(one, PdproxyError)]
         if not listed:
             raise next(one for one in found if isinstance(one, PdproxyError))
+        rights = None if key is None else key.rights
         cards: Cards = {}
-        for one in listed:
-            for name, card in one.items():
-                cards.setdefault(name, card)
+        for pool, one in zip(self.pools, found, strict=True):
+            if not isinstance(one, PdproxyError) and may_use_pool(rights, pool.name):
+                for name, card in one.items():
+                    if may_use(rights, name):
+                        cards.setdefault(name, card)
         for at, name, real in self.models.aliases():
             own = found[at]
-            if not isinstance(own, PdproxyError) and real in own:
+            if isinstance(own, PdproxyError) or real not in own:
+                continue
+            if may_use(rights, real) and may_use_pool(rights, self.pools[at].name):
                 cards.setdefault(name, alias_card(name, own[real]))
         return page(cards)
 

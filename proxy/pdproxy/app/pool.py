@@ -100,13 +100,16 @@ class PoolParts:
         ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger, share.auto())
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
-        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight)
+        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight, pool.name)
         process.models.pools.append(models)
         ledger.when_changed(process.models.changed)
         engines.watch(MetricsOfEngines(metrics))
 
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
-        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector)
+        networks = settings.engines.allowed
+        admin = EngineAdmin(
+            timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector, networks=networks
+        )
         transfer = build_transfer(settings, engines, clock, observers, share)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
@@ -115,11 +118,11 @@ class PoolParts:
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
-        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share, transfer.hosts)
         transfers = build_transfers(pool.name, ledger, process)
         custodian.when_unread = transfers.failed
         notices = build_notices(settings, transfer, custodian, turns, process, share)
-        registrations = build_registrations(settings, engines, ledger, process, share)
+        registrations = build_registrations(settings, engines, ledger, process, share, transfer.hosts)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
         kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, share)
         prefixes = build_prefixes(
@@ -195,6 +198,7 @@ class PoolParts:
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
             connector=watch.connector,
+            networks=networks,
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
@@ -253,6 +257,7 @@ class PoolParts:
             service=service,
             shortcomings=wrong,
         )
+        service.pool = passthrough.pool = pool.name
         service.session_header = parts.session_header()
         return parts
 
@@ -283,7 +288,7 @@ class PoolParts:
 
     async def stop(self) -> None:
         """Drop all connections, after the end of the tasks."""
-        self.notices.socket.close()
+        self.notices.close()
         await self.custodian.settle(0)  # a notice may have come behind the drain
         if self.registrations is not None:
             self.registrations.socket.close()

@@ -35,6 +35,7 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
 from pdproxy.web.unread_answers import UnreadAnswers
+from pdproxy.web.wrong_keys import WrongKeys
 from pdproxy.wire.body_bounds import Bounds as BodyBounds
 
 
@@ -66,6 +67,7 @@ class Process:
     places: SharedPlaces | None
     """None where one pool of one process has all places."""
     heartbeat: Heartbeat
+    wrong_keys: WrongKeys
 
     @property
     def now(self) -> Callable[[], float]:
@@ -123,7 +125,7 @@ class Process:
             clock,
             observers,
             seconds=deadlines.read_body,
-            bounds=BodyBounds(limits.max_prompts, limits.max_body_items),
+            bounds=BodyBounds(limits.max_prompts, limits.max_body_items, settings.media.rule),
         )
         metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(process_gauges(tasks, log, lines))
@@ -151,6 +153,7 @@ class Process:
             models=models,
             places=SharedPlaces(admission) if len(settings.pools) > 1 or share.several is not None else None,
             heartbeat=Heartbeat(observers),
+            wrong_keys=WrongKeys(clock.now),
         )
 
 

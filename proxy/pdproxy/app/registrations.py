@@ -9,6 +9,7 @@ from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.app.process import Process
 from pdproxy.app.sockets import Place, registration_place
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.registration import Registrations
 from pdproxy.fleet.shared_registration import SharedRegistrations
 from pdproxy.scheduling.ledger import Ledger
@@ -39,9 +40,17 @@ class Registering:
 
 
 def build_registrations(
-    settings: Settings, engines: EngineRegistry, ledger: Ledger, process: Process, own: PoolShare | PoolAlone
+    settings: Settings,
+    engines: EngineRegistry,
+    ledger: Ledger,
+    process: Process,
+    own: PoolShare | PoolAlone,
+    hosts: HandleHosts,
 ) -> Registering | None:
-    """Return the registrations of the pool's engines, None if they don't register. `own`: what is shared of the pool."""
+    """Return the registrations of the pool's engines, None if they don't register.
+
+    `own`: what is shared of the pool. `hosts`: which hosts engines may name.
+    """
     read, timeout = entry_of(settings.pool.connector).registered, settings.registration.timeout
     share = process.share.several
     if read is None:
@@ -49,7 +58,7 @@ def build_registrations(
     observers, clock, failed = process.observers, process.clock, process.tasks.watch("registrations").failed
     known: Registrations
     if share is None:
-        known = Registrations(engines, ledger, read, observers, clock, timeout=timeout)
+        known = Registrations(engines, ledger, read, observers, clock, timeout=timeout, checked=hosts.of_peers)
     else:
         siblings, topic = share.siblings, f"registrations {settings.pool.name}"
         known = SharedRegistrations(
@@ -59,6 +68,7 @@ def build_registrations(
             observers,
             clock,
             timeout=timeout,
+            checked=hosts.of_peers,
             number=share.number,
             lead=share.lead,
             pass_on=lambda worker, body: siblings.pass_on(worker, topic, body),

@@ -66,7 +66,8 @@ def places(settings: Settings) -> Iterator[Place]:
     entry = registry.entry_of(settings.pool.connector)
     if entry.registered is not None:
         yield registration_place(settings)
-    if entry.contract(settings).has_notices_over(Channel.ZMQ):
+    contract = entry.contract(settings)
+    if contract.has_notices_over(Channel.ZMQ) or contract.has_notices_over(Channel.HTTP):
         yield notices_place(settings)
 
 
@@ -82,6 +83,10 @@ class BoundHere:
         with _telling(place):
             socket.bind(place.host, place.port)
 
+    def listener(self, place: Place) -> sockets.socket:
+        """Return a socket that listens there. Raises SettingsError: the address can't be bound."""
+        return listener_at(place)
+
 
 class BoundBefore:
     """The sockets of one of several workers, which its parent has bound. `listeners`: by the keys of their places."""
@@ -95,14 +100,22 @@ class BoundBefore:
         Raises:
             SettingsError: nothing was bound, because the connector was not known.
         """
+        listener = self._bound(place)
+        with _telling(place):
+            socket.bind(place.host, listener.getsockname()[1], listener)
+
+    def listener(self, place: Place) -> sockets.socket:
+        """Return a socket that takes some of the connections there. Raises SettingsError as `bind`."""
+        return self._bound(place).dup()
+
+    def _bound(self, place: Place) -> sockets.socket:
         listener = self._listeners.get(place.key)
         if listener is None:
             raise SettingsError(
                 f"pools[0].connector: {registry.AUTO}: with several workers, name a connector whose engines send messages "
                 f"({place.section})"
             )
-        with _telling(place):
-            socket.bind(place.host, listener.getsockname()[1], listener)
+        return listener
 
 
 def listener_at(place: Place) -> sockets.socket:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -45,6 +46,7 @@ def build_transfer(
         KvReady(clock, observers, clock.now),
         own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",
+        hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
 
 
@@ -68,10 +70,11 @@ def build_turns(
     clock: Clock,
     observers: Observers,
     own: PoolShare | PoolAlone,
+    hosts: HandleHosts,
 ) -> Turns | None:
     """Return what hands KV of finished turns back to prefill engines, None where that is not wanted.
 
-    `own`: what is shared of the pool.
+    `own`: what is shared of the pool. `hosts`: which hosts handles may name.
     """
     wanted = settings.pool.turns
     if not wanted.bidirectional or contract.turns is None:
@@ -91,7 +94,9 @@ def build_turns(
         min_share=wanted.min_share,
     )
     by_notice = settings.kv_ready.notifier
-    return own.turns(contract.turns, limits, ledger, engines, settings.deadlines, observers, clock, by_notice=by_notice)
+    return own.turns(
+        contract.turns, limits, ledger, engines, settings.deadlines, observers, clock, by_notice=by_notice, hosts=hosts
+    )
 
 
 def receiver_of(node: Node) -> Receiver | None:

@@ -220,7 +220,7 @@ def _first_of(setting: str, path: str) -> str:
     """
     from pdproxy.settings.key_lines import read_key_lines
 
-    found = read_key_lines(setting, path)
+    found = read_key_lines(setting, path, of_operators=True)
     if not found:
         raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
     return found[0].key

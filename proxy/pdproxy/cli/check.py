@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdproxy.cli.options import add_settings_options, fixed_settings_from
+from pdproxy.cli.options import add_settings_options, fixed_settings_from, settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import can_print, seconds
 from pdproxy.settings.errors import SettingsError
@@ -33,6 +33,7 @@ def add(commands: Commands) -> None:
         epilog=examples(
             "pdproxy check --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
             "pdproxy check --config pdproxy.yaml --strict --json",
+            "pdproxy check --security --config pdproxy.yaml",
         ),
     )
     group = parser.add_argument_group("check")
@@ -51,6 +52,11 @@ def add(commands: Commands) -> None:
         help="seconds to leave a KV handle unused, to see whether the prefill engine keeps its KV that long; 0: no such check "
         "(default: 5)",
     )
+    group.add_argument(
+        "--security",
+        action="store_true",
+        help="say what the settings of `pdproxy serve` leave open, and ask no engine; the exit code is 1 if anything is",
+    )
     group.add_argument("--strict", action="store_true", help="exit with 1 also if there are only warnings")
     group.add_argument("--json", action="store_true", help="print the report as one JSON object")
     add_settings_options(parser)
@@ -58,7 +64,9 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the engines of the settings and print what was found."""
+    """Check the engines of the settings, or the settings themselves, and print what was found."""
+    if arguments.security:
+        return _security(arguments)
     settings = fixed_settings_from(arguments)
     # Its requests to prefill engines crash some engines of other connectors, such as LMCache's sender.
     able = [at for at, pool in enumerate(settings.pools) if pool.connector in (NIXL.name, AUTO)]
@@ -91,3 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
         text, json = partial(report.pools_as_text, pools, others), partial(report.pools_as_json, pools, others)
     print(json(strict=arguments.strict).decode() if arguments.json else text(style), end="\n" if arguments.json else "")
     return max(report.exit_code(findings, strict=arguments.strict) for _, findings in pools.values())
+
+
+def _security(arguments: argparse.Namespace) -> int:
+    """Print what the settings leave open."""
+    settings = settings_from(arguments, need_engines=False)
+    from pdproxy.lab.check import report
+    from pdproxy.lab.check.security.report import as_json, as_text, exit_code, judge
+    from pdproxy.lab.check.security.view import view_of
+
+    findings = judge(view_of(settings))
+    style = report.Style(can_print("✗→"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    print(
+        as_json(findings).decode() if arguments.json else as_text(findings, style), end="\n" if arguments.json else ""
+    )
+    return exit_code(findings)

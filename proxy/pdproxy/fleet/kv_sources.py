@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -18,7 +18,9 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Feed, Index, SourceCounts
 from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceParts
+from pdproxy.kit.addresses import read_address
 from pdproxy.kit.clock import Clock, sleep
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
@@ -26,6 +28,7 @@ from pdproxy.observe import catalog_kv_events as catalog
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Gauge
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.upstream.addresses import Resolve, by_system
 from pdproxy.upstream.kv_events import KvEventSockets, Replay, Subscription
 from pdproxy.wire import kv_events as wire
 
@@ -72,7 +75,8 @@ class KvEventSources:
     """The sources of a pool's engines. A watcher of engines and an observer. It feeds `index`.
 
     `own`: the pool's settings, `of_node`: those of one engine by its URL. `ask(url)` asks an engine, and raises EngineError.
-    `ports`: at which engines may connect, none without `own.host`. `deadline`: seconds for the answer of a replay.
+    `ports`: at which engines may connect, none without `own.host`. `deadline`: seconds for the answer of a replay. `networks`:
+    those of engines: what they name elsewhere is not connected to. `resolved` returns the addresses of a name.
     """
 
     only = (NodeChanged,)
@@ -92,7 +96,10 @@ class KvEventSources:
         *,
         ports: Iterable[int],
         deadline: float,
+        networks: EngineNetworks = USUAL,
+        resolved: Resolve = by_system,
     ) -> None:
+        self._networks, self._resolved = networks, resolved
         self._engines, self._index, self._own, self._of_node = engines, index, own, of_node
         self._ask, self._observers, self._clock, self._tasks = ask, observers, clock, tasks
         self.counts = SourceCounts()
@@ -170,7 +177,7 @@ class KvEventSources:
                 found = _configured(endpoint, engine.ranks) if endpoint is not None else await self._ask(engine.url)
             except EngineError as error:
                 if isinstance(error, EngineRefusedError) and error.status in _NO_ROUTE:
-                    self._apply(engine, entry, {}, override)
+                    self._apply(engine, entry, {}, {})
                     return
                 if isinstance(error, EngineTimeoutError):
                     self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
@@ -178,15 +185,24 @@ class KvEventSources:
                 await sleep(self._clock, pause)
                 pause = min(2 * pause, SELDOM)
                 continue
-            self._apply(engine, entry, found, override)
+            try:
+                wanted = await self._places_of(engine, found, override)
+            except OSError:
+                entry.trouble = "publishes KV events at a name that does not resolve"
+                await sleep(self._clock, pause)
+                pause = min(2 * pause, SELDOM)
+                continue
+            if entry.run == run:
+                self._apply(engine, entry, found, wanted)
             return
 
-    def _apply(self, engine: Engine, entry: _Entry, found: wire.Sources, override: NodeKvEvents) -> None:
-        """Subscribe to what was found, and to nothing else."""
-        entry.trouble = None if found else NONE
+    async def _places_of(
+        self, engine: Engine, found: wire.Sources, override: NodeKvEvents
+    ) -> Mapping[int, Address | str]:
+        """Return where each rank is read, or why it can't be."""
         host = urlsplit(engine.url).hostname or ""
         in_place = len(found) == engine.ranks  # a part of a larger group of ranks counts from another number
-        wanted: dict[int, Address] = {}
+        wanted: dict[int, Address | str] = {}
         for place, (rank, config) in enumerate(sorted(found.items())):
             offset = place if in_place else rank
             replay = _offset(override.replay_endpoint or self._own.replay_endpoint, offset)
@@ -195,10 +211,37 @@ class KvEventSources:
                 config.endpoint, replay or config.replay_endpoint, topic if topic is not None else config.topic
             )
             address = resolve(config, host, self.bound)
-            if isinstance(address, str):
-                entry.trouble = address
-            else:
-                wanted[offset] = address
+            wanted[offset] = address if isinstance(address, str) else await self._allowed(address)
+        return wanted
+
+    async def _allowed(self, address: Address) -> Address | str:
+        """Return what an engine has named with addresses in place of names, or why the proxy does not connect there.
+
+        ZMQ would resolve names itself, at each connection: nobody could look at what it finds.
+
+        Raises:
+            OSError: a name has no address now.
+        """
+        found: list[str | None] = []
+        for named in (address.publishes if address.port is None else None, address.replays):
+            if named is None or (place := wire.address_of(named, "")) is None:
+                found.append(named)
+                continue
+            host, port, _ = place
+            hosts = [host] if read_address(host) is not None else await self._resolved(host, port)
+            usable = [one for one in hosts if self._networks.why_not(one) is None]
+            if not usable:
+                return (
+                    f"publishes KV events at {truncate(named, 128)}: {hosts[0]} is {self._networks.why_not(hosts[0])}"
+                )
+            found.append(wire.zmq_address(min(usable, key=lambda one: ":" in one), port))
+        publishes, replays = found
+        return replace(address, publishes=publishes or address.publishes, replays=replays)
+
+    def _apply(self, engine: Engine, entry: _Entry, found: wire.Sources, places: Mapping[int, Address | str]) -> None:
+        """Subscribe to what was found, and to nothing else."""
+        entry.trouble = next((one for one in places.values() if isinstance(one, str)), None if found else NONE)
+        wanted = {rank: one for rank, one in places.items() if not isinstance(one, str)}
         for rank in [rank for rank, one in entry.ranks.items() if wanted.get(rank) != one.address]:
             self._drop(engine, entry, rank)
         for rank, address in wanted.items():

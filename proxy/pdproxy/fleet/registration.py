@@ -41,6 +41,7 @@ _ROLES = {Role.PREFILL: "P", Role.DECODE: "D"}
 ReadRegistration = Callable[[Registration], tuple[Peer, ...] | str]
 """How a contract reads a registration: it returns the engine's ranks, or why the registration can't be used, as what follows an
 engine's name."""
+CheckPeers = Callable[[tuple[Peer, ...] | str, str], tuple[Peer, ...] | str]
 
 
 @dataclass(slots=True)
@@ -80,7 +81,8 @@ class Entry:
 class Registrations:
     """The registrations of one pool's engines.
 
-    `read`: how the contract reads one. `timeout`: seconds without a heartbeat after which an engine is gone.
+    `read`: how the contract reads one. `checked` returns the ranks of an engine, or why they may not be used. `timeout`: seconds
+    without a heartbeat after which an engine is gone.
     """
 
     only = (NodeChanged,)
@@ -96,7 +98,9 @@ class Registrations:
         clock: Clock,
         *,
         timeout: float,
+        checked: CheckPeers = lambda peers, _: peers,
     ) -> None:
+        self._checked = checked
         self._ledger = ledger
         self._read = read
         self._observers = observers
@@ -235,7 +239,7 @@ class Registrations:
             return f'registers as "{owned.registration.role}", but is configured as {role}: that needs "{expected}"'
         if owned.rival is not None:
             return "is registered by two processes with different contents: it is used once one of them is silent"
-        return self._read(owned.registration)
+        return self._checked(self._read(owned.registration), entry.engine.url)
 
     # -- what an operator asks
 

@@ -119,6 +119,13 @@ def inside(address: Address | None, networks: Iterable[Network]) -> bool:
     return address is not None and any(address in network for network in networks)
 
 
+def overlap(one: Network, other: Network) -> bool:
+    """Return whether two networks have an address in common."""
+    if isinstance(one, IPv4Network):
+        return isinstance(other, IPv4Network) and one.overlaps(other)
+    return isinstance(other, IPv6Network) and one.overlaps(other)
+
+
 def goes_to(address: Address) -> Address:
     """Return where packets for an address end: at an IPv4 address, if translators or tunnels take that out of an IPv6 one."""
     if isinstance(address, IPv4Address):

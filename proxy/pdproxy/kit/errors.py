@@ -62,6 +62,7 @@ class Reason(Enum):
     KEY_REQUESTS = "key_requests"
     KEY_TOKENS = "key_tokens"
     KEY_INFLIGHT = "key_inflight"
+    WRONG_KEYS = "wrong_keys"
     SHARE = "share"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
@@ -118,7 +119,7 @@ class BadRequestError(PdproxyError):
 
 
 class ForbiddenError(BadRequestError):
-    """Whoever has sent the request may not use this."""
+    """Who sends the request may not do that."""
 
     status = 403
     type = "ForbiddenError"
@@ -175,7 +176,10 @@ class ModelNotFoundError(BadRequestError):
     type = "NotFoundError"
 
     def __init__(self, model: str, names: Sequence[str]) -> None:
-        super().__init__(f"The model `{model}` does not exist. Valid aliases: {', '.join(names)}.", param="model")
+        known = f" Valid aliases: {', '.join(names)}." if names else ""
+        super().__init__(f"The model `{model}` does not exist.{known}", param="model")
+        self.model = model
+        self.names = names
 
 
 class BodyTooLargeError(BadRequestError):

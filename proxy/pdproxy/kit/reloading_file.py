@@ -35,11 +35,11 @@ class ReloadingFile(Generic[T]):
         """Return the newest good value."""
         return self._value
 
-    def reload_if_changed(self) -> None:
-        """Read the files again if they have changed, or could not be used."""
+    def reload_if_changed(self) -> bool:
+        """Read the files again if they have changed, or could not be used. Return whether that was so."""
         stamps = self._stamps()
         if stamps == self._stamps_read and self.failure is None:
-            return
+            return False
         self._stamps_read = stamps
         try:
             self._value = self._read()
@@ -51,6 +51,7 @@ class ReloadingFile(Generic[T]):
         else:
             self.failure = None
             logger.info("%s was read again", self.name)
+        return True
 
     def _stamps(self) -> list[tuple[int, ...] | None]:
         return [stamp(path) for path in self._paths]

@@ -8,6 +8,8 @@ from pdproxy.observe.description import NODE, Description, Kind, Label
 REFUSED = (
     ("no_key", "no API key was sent, and one is required"),
     ("wrong_key", "the API key is none of the valid ones"),
+    ("ended_key", "the API key has expired, or was taken away while the request was read"),
+    ("not_allowed", "the API key is not good for that route or tenant"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),
     ("body_slow", "the body was not complete in deadlines.client_body"),
@@ -22,6 +24,7 @@ REASONS = (
     (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
     (Reason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
     (Reason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
+    (Reason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
     (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
     (Reason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
     (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
@@ -48,6 +51,19 @@ EARLY_REFUSALS = Description(
     "Requests and connections that were refused before their body was complete, and requests without a valid key",
     "refusals",
     (Label("reason", REFUSED),),
+)
+WRONG_KEYS = Description(
+    "pdproxy_wrong_keys_total",
+    Kind.COUNTER,
+    "Requests with a wrong key, of clients and of operators",
+    "requests",
+    (
+        Label("listener", (("clients", "where clients reach the proxy"), ("admin", "listen.admin"))),
+        Label(
+            "answer",
+            (("refused", "with 401"), ("throttled", "with 429: its address had sent too many before")),
+        ),
+    ),
 )
 CAPACITY = Description(
     "pdproxy_capacity",

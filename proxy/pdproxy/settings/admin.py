@@ -52,10 +52,8 @@ def place_of(address: str) -> AdminPlace:
     return AdminPlace(None, host.strip("[]"), int(port))
 
 
-def check_admin(
-    address: str | None, keys: Sequence[str], file: str | None, clients: Sequence[str], found: Mistakes
-) -> None:
-    """Check `listen.admin` with its keys (`auth.admin_keys` and the file of more), and the keys of clients."""
+def check_admin(address: str | None, keys: Sequence[str], file: str | None, found: Mistakes) -> None:
+    """Check `listen.admin` with its keys (`auth.admin_keys` and the file of more)."""
     here = ("listen", "admin")
     if address is not None:
         try:
@@ -66,6 +64,3 @@ def check_admin(
             if not place.is_local and not keys and file is None:
                 text = "others than this machine can reach it: give it keys (auth.admin_keys or auth.admin_keys_file)"
                 found.add(here, f"listen.admin: {place}: {text}{found.source(here)}")
-    if not set(keys).isdisjoint(clients):
-        where = found.source(("auth", "admin_keys"))
-        found.add(("auth",), f"auth.admin_keys: one of them is also a key of clients (auth.api_keys){where}")

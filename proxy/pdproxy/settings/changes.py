@@ -18,6 +18,7 @@ AT_ONCE: tuple[KeyPath, ...] = (
     ("deadlines",),
     ("limits",),
     ("overload",),
+    ("media",),
     ("tenants", "caches"),
     ("health",),
     ("outliers",),

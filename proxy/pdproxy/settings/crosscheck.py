@@ -12,14 +12,18 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdproxy.kit.addresses import Network, read_address, read_network
+from pdproxy.kit.engine_networks import EngineNetworks
 from pdproxy.settings.admin import UNIX, check_admin
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dns import check_servers, dns_name, is_dns, stand_in_url
 from pdproxy.settings.dump import MASK
+from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv_events import check_kv_events
 from pdproxy.settings.limits import Limits, least_buffered_bytes
 from pdproxy.settings.listen import ListenTls
+from pdproxy.settings.media import check_media_settings
+from pdproxy.settings.network_checks import check_networks
 from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.pool_checks import check_pools
 from pdproxy.settings.replicas import check_replicas
@@ -50,11 +54,14 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         with found.collecting("listen"):
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
         if not found.within("auth"):
-            check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, auth.api_keys, found)
+            check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, found)
     if not found.within("tenants"):
         check_tenants(settings.tenants, found)
     if not found.within("dns"):
         check_servers(settings.dns, found)
+    if not found.within("media"):
+        check_media_settings(settings.media, found)
+    networks = _allowed(settings.engines, found)
     if not found.within("replicas"):
         check_replicas(settings.replicas, found)
     if not found.within("limits"):
@@ -63,9 +70,23 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         return settings
     pools = settings.pools or (Pool(),)
     checked = [_checked(pool, ("pools", at), need_engines, found) for at, pool in enumerate(pools)]
+    if networks is not None:
+        for at, pool in enumerate(checked):
+            check_networks(pool.nodes, networks, ("pools", at, "nodes"), found)
     settings = msgspec.structs.replace(settings, pools=tuple(checked))
     check_pools(settings, found)
     return settings
+
+
+def _allowed(engines: EngineSettings, found: Mistakes) -> EngineNetworks | None:
+    """Return the networks in which engines may be, None if the setting is wrong."""
+    try:
+        return engines.allowed
+    except ValueError:
+        key = ("engines", "networks")
+        text = f"expected networks or addresses, such as 10.0.0.0/8{found.source(key)}"
+        found.add(key, f"{spell_key(key)}: {quote(', '.join(engines.networks))}: {text}")
+        return None
 
 
 def _check_auth(auth: Auth, found: Mistakes) -> None:

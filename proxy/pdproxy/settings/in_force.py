@@ -11,7 +11,7 @@ import msgspec
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Section
 
-SECTIONS = ("deadlines", "limits", "overload", "tenants", "health", "outliers", "probes")
+SECTIONS = ("deadlines", "limits", "overload", "tenants", "media", "health", "outliers", "probes")
 
 
 def own(settings: Settings) -> Settings:

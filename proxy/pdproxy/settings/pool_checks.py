@@ -66,5 +66,6 @@ def _of_connector(settings: Settings, pool: Pool) -> Iterator[tuple[int, str]]:
     entry = registry.entry_of(pool.connector)
     if entry.registered is not None:
         yield settings.registration.port or entry.registration_port, "registration_port"
-    if entry.contract(settings).has_notices_over(Channel.ZMQ):
+    contract = entry.contract(settings)
+    if contract.has_notices_over(Channel.ZMQ) or contract.has_notices_over(Channel.HTTP):
         yield settings.kv_ready.port, "kv_ready_port"

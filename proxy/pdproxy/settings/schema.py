@@ -16,10 +16,12 @@ from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.continuations import Continuations
 from pdproxy.settings.dns import Dns
+from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.listen import Listen
+from pdproxy.settings.media import MediaSettings
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
@@ -52,7 +54,8 @@ class Auth(Section, frozen=True):
 
     api_keys_file: File | None = None
     """More keys of clients, one per line, alone or as `name:key` with limits such as `inflight=20 rpm=600 tpm=200000 weight=3
-    priority=0..10`; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
+    priority=0..10`, and rights such as `models=llama-* until=2027-01-31T00:00:00Z`; blank lines and lines that begin with `#`
+    are skipped. Read again when it changes."""
 
     engine_api_key: Key | None = None
     """Key for the engines, sent as a bearer token by probes, and for clients that sent one of `api_keys`. Without those, a
@@ -65,7 +68,7 @@ class Auth(Section, frozen=True):
     """Keys for the admin API. Keys of clients are none of them."""
 
     admin_keys_file: File | None = None
-    """More of them, one per line, alone or as `name:key`. Read again when it changes."""
+    """More of them, one per line, alone, as `name:key` or as `name:key read-only`. Read again when it changes."""
 
     @property
     def wants_keys(self) -> bool:
@@ -333,6 +336,12 @@ class Settings(Section, frozen=True):
 
     pools: tuple[Pool, ...] = ()
     """The engines, in pools: those of one pool work together. After `load` there is at least one."""
+
+    media: MediaSettings = MediaSettings()
+    """Which URLs of media in requests engines may fetch."""
+
+    engines: EngineSettings = EngineSettings()
+    """In which networks engines may be."""
 
     deadlines: Deadlines = Deadlines()
     """How long each wait may last."""

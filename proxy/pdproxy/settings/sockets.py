@@ -13,7 +13,7 @@ OnTimeout = Literal["recompute", "fail"]
 
 
 class KvReady(Section, frozen=True):
-    """The ZMQ socket to which engines send notices that KV is ready. It is bound if the connector has such notices."""
+    """Where engines send notices that KV is ready: over ZMQ, or over HTTP. It is bound if the connector has such notices."""
 
     host: Host = "127.0.0.1"
     """Address to bind: one that every prefill rank can reach. Anybody who can reach it can send notices."""

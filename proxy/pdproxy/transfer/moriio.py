@@ -79,7 +79,8 @@ def registered(registration: Registration) -> tuple[Peer, ...] | str:
     if not _ADDRESS.fullmatch(address) or not fits_into_id(address):
         return f"registers the zmq_address {address}: expected host:IP,handshake:PORT,notify:PORT"
     ranks, tp_size = registration.dp_size or 1, registration.tp_size or 1
-    return tuple(Peer(rank, ranks, address=address, tp_size=tp_size, mode=mode) for rank in range(ranks))
+    host = address.partition(":")[2].partition(",")[0]
+    return tuple(Peer(rank, ranks, host=host, address=address, tp_size=tp_size, mode=mode) for rank in range(ranks))
 
 
 def transfer_id(dispatch: Dispatch) -> str:

@@ -58,7 +58,7 @@ def registered(registration: Registration) -> tuple[Peer, ...] | str:
         return "registers with a transfer_mode: its kv_connector is not P2pNcclConnector"
     if not _ADDRESS.fullmatch(address) or not fits_into_id(address):
         return f"registers the zmq_address {address}: expected host:port"
-    return (Peer(address=address),)
+    return (Peer(host=address.rpartition(":")[0], address=address),)
 
 
 def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
@@ -26,6 +27,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
+from pdproxy.upstream import reach
 from pdproxy.upstream.client import LOCAL_ERRORS, describe_os, describe_tls
 from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, names_in, read_metrics
 from pdproxy.wire.bootstrap import MAX_ANSWER, BootstrapAnswerError, Ranks, read_ranks
@@ -116,8 +118,9 @@ class EngineAdmin:
     """Asks engines for their state. `timeout` in seconds limits each request.
 
     `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
-    `connector` makes the session's connector; None: aiohttp's own, without its limit of 100 connections for all engines. Probes
-    and clients' requests limit them, and an engine that hangs must not hold up the probes of others.
+    `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone, without its limit of 100
+    connections for all engines. Probes and clients' requests limit them, and an engine that hangs must not hold up the probes of
+    others.
     """
 
     def __init__(
@@ -127,8 +130,9 @@ class EngineAdmin:
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], ssl.SSLContext | None] = lambda _: None,
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
+        networks: EngineNetworks = USUAL,
     ) -> None:
-        self._connector = connector
+        self._connector = connector or reach.connector(networks, limit=0)
         self.timeout = timeout
         self._key = key
         self._tls = tls
@@ -289,7 +293,7 @@ class EngineAdmin:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0) if self._connector is None else self._connector(),
+                connector=self._connector(),
                 trust_env=False,
                 cookie_jar=jar,
                 auto_decompress=False,

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import (
     EngineError,
     EngineTimeoutError,
@@ -31,6 +32,7 @@ from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.upstream.addresses import Addresses, Resolve, by_system
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
+from pdproxy.upstream.reach import NotAllowedError, check
 from pdproxy.upstream.sockets import watch_peer
 
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
@@ -150,6 +152,8 @@ def describe_tls(error: ssl.SSLError) -> str:
 
 def describe_os(error: OSError) -> str:
     """Return why there is no connection with an engine. asyncio repeats the address in its text; the caller has it already."""
+    if isinstance(error, NotAllowedError):
+        return str(error.strerror)
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
@@ -159,7 +163,7 @@ class EngineClient:
     Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
     `tls` are called for each request and connection, since both may change: the bearer token, and the context of an engine with
     TLS. `clock` keeps the deadlines, `budget` limits whole answers. `unacknowledged`: see `sockets.watch_peer`. `resolve`
-    returns the addresses of a name (`upstream.addresses`).
+    returns the addresses of a name (`upstream.addresses`). `networks`: where the engine may be, whatever its name resolves to.
     """
 
     def __init__(
@@ -174,6 +178,7 @@ class EngineClient:
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         unacknowledged: float = 0.0,
         resolve: Resolve = by_system,
+        networks: EngineNetworks = USUAL,
     ) -> None:
         parts = urlsplit(url)
         self.url = url
@@ -186,6 +191,7 @@ class EngineClient:
         self._budget = budget
         self._key = key
         self._tls = tls
+        self._networks = networks
         self._idle: list[EngineConnection] = []
         self._all: OrderedSet[EngineConnection] = OrderedSet()
         self._addresses = Addresses(self._host, self._port, self._close_former, resolve)
@@ -324,6 +330,7 @@ class EngineClient:
         # This is a timer of the event loop, which runs before sockets are read. So the clock's deadline must come first.
         handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
+            check(self._networks, address)
             async with self._clock.within(timeout):
                 transport, connection = await loop.create_connection(
                     lambda: EngineConnection(self.url, self._free, self._lost),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from ssl import SSLContext
 
 import aiohttp
 from yarl import URL
 
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, Wait, no_more_files
+from pdproxy.upstream import reach
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS
 
@@ -59,7 +60,7 @@ class PassthroughLegs:
     """Opens legs. `connect_timeout` in seconds; all other deadlines belong to the caller.
 
     `key` and `tls` are called with an engine's URL for each request; None: it has none.
-    `connector` makes the session's connector; None: aiohttp's own.
+    `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class PassthroughLegs:
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
+        networks: EngineNetworks = USUAL,
     ) -> None:
-        self._connector = connector or partial(aiohttp.TCPConnector, limit=0, force_close=True)
+        self._connector = connector or reach.connector(networks, limit=0, force_close=True)
         self.connect_timeout = connect_timeout
         self._budget = budget
         self._key = key

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdproxy.kit.addresses import read_address
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.settings.dns import Dns, DnsName, server_of
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ class Records:
 class Resolver:
     """Asks the servers of the settings, or the system's. One for all names."""
 
-    def __init__(self, dns: Dns) -> None:
+    def __init__(self, dns: Dns, networks: EngineNetworks = USUAL) -> None:
+        """Ask by these settings. Addresses outside of `networks` are left out: no engine may be there."""
         self._dns = dns
+        self._networks = networks
         self._library: _Library | None = None
 
     async def look_up(self, name: DnsName) -> Mapping[str, Records | LookupFailedError]:
@@ -81,12 +84,17 @@ class Resolver:
                 host = record.target.to_text(omit_final_dot=True).lower()
                 if host not in ("", ".") and record.port:  # a dot: the service is not to be had
                     found.append((host, record.port))
-            elif (usable := _usable(record.address)) is not None:
+            elif (usable := self._usable(record.address)) is not None:
                 found.append((usable, None))
         places = tuple(sorted(set(found), key=str))
         if len(places) > MAX_PLACES:
             raise LookupFailedError(f"names {len(places)} engines: {MAX_PLACES} at most")
         return Records(places, float(answer.chaining_result.minimum_ttl))
+
+    def _usable(self, text: str) -> str | None:
+        """Return an address in its normal spelling, None for one at which no engine can be."""
+        address = read_address(text)
+        return None if address is None or self._networks.why_not(text) is not None else str(address)
 
     def _made(self) -> _Library:
         """Return the library's resolver. One that reads the system's settings is made anew: they may change."""
@@ -99,9 +107,3 @@ class Resolver:
             self._library = Library(configure=False)
             self._library.nameservers = [Do53Nameserver(*server_of(text)) for text in self._dns.servers]
         return self._library
-
-
-def _usable(text: str) -> str | None:
-    """Return an address in its normal spelling, None for one at which no engine can be."""
-    address = read_address(text)
-    return None if address is None or address.is_unspecified or address.is_multicast else str(address)

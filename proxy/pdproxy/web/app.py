@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from pdproxy import __version__
-from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
-from pdproxy.serving.access.keys import CHALLENGE
-from pdproxy.serving.access.routes import ENTRIES, TABLE, RouteEntry, RouteKind
+from pdproxy.kit.errors import NotStoredError, PdproxyError, UnauthorizedError
+from pdproxy.serving.access.keys import CHALLENGE, ValidKey
+from pdproxy.serving.access.routes import ENTRIES, MODELS, TABLE, RouteEntry, RouteKind
 from pdproxy.settings.listen import Cors
 from pdproxy.web import openapi
 from pdproxy.web.cors import middleware_options
@@ -25,25 +25,22 @@ from pdproxy.web.operation import Operation, add_operation
 from pdproxy.web.operators import Operators
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
 from pdproxy.web.slashes import redirect_by_path, redirect_of
-from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body, retry_headers
+
+_REPORTED = "pdproxy.reported"
+"""The key of an ASGI scope that says that the refusal of its request was reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What the routes call to make their answers, once per request."""
 
-    authorize: Callable[[bytes | None], None]
     operation: Operation
-    models: Callable[[bytes | None], Awaitable[bytes]]
+    models: Callable[[bytes | None, ValidKey | None], Awaitable[bytes]]
     passthrough: PassthroughAsgi
     cors: Cors
     root_path: str = ""
     """The path before all routes, which a balancer in front may strip."""
-    telemetry: Callable[[bytes], bool] | None = None
-    """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
-    refused: Callable[[PdproxyError, str], None] = lambda error, client: None
-    """Reports a request without a valid key: the error, and the client's address."""
     operators: Operators = field(default_factory=Operators)
     """Who may see what is for operators."""
 
@@ -64,11 +61,12 @@ def create_app(answers: Answers) -> FastAPI:
 
     @app.exception_handler(PdproxyError)
     async def _failed(request: Request, error: PdproxyError) -> Response:
+        scope = request.scope
+        if isinstance(error, UnauthorizedError) and CONNECTION in scope and _REPORTED not in scope:
+            error = answers.passthrough.identify.refused(error, scope[CONNECTION], scope["headers"])  # of operators
         answer = Response(error_body(error), error.status, media_type="application/json")
         answer.raw_headers += retry_headers(error)
         if isinstance(error, UnauthorizedError):
-            if (connection := request.scope.get(CONNECTION)) is not None:
-                answers.refused(error, answers.passthrough.identify.address(connection, request.scope["headers"]))
             answer.raw_headers.append(CHALLENGE)
         return answer
 
@@ -94,43 +92,31 @@ def create_app(answers: Answers) -> FastAPI:
         responses=openapi.listing_answers(),
     )
     async def models(request: Request) -> Response:
-        given = _authorize(request, answers)
-        listed = await answers.models(given)
-        answers.authorize(given)  # the key may have been taken away while engines were asked
+        key = _authorize(request, answers, MODELS)
+        given = request.headers.get("authorization")
+        listed = await answers.models(None if given is None else given.encode("latin-1"), key)
+        answers.passthrough.identify.check_again(key)  # it may have been taken away while engines were asked
         return Response(listed, media_type="application/json")
 
     for entry in TABLE:
         if entry.kind is not RouteKind.OWN:
             _add(app, entry, answers)
     answers.operators.guard(app)
-    if answers.telemetry is not None:
-        _add_telemetry(app, answers.telemetry)  # for engines
     return app
 
 
-def _authorize(request: Request, answers: Answers) -> bytes | None:
-    """Return a request's `Authorization`.
+def _authorize(request: Request, answers: Answers, path: str) -> ValidKey | None:
+    """Return the key of a request, None if no keys are wanted. `path`: in the table of routes.
 
     Raises:
-        UnauthorizedError: the proxy has keys, and it is none of them.
+        UnauthorizedError, LimitError, ForbiddenError: it has none that is good for that.
     """
-    authorization = request.headers.get("authorization")
-    given = authorization.encode("latin-1") if authorization is not None else None
-    answers.authorize(given)
-    return given
-
-
-def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
-    @app.post(lmcache_telemetry.PATH, summary="Where LMCache reports that KV is stored", tags=["engines"])
-    async def stored(request: Request) -> Response:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > lmcache_telemetry.MAX_BYTES:
-                raise BodyTooLargeError(f"telemetry is over {lmcache_telemetry.MAX_BYTES} bytes")
-        if not take(bytes(body)):
-            raise BadRequestError("expected LMCache's telemetry: event, request_ids_set, world_size, kv_rank")
-        return JSONResponse({"status": "ok"})
+    scope = request.scope
+    found = answers.passthrough.identify.find(scope[CONNECTION], scope["headers"], path)
+    if found.error is not None:
+        scope[_REPORTED] = True
+        raise found.error
+    return found.key
 
 
 def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
@@ -138,7 +124,7 @@ def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
         return PassthroughResponse(answers.passthrough, entry)
 
     async def refused(request: Request) -> Response:
-        _authorize(request, answers)
+        _authorize(request, answers, entry.path)
         name = request.path_params["response_id"]
         raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
 

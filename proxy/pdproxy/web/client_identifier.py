@@ -9,30 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from pdproxy.kit.errors import UnauthorizedError
+from pdproxy.kit.errors import ForbiddenError, PdproxyError, UnauthorizedError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.keys import Keys, ValidKey
+from pdproxy.serving.access.permits import check_route, check_tenant
 from pdproxy.serving.access.tenants import Tenants
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
+from pdproxy.web.wrong_keys import WrongKeys
 from pdproxy.wire.cache_salt import TenantSalt
 
 
-class Identified(NamedTuple):
-    """The client of one request. `key`: the name of its key; `key_error`: why it is refused, None if it is not.
+class Found(NamedTuple):
+    """Who sends a request. `key`: None without one; `error`: why the request is refused, None if it is not."""
 
-    `salt`: of its tenant's caches, None where tenants share them.
-    `digest`: that of the key that lets it in, None if none does.
-    """
+    address: str
+    key: ValidKey | None
+    error: PdproxyError | None
+
+
+class Identified(NamedTuple):
+    """The client of one request; `salt`: of its tenant's caches, None where tenants share them. The rest is as in `Found`."""
 
     client: Client
     address: str
-    key: str | None
-    key_error: UnauthorizedError | None
+    key: ValidKey | None
+    error: PdproxyError | None
     salt: TenantSalt | None = None
-    digest: bytes | None = None
 
 
 class Peer(Protocol):
@@ -46,38 +51,90 @@ class ClientIdentifier:
     """Finds the clients of requests. Each client that is returned is in use (`Clients.enter`) until the caller ends that."""
 
     def __init__(
-        self, clients: Clients, keys: Keys, observers: Observers | None = None, tenants: Tenants | None = None
+        self,
+        clients: Clients,
+        keys: Keys,
+        observers: Observers | None = None,
+        tenants: Tenants | None = None,
+        wrong: WrongKeys | None = None,
     ) -> None:
         self._clients = clients
         self._tenants = tenants or Tenants(clients, keys)
         self._keys = keys
         self._observers = observers or Observers(())
+        self._wrong = wrong
 
-    def __call__(self, peer: Client, headers: Headers, *, peer_is_trusted: bool) -> Identified:
-        """Return the client of a request on a connection of `peer`. A key that is required and not valid is reported.
+    def __call__(self, peer: Client, headers: Headers, path: str, *, peer_is_trusted: bool) -> Identified:
+        """Return the client of a request on a connection of `peer`. A request that is refused for its key is reported.
 
-        `peer_is_trusted`: the peer is a trusted proxy, which names its client.
+        `path`: the request's, in the table of routes. `peer_is_trusted`: the peer is a trusted proxy, which names its client.
         """
         address = self._address(peer, headers, peer_is_trusted=peer_is_trusted)
         if not self._keys.wanted:
             if peer_is_trusted:
-                client, salt = self._tenants.enter(address, None, headers, may_name=True)
-                return Identified(client, address, None, None, salt)
+                return self._without_keys(address, headers, peer_is_trusted=True)
             return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
-        try:
-            # If a header came twice, the first one counts.
-            digest = self._keys.verified(_first(headers, b"authorization"))
-        except UnauthorizedError as error:
-            drop_traceback(error)  # it refers to this frame, which refers to the error
-            report_refusal(self._observers, error, address)
-            return Identified(self._clients.enter(address), address, None, error)
-        key = self._keys.name(digest)
-        client, salt = self._tenants.enter(digest, key, headers, may_name=True)
-        return Identified(client, address, key, None, salt, digest)
+        return self._entered(self._found(address, headers, path), headers)
+
+    def find(self, connection: Peer, headers: Headers, path: str) -> Found:
+        """Return who sends a request, before anything is held for its client. Arguments and reports as above."""
+        address = self.address(connection, headers)
+        return self._found(address, headers, path) if self._keys.wanted else Found(address, None, None)
+
+    def enter(self, found: Found, connection: Peer, headers: Headers) -> Identified:
+        """Return the client of a request whose sender was found."""
+        if not self._keys.wanted:
+            return self._without_keys(found.address, headers, peer_is_trusted=connection.peer_is_trusted)
+        return self._entered(found, headers)
+
+    def refused(self, error: UnauthorizedError, connection: Peer, headers: Headers) -> PdproxyError:
+        """Report a request that another one has found to have no valid key. Return what it is answered with."""
+        return self._refused(error, self.address(connection, headers))
+
+    def check_again(self, key: ValidKey | None) -> None:
+        """Raise UnauthorizedError if a key that was found is not valid any more."""
+        self._keys.admit(key, None)
 
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""
         return self._address(connection.peer, headers, peer_is_trusted=connection.peer_is_trusted)
+
+    def _without_keys(self, address: str, headers: Headers, *, peer_is_trusted: bool) -> Identified:
+        if peer_is_trusted:
+            client, salt = self._tenants.enter(address, None, headers, may_name=True)
+            return Identified(client, address, None, None, salt)
+        return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
+
+    def _found(self, address: str, headers: Headers, path: str) -> Found:
+        try:
+            # If a header came twice, the first one counts.
+            key = self._keys.verified(_first(headers, b"authorization"))
+        except UnauthorizedError as error:
+            drop_traceback(error)  # it refers to this frame, which refers to the error
+            return Found(address, None, self._refused(error, address))
+        if key.rights is not None:
+            try:
+                check_route(key.rights, path)
+                check_tenant(key.rights, self._tenants.named(headers))
+            except ForbiddenError as error:
+                drop_traceback(error)
+                return Found(address, key, self._refused(error, address))
+        return Found(address, key, None)
+
+    def _refused(self, error: UnauthorizedError | ForbiddenError, address: str) -> PdproxyError:
+        """Report a request that is refused for its key. Return what it is answered with."""
+        answer: PdproxyError = error
+        if self._wrong is not None and type(error) is UnauthorizedError:
+            answer = self._wrong.answer(error, address)
+        report_refusal(self._observers, answer, address)
+        return answer
+
+    def _entered(self, found: Found, headers: Headers) -> Identified:
+        address, key, error = found
+        if key is None or error is not None:
+            return Identified(self._clients.enter(address), address, key, error)
+        client, salt = self._tenants.enter(key.digest, key.name, headers, may_name=True)
+        return Identified(client, address, key, None, salt)
 
     def _address(self, peer: Client, headers: Headers, *, peer_is_trusted: bool) -> str:
         name = peer.name

@@ -81,7 +81,6 @@ class GenerateCycle(ResponseCycle):
         "_body_ended",
         "_body_wait",
         "_data_path",
-        "_digest",
         "_identified",
         "_key",
         "_key_error",
@@ -103,8 +102,8 @@ class GenerateCycle(ResponseCycle):
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
-        client, self._address, self._key, self._key_error, self._salt, self._digest = data_path.identify(
-            connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
+        client, self._address, self._key, self._key_error, self._salt = data_path.identify(
+            connection.peer, headers, route.path, peer_is_trusted=connection.peer_is_trusted
         )
         super().__init__(
             connection,
@@ -122,8 +121,8 @@ class GenerateCycle(ResponseCycle):
         """Bytes of the body that are counted."""
         self._identified = True
         """Whether the client is in use for this request."""
-        self._body_ended = False
-        """Whether the body is complete or refused: what still comes of it is not kept."""
+        self._body_ended = self._key_error is not None
+        """Whether the body is complete or refused: what still comes of it is not kept. Without a valid key nothing is."""
         self._refusal: PdproxyError | None = None
         """Why the body was refused."""
         self._body_wait: asyncio.Future[None] | None = None
@@ -212,7 +211,7 @@ class GenerateCycle(ResponseCycle):
     def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
         """See `RevocableRequest`."""
         is_over = self.response_complete or self.disconnected or self.ended_by is not None
-        if is_over or (keys is not None and self._digest not in keys):
+        if is_over or (keys is not None and (self._key is None or self._key.digest not in keys)):
             return False
         self.ended_by = error()
         if self._serving is not None and self._body_wait is None:
@@ -246,11 +245,11 @@ class GenerateCycle(ResponseCycle):
     async def _incoming(self) -> Incoming | None:
         headers = self._headers
         found = dict(reversed([*headers]))  # if a header came twice, engines read the first one
-        if (refused := self.ended_by or self._key_error) is not None:
+        refused = self.ended_by or self._key_error
+        if refused is not None:
             # Without a valid key, the body is not waited for. The service refuses the request, and reports it as any other.
-            if not self._body_ended:
+            if not self._fed:
                 self.keep_alive = False
-                self.refuse(refused)
             return self._as_read(found)
         length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._body_ended:
@@ -291,9 +290,11 @@ class GenerateCycle(ResponseCycle):
             body=body,
             adapter=found.get(ADAPTER_HEADER) if self._route is _INVOCATIONS else None,
             client=self._address,
-            key=self._key,
+            key=None if self._key is None else self._key.name,
             hints=hints,
             salt=self._salt,
+            found=self._key,
+            refusal=self.ended_by or self._key_error,
         )
 
     def drop_body(self) -> None:

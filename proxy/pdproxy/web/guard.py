@@ -27,8 +27,8 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
-from pdproxy.web.ignored_offer import OfferIgnoringConnection
 from pdproxy.web.slow_senders import SendWatch
+from pdproxy.web.wanted_bodies import WantedBodiesConnection
 
 _LINE = len(b": \r\n")
 """Bytes of a header line besides its name and value."""
@@ -36,7 +36,7 @@ _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """The characters of a URI's host and port (RFC 3986, 3.2.2); empty where the target has none."""
 
 
-class GuardedProtocol(OfferIgnoringConnection):
+class GuardedProtocol(WantedBodiesConnection):
     """A client's connection with bounds on what the client sends."""
 
     __slots__ = (

@@ -38,6 +38,8 @@ from pdproxy.wire.errors import retry_headers
 Line = tuple[bytes, bytes]
 CONNECTION = "pdproxy.connection"
 """The key of an ASGI scope under which the request's connection is found."""
+FOUND = "pdproxy.found"
+"""The key under which it is found who sends the request, where the connection had to know it before the body."""
 
 
 class PassthroughConnection(Protocol):
@@ -87,16 +89,16 @@ class PassthroughResponse(Response):
         """Read the body, have the request served, and stop that when the client leaves."""
         connection = self._connection = scope[CONNECTION]
         headers: list[Line] = scope["headers"]
-        identified = self._identified = self._passthrough.identify(
-            connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
-        )
+        identify = self._passthrough.identify
+        found = scope.get(FOUND) or identify.find(connection, headers, self._entry.path)
+        identified = self._identified = identify.enter(found, connection, headers)
         self._client = identified.client
         connection.passthrough_client = self._client
         connection.passed = self
         self._output = _AsgiWriter(send, self._client)
         try:
-            # Without a valid key, the body is not read: the service refuses the request, and reports it.
-            await self._serve(headers, receive, has_key=identified.key_error is None)
+            # If its sender is refused, the body is not read: the service refuses the request, and reports it.
+            await self._serve(headers, receive, is_accepted=identified.error is None)
         finally:
             connection.passed = None
             self._forget_body()
@@ -111,7 +113,8 @@ class PassthroughResponse(Response):
     def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> bool:
         """See `RevocableRequest`."""
         serving, output = self._serving, self._output
-        if output.ended_by is not None or (keys is not None and self._identified.digest not in keys):
+        key = self._identified.key
+        if output.ended_by is not None or (keys is not None and (key is None or key.digest not in keys)):
             return False
         if serving is not None and (serving.done() or output.complete):
             return False
@@ -128,10 +131,10 @@ class PassthroughResponse(Response):
             self._passthrough.body_budget.release(self._client, self._size)
             self._size = 0
 
-    async def _serve(self, headers: list[Line], receive: Receive, *, has_key: bool) -> None:
+    async def _serve(self, headers: list[Line], receive: Receive, *, is_accepted: bool) -> None:
         passthrough, output = self._passthrough, self._output
         try:
-            body = await self._body(headers, receive) if has_key else b""
+            body = await self._body(headers, receive) if is_accepted and self._entry.has_body else b""
         except ClientLeftError:
             return
         except PdproxyError as error:
@@ -149,10 +152,12 @@ class PassthroughResponse(Response):
             forward=tuple(line for line in headers if line[0] in passthrough.forwarded),
             body=body,
             client=self._identified.address,
-            key=self._identified.key,
+            key=None if self._identified.key is None else self._identified.key.name,
             session=passthrough.session(found),
             hints=tuple(line for line in headers if line[0] == TIMEOUT),
             salt=self._identified.salt,
+            found=self._identified.key,
+            refusal=self._identified.error,
         )
         del body  # the request refers to it
         serving = self._serving = asyncio.ensure_future(passthrough.serve(request, output))

@@ -16,13 +16,15 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.serving.access.clients import Client
+from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import GuardedProtocol
-from pdproxy.web.passthrough_asgi import CONNECTION
+from pdproxy.web.passthrough_asgi import CONNECTION, FOUND
 from pdproxy.web.revocable import MakeError
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
+_PASSED = {entry.path: entry.path for entry in TABLE if entry.kind is RouteKind.PASSED and entry.has_body}
 
 
 class DataPathProtocol(GuardedProtocol):
@@ -33,7 +35,17 @@ class DataPathProtocol(GuardedProtocol):
     """The generating routes by their paths."""
     longest = 3 * max(map(len, _ROUTES))
     """Bytes of such a path if every letter in it is escaped."""
+    reading = _PASSED
+    """The paths of routes over ASGI that read a body, and those in the table of routes."""
     __slots__ = ()
+
+    def takes_body(self) -> bool:
+        path = self.reading.get(self.scope["path"])
+        if path is None or self.scope["method"] != "POST":
+            return False
+        found = self.data_path.identify.find(self, self.headers, path)
+        self.scope[FOUND] = found  # type: ignore[literal-required]  # for `web.passthrough_asgi`
+        return found.error is None
 
     def more_headers(self) -> list[tuple[bytes, bytes]]:
         return self.data_path.cors(self.headers or ())
@@ -136,6 +148,7 @@ def protocol_class(path: DataPath, root_path: str = "") -> type[DataPathProtocol
     routes = _ROUTES | {root_path.encode() + name: route for name, route in _ROUTES.items()}
     bound = {
         "routes": routes,
+        "reading": _PASSED | {root_path + path: path for path in _PASSED},
         "longest": 3 * max(map(len, routes)),
         "data_path": path,
         "bounds": path and path.bounds,

@@ -8,17 +8,22 @@ from __future__ import annotations
 from pdproxy.kit.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
+    ForbiddenError,
     HeadTimeoutError,
     HeadTooLargeError,
     OverloadedError,
     PathTooLongError,
     PdproxyError,
+    Reason,
+    RevokedError,
     TooManyConnectionsError,
     UnauthorizedError,
 )
 from pdproxy.observe.events import Observers, Refused
 
 _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
+    (RevokedError, "ended_key"),
+    (ForbiddenError, "not_allowed"),
     (BodyTooLargeError, "body_too_large"),
     (BodyTimeoutError, "body_slow"),
     (HeadTooLargeError, "head_too_large"),
@@ -31,9 +36,14 @@ _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
 
 def reason_of(error: PdproxyError) -> str:
     """Return the reason of a refusal: one of `catalog_refusals.REFUSED`."""
+    if error.reason is Reason.WRONG_KEYS:
+        return "wrong_key"
+    for kind, reason in _REASONS:
+        if isinstance(error, kind):
+            return reason
     if isinstance(error, UnauthorizedError):
         return "no_key" if error.code is None else "wrong_key"
-    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "bad_http")
+    return "bad_http"
 
 
 def report_refusal(observers: Observers, error: PdproxyError, client: str) -> None:

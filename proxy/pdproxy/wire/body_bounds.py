@@ -14,6 +14,7 @@ from itertools import accumulate
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError
+from pdproxy.wire.media_rule import ANY, Media
 
 Body = bytes | bytearray
 """A request's body. A large one stays in the buffer that received it."""
@@ -34,10 +35,14 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What one body may hold: `prompts` of one request; `items` are strings (names included), arrays and objects together."""
+    """What one body may hold: `prompts` of one request; `items` are strings (names included), arrays and objects together.
+
+    `media`: which URLs of media.
+    """
 
     prompts: int = 2048
     items: int = 500_000
+    media: Media = ANY
 
 
 DEFAULT = Bounds()

@@ -17,6 +17,7 @@ from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
 from pdproxy.wire.fields import PROMPT_IDS, Fields, has_value, is_absent, model_of, read_fields_if_quick
+from pdproxy.wire.media import check_media
 from pdproxy.wire.prompt_lists import prompts_in
 
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
@@ -77,12 +78,14 @@ def read_if_quick(
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
         TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
+        MediaUrlError: it names media that engines are not to fetch.
         BadRequestError: it asks for a stored conversation.
     """
     fields = read_fields_if_quick(body)
     if fields is None:
         return None
     check_lists(dialect, fields, bounds)
+    check_media(fields, bounds.media)
     return passed_body(dialect, fields, name, salt)
 
 

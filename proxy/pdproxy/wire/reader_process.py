@@ -15,6 +15,7 @@ from pdproxy.kit.worker import work
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import LARGE, Body, Bounds, check_values, count_items
 from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_handles
+from pdproxy.wire.media import check_media
 from pdproxy.wire.passthrough_body import check_lists
 from pdproxy.wire.prompt_lists import Span, conversations_in, part, prompts_in
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route, interpret, lenient_fields_of, unusual_request
@@ -116,6 +117,7 @@ def _answer(question: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
     summary = None
     if question.route is None:
         check_lists(question.dialect, fields, question.bounds)
+        check_media(fields, question.bounds.media)
     else:
         parsed = (
             interpret(question.route, fields, len(body), question.bounds, LARGE)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from typing import Any
 
 import msgspec
 
+from pdproxy.kit.errors import PdproxyError
 from pdproxy.wire import client_routes, lenient_json
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, SMALL, Body, Bounds, is_quick
@@ -30,6 +32,7 @@ from pdproxy.wire.fields import (
     plain_fields,
     read_field,
 )
+from pdproxy.wire.media import check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
 from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, part, prompts_in
@@ -85,7 +88,8 @@ class Incoming(msgspec.Struct):
 
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
     `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key;
-    `salt`: of its tenant's caches, None where tenants share them.
+    `salt`: of its tenant's caches, None where tenants share them. `found`: the key (`serving.access.keys.ValidKey`), None without
+    one; `refusal`: why its sender is refused.
     """
 
     route: Route
@@ -99,6 +103,8 @@ class Incoming(msgspec.Struct):
     key: str | None = None
     hints: tuple[tuple[bytes, bytes], ...] = ()
     salt: TenantSalt | None = None
+    found: Any = None
+    refusal: PdproxyError | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -244,12 +250,16 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
 
     Raises:
         TooManyPromptsError: it asks for more than one request may.
+        MediaUrlError: it names media that engines are not to fetch.
     """
     if route is _INVOCATIONS:
         return _invocation(fields, size, bounds, max_objects)
     if route is _COMPLETIONS:
         fields.pop(PROMPT_IDS, None)  # engines do not read it there (vLLM 0.32.0)
-    conversations = _conversations(fields, bounds) if route is _BATCH else None
+    conversations = None
+    if route is _BATCH:
+        conversations = _conversations(fields, bounds)
+        check_media(fields, bounds.media)
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
@@ -259,7 +269,11 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
             is_list, prompts, non_text = True, _batch(fields, conversations), False
         else:
             is_list, prompts, non_text = _messages(fields) if route is _CHAT else _prompts(fields, spans)
-        alone = Alone.NON_TEXT if non_text else _alone(fields, route)
+        if non_text:
+            alone: Alone | None = Alone.NON_TEXT
+            check_media(fields, bounds.media)
+        else:
+            alone = _alone(fields, route)
         if PROMPT_IDS in fields:
             if route is _BATCH:
                 raise UnusualError  # engines refuse it
@@ -278,6 +292,7 @@ def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> 
     """
     if route is Route.COMPLETIONS:
         fields.pop(PROMPT_IDS, None)
+    check_media(fields, bounds.media)
     _listed(route, fields, bounds)
     if route is Route.BATCH:
         _conversations(fields, bounds)

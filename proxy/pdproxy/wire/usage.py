@@ -46,9 +46,11 @@ def with_cache(answer: bytes, *, cached: int | None, created: int | None) -> byt
 
 def _sum(values: Sequence[Any]) -> Any:
     known = [value for value in values if value is not None]
-    if known and all(isinstance(value, dict) for value in known):
+    if not known:
+        return None
+    if all(isinstance(value, dict) for value in known):
         names = dict.fromkeys(name for value in known for name in value)
         return {name: _sum([value.get(name) for value in known]) for name in names}
-    if known and all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
         return sum(known)
-    return known[0] if known else None
+    return known[0]

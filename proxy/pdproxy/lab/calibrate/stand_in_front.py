@@ -12,7 +12,7 @@ from msgspec import structs
 from pdproxy.app.detection import settled
 from pdproxy.kit.ids import mint
 from pdproxy.lab.calibrate.trials import Runner, Seen, Trial, TrialError
-from pdproxy.lab.conformance.stand import Stand, posted, ready, settings_for, stand
+from pdproxy.lab.conformance.stand import Stand, ready, settings_for, stand
 from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
@@ -64,7 +64,7 @@ async def in_front_of(pair: Pair) -> AsyncIterator[Stand]:
         key = mint()
         nodes = settings.pool.nodes
         narrowed = settings_for(settings, nodes[0], nodes[1], key, notices=True)
-        async with stand(narrowed, key, any_port=not posted(settings)) as running:
+        async with stand(narrowed, key) as running:
             why = await ready(running, pair.timeout)
             if why is not None:
                 raise TrialError(f"the pair is not ready: {why} (see pdproxy check)")

@@ -90,7 +90,8 @@ def quiet_for(options: Options) -> float:
 
 def facts(place: Place, connector: ConnectorName, *, notifies: bool = False) -> Facts:
     """Return how the engine at a place is configured. `notifies`: it has the notifier."""
-    notify = f"http://{PROXY}:{PORT}/api/v1/telemetry" if connector == "lmcache-mp" and place.role != "decode" else None
+    is_posting = connector == "lmcache-mp" and place.role != "decode"
+    notify = f"http://{PROXY}:{NOTICES}/api/v1/telemetry" if is_posting else None
     if notifies:
         notify = f"tcp://{PROXY}:{NOTICES}"
     cpu_host = place.host if place.role == "decode" else place.pushes_to

@@ -238,6 +238,9 @@ def begin_proxy(
     watch = Watch(observers=observers, connector=VirtualConnector, now=loop.time, chance=chance.random)
     proxy = Proxy.build(settings, watch=watch)
     proxy.notices.socket.bind = lambda *place: None  # type: ignore[method-assign] # notices come through the network
+    if (posted := proxy.notices.posted) is not None:
+        posted.bind = lambda *place: None  # type: ignore[method-assign]
+        network.listen(settings.listen.host, settings.kv_ready.port).accept(posted.protocol)
     config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     state.connections, state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]

@@ -141,7 +141,7 @@ def _connector(facts: Facts) -> Iterator[str]:
     name = facts.connector.contract if isinstance(facts.connector, Found) else "unclear"
     yield f"connector: {name}"
     for line in facts.connector.lines:
-        yield from _wrapped(line, "  ", "    ", 2)
+        yield from wrapped(line, "  ", "    ", 2)
 
 
 def _engines(facts: Facts, findings: Sequence[Finding], style: Style) -> Iterator[str]:
@@ -196,12 +196,12 @@ def _outcome(pair: PairFacts) -> str:
 
 def _finding(finding: Finding, style: Style) -> Iterator[str]:
     mark = style.mark(_LEVEL_MARKS[finding.level])
-    yield from _wrapped(f"{finding.says} [{finding.code}]", f"  {mark} ", "    ", 4)
+    yield from wrapped(f"{finding.says} [{finding.code}]", f"  {mark} ", "    ", 4)
     if finding.remedy:
-        yield from _wrapped(finding.remedy, "      > " if not style.unicode else "      → ", "        ", 8)
+        yield from wrapped(finding.remedy, "      > " if not style.unicode else "      → ", "        ", 8)
 
 
-def _wrapped(text: str, first: str, others: str, width: int) -> Iterator[str]:
+def wrapped(text: str, first: str, others: str, width: int) -> Iterator[str]:
     """Wrap a text; `first` may contain colours, so its width is an argument."""
     lines = textwrap.wrap(text, WIDTH - width, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):

@@ -24,7 +24,7 @@ from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.options import Options
 from pdproxy.lab.conformance.pair_under_test import PairUnderTest
 from pdproxy.lab.conformance.results import PairResults, Report, Result, Verdict, VerdictError
-from pdproxy.lab.conformance.stand import posted, settings_for, stand
+from pdproxy.lab.conformance.stand import settings_for, stand
 from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.schema import Node, Settings
 from pdproxy.settings.transfer_checks import pairs_to_try
@@ -75,7 +75,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
         facts = await asyncio.gather(*(ask_engine(http, node, _mark(), generates=False) for node in (prefill, decode)))
         key = mint()
         narrowed = settings_for(settings, prefill, decode, key, notices=True)
-        async with stand(narrowed, key, any_port=not posted(settings)) as running:
+        async with stand(narrowed, key) as running:
             pair = PairUnderTest(running, facts[0], facts[1], settings, options, client, http, at, _mark)
             pair.model = model_of(facts[0], facts[1])
             results = await _judge(pair, checks)

@@ -19,12 +19,9 @@ from pdproxy.app.listening import listen
 from pdproxy.app.server import uvicorn_config
 from pdproxy.kit.addresses import reachable
 from pdproxy.lab.conformance.tap import Tap
-from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.listen import Cors, Listen, ListenTls
+from pdproxy.settings.listen import Listen
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node, Settings
-from pdproxy.transfer.contract import Channel
-from pdproxy.transfer.registry import entry_of
 
 LOOPBACK = "127.0.0.1"
 _NEVER = 2**31 - 1
@@ -48,28 +45,22 @@ class Stand:
         return found
 
 
-def posted(settings: Settings) -> bool:
-    """Return whether engines post notices to the port on which the proxy listens for clients."""
-    return entry_of(settings.pool.connector).capabilities.notices_over is Channel.HTTP
-
-
 def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, notices: bool) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
     One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no breaker, no watch over engines that
-    stand still: a failed check must not exclude an engine from the next one. It listens on the address of the settings only if
-    engines post notices there. With `notices` False it receives no notice.
+    stand still: a failed check must not exclude an engine from the next one. It listens on the loopback. With `notices` False it
+    receives no notice.
     """
     # Each engine has one role here, and each prompt that can be split is.
     nodes = (
         structs.replace(prefill, role="prefill", sources=(), serves_whole=False),
         structs.replace(decode, role="decode", sources=()),
     )
-    where = settings.listen if notices and posted(settings) else Listen(host=LOOPBACK)
     kv_ready = settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
     return structs.replace(
         settings,
-        listen=structs.replace(where, tls=ListenTls(), cors=Cors()),
+        listen=Listen(host=LOOPBACK),
         auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
         pools=(structs.replace(settings.pool, nodes=nodes, policy=PoolPolicy(), pair_within=(), kv_ready_port=None),),
         limits=structs.replace(settings.limits, breaker_failures=_NEVER),
@@ -84,20 +75,16 @@ def with_wait(settings: Settings, seconds: float) -> Settings:
 
 
 @asynccontextmanager
-async def stand(settings: Settings, key: str, *, any_port: bool) -> AsyncIterator[Stand]:
-    """Run a proxy. `any_port`: on any free port of the settings' host, not on the settings' port.
+async def stand(settings: Settings, key: str) -> AsyncIterator[Stand]:
+    """Run a proxy on any free port of the settings' host.
 
     Raises:
         SettingsError: a port is taken, or a file can't be used.
     """
     tap = Tap()
     proxy = Proxy.build(settings, watch=tap.watch)
-    host, port = settings.listen.host, 0 if any_port else settings.listen.port
-    try:
-        listener = listen(host, port)
-    except OSError as error:
-        raise SettingsError(f"can't listen on {host}:{port}, where engines post notices: {error.strerror}") from None
-    with listener:
+    host = settings.listen.host
+    with listen(host, 0) as listener:
         config = uvicorn_config(proxy)
         config.load()
         server = uvicorn.Server(config)

@@ -202,10 +202,10 @@ class Knowledge:
 
     # -- requests
 
-    def routed(self, beginning: Beginning, url: str, now: float, *, may_hit: bool = True) -> Prediction | None:
+    def routed(self, beginning: Beginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
         """Note that a prompt is sent to an engine. Return what is expected there, None if the engine is gone.
 
-        `may_hit`: whether the engine may look into its cache for this request.
+        `reports`: whether the engine reports what it has found in its cache.
         """
         engine = self._engines.get(url)
         if engine is None:
@@ -214,7 +214,7 @@ class Knowledge:
         fed = not beginning.of_text and self.is_fed(url)
         basis = TEXT if beginning.of_text else EVENTS if fed else ROUTING
         whole = beginning.tokens <= MAX_KEYS * beginning.unit
-        scored = may_hit and (not fed or len(self._fed[url]) == 1) and whole
+        scored = reports and (not fed or len(self._fed[url]) == 1) and whole
         prediction = Prediction(url, tokens, basis, beginning, scored)
         if fed and scored:
             prediction.refreshes = self.refreshing.due(url, beginning.keys, now)

@@ -63,9 +63,9 @@ class SharedKnowledge(Knowledge):
         self._waiting: deque[tuple[float, Sent]] = deque()
         self._keys = 0
 
-    def routed(self, beginning: Beginning, url: str, now: float, *, may_hit: bool = True) -> Prediction | None:
+    def routed(self, beginning: Beginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
         """See `Knowledge`."""
-        prediction = super().routed(beginning, url, now, may_hit=may_hit)
+        prediction = super().routed(beginning, url, now, reports=reports)
         if prediction is not None:
             self._tell(url, beginning, now, gone=False)
         return prediction

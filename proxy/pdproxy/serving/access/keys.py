@@ -1,16 +1,21 @@
 """API keys: which clients are accepted, what their keys are called in log lines, and which `Authorization` header engines get.
 
-Owns the comparison. It always compares the digests of all keys, so that its time shows neither a key's length nor its position.
+Owns the look-up: by the digest of the key, in a dictionary. Its cost does not depend on the number of keys. Its time shows
+nothing of a key: a dictionary compares hashes under a secret of the process first, and digests, which nobody can choose, behind
+that.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
+import time
 from collections.abc import Callable, Mapping
 
-from pdproxy.kit.errors import UnauthorizedError
+import msgspec
+
+from pdproxy.kit.errors import PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.key_rights import KeyRights
 
 _MISSING = (
     "You didn't provide an API key. You need to provide your API key in an Authorization header using Bearer auth "
@@ -18,15 +23,34 @@ _MISSING = (
 )
 _WRONG = "Incorrect API key provided."
 NO_LIMITS: Mapping[str, KeyLimits] = {}
-NO_KEYS: Mapping[bytes, str] = {}
+NO_KEYS: Mapping[bytes, ValidKey] = {}
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """The header that a 401 needs."""
 
 
+class ValidKey(msgspec.Struct, frozen=True, kw_only=True):
+    """One key that is valid. `name`: that of its line, or its place; `digest`: that of the key, which is not kept itself.
+
+    `until`: when it ends, in Unix seconds, None: never. `rights`: what its requests may ask for, None: anything. `read_only`: of
+    an operator's key, that it may change nothing.
+    """
+
+    name: str
+    digest: bytes
+    rights: KeyRights | None = None
+    until: float | None = None
+    read_only: bool = False
+
+    def is_over(self, now: float) -> bool:
+        """Return whether it has ended. `now`: in Unix seconds."""
+        return self.until is not None and now >= self.until
+
+
 class Keys:
-    """The keys of clients. `proxy_keys` returns the digests of the valid keys with the keys' names.
+    """The keys of clients. `proxy_keys` returns those that are valid, by their digests.
 
     It is called for every request, since keys change. If it returns none, no client is accepted. `proxy_keys` None: all are.
+    `wall` returns Unix seconds.
 
     With keys, engines get their own key instead of a client's `Authorization`. Without keys, they get the client's header and no
     other: otherwise a proxy that accepts everybody would open an engine that needs a key to everybody.
@@ -34,10 +58,12 @@ class Keys:
 
     def __init__(
         self,
-        proxy_keys: Callable[[], Mapping[bytes, str]] | None = None,
+        proxy_keys: Callable[[], Mapping[bytes, ValidKey]] | None = None,
         limits: Callable[[], Mapping[str, KeyLimits]] = lambda: NO_LIMITS,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        self._digests = proxy_keys
+        self._valid = proxy_keys
+        self.wall = wall
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
         self._counted = NO_KEYS
@@ -50,45 +76,59 @@ class Keys:
     @property
     def wanted(self) -> bool:
         """Whether clients need a key."""
-        return self._digests is not None
+        return self._valid is not None
 
     @property
-    def valid(self) -> Mapping[bytes, str]:
-        """The keys that are valid now: their names by their digests. Another object once they have changed."""
-        return NO_KEYS if self._digests is None else self._digests()
+    def valid(self) -> Mapping[bytes, ValidKey]:
+        """The keys that are valid now, by their digests. Another object once they have changed."""
+        return NO_KEYS if self._valid is None else self._valid()
+
+    def ends(self) -> Mapping[bytes, float]:
+        """Return when keys end, in Unix seconds, by their digests; those that do."""
+        return {one.digest: one.until for one in self.valid.values() if one.until is not None}
 
     @property
     def several(self) -> bool:
         """Whether keys of several names are valid."""
         if (valid := self.valid) is not self._counted:
-            self._counted, self._several = valid, len(set(valid.values())) > 1
+            self._counted, self._several = valid, len({key.name for key in valid.values()}) > 1
         return self._several
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
-        if self._digests is not None:
+        if self._valid is not None:
             self.verified(authorization)
 
-    def verified(self, authorization: bytes | None) -> bytes:
-        """Return the digest of the key in the header.
+    def verified(self, authorization: bytes | None) -> ValidKey:
+        """Return the key in the header.
 
         Raises:
-            UnauthorizedError: it is none of the keys.
+            UnauthorizedError: it is none of the keys, or has ended.
         """
         scheme, _, given = (authorization or b"").partition(b" ")
         given = given.strip()
         if scheme.lower() != b"bearer" or not given:
             raise UnauthorizedError(_MISSING, code=None)
-        found, matches = digest(given), False
-        for one in self._digests() if self._digests is not None else ():
-            matches |= hmac.compare_digest(found, one)
-        if not matches:
+        found = self._valid().get(digest(given)) if self._valid is not None else None
+        if found is None:
             raise UnauthorizedError(_WRONG, code="invalid_api_key")
+        if found.until is not None and found.is_over(self.wall()):
+            raise RevokedError("key", "expired")
         return found
 
-    def name(self, found: bytes) -> str | None:
-        """Return the name of a key by its digest: that of its line, or its place. None for a key that is not valid now."""
-        return self._digests().get(found) if self._digests is not None else None
+    def admit(self, found: ValidKey | None, refusal: PdproxyError | None) -> None:
+        """Raise `refusal`, or UnauthorizedError if a key is wanted and `found` is none, or not valid any more.
+
+        Its body may have taken as long as a client wanted since the key was looked up.
+        """
+        if refusal is not None:
+            raise refusal
+        if self._valid is None:
+            return
+        if found is None:
+            raise UnauthorizedError(_MISSING, code=None)
+        if found.digest not in self._valid():
+            raise RevokedError("key", "revoked")
 
     def priorities(self, name: str | None) -> tuple[int, int] | None:
         """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""
@@ -101,5 +141,5 @@ class Keys:
 
 
 def digest(key: bytes) -> bytes:
-    """Return the digest by which keys are compared."""
+    """Return the digest by which keys are found."""
     return hashlib.sha256(key).digest()

@@ -6,7 +6,7 @@ with the longest pattern that fits gets them. A conversation stays in its pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import log
@@ -31,6 +31,7 @@ class PoolModels:
     models: Sequence[str] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
+    name: str = ""
 
     def lists(self, model: str) -> bool:
         """Return whether an engine of the pool lists a name, also one that is down now."""
@@ -50,10 +51,11 @@ class PoolModels:
 
     def fit(self, model: str) -> int:
         """Return the length of the longest of `models` that fits a name, one more for the name itself; -1 if none does."""
-        return max((_fit(pattern, model) for pattern in self.models), default=-1)
+        return max((fit(pattern, model) for pattern in self.models), default=-1)
 
 
-def _fit(pattern: str, model: str) -> int:
+def fit(pattern: str, model: str) -> int:
+    """Return how well a pattern with one `*` at most fits a name: its length, one more for the name itself; -1 if it does not."""
     if pattern == model:
         return len(pattern) + 1
     begin, star, end = pattern.partition("*")
@@ -102,8 +104,10 @@ class Models:
             for name, real in pool.aliases.items():
                 yield at, name, real
 
-    def choose(self, model: str | None, session: str | None) -> Choice:
+    def choose(self, model: str | None, session: str | None, pools: Collection[str] | None = None) -> Choice:
         """Return the pool that gets a request. `session`: what the requests of one conversation have in common, None: nothing.
+
+        `pools`: the names of those that may be chosen, None: all. If none of them serves the model, another one is returned.
 
         Raises:
             ModelNotFoundError: there are several pools, and none has the model.
@@ -116,6 +120,8 @@ class Models:
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[model] = found
+        if pools is not None:
+            found = [one for one in found if self.pools[one.pool].name in pools] or found
         return found[0] if len(found) == 1 else self._among(found, session)
 
     def serving(self, model: str) -> list[int]:
@@ -185,7 +191,7 @@ class Routes(Generic[T]):
         self._models = models
         self._targets = targets
 
-    def of(self, model: str | None, session: str | None) -> tuple[T, str | None]:
-        """Return what serves a request, and the name by which engines know its model. Raises as `Models.choose`."""
-        choice = self._models.choose(model, session)
+    def of(self, model: str | None, session: str | None, pools: Collection[str] | None = None) -> tuple[T, str | None]:
+        """Return what serves a request, and the name by which engines know its model. See `Models.choose`."""
+        choice = self._models.choose(model, session, pools)
         return self._targets[choice.pool], choice.model

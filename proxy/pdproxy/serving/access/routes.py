@@ -11,6 +11,14 @@ from enum import Enum
 
 from pdproxy.wire.api_errors import Dialect
 
+MODELS = "/v1/models"
+_KEY_ROUTES = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses/{response_id}": "responses",
+    "/v1/responses/{response_id}/cancel": "responses",
+}
+"""Names of routes in lines of keys that are not the last part of a path."""
+
 
 class RouteKind(Enum):
     """What is done with a request."""
@@ -40,6 +48,16 @@ class RouteEntry:
     dialect: Dialect = Dialect.OPENAI
     slow: bool = True
     audience: Audience = Audience.CLIENTS
+
+    @property
+    def key_route(self) -> str:
+        """The name of the route in lines of keys (`routes=`): paths of one purpose share it."""
+        return _KEY_ROUTES.get(self.path) or self.path.rpartition("/")[2]
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests need a key, where clients have keys."""
+        return self.kind is not RouteKind.OWN or self.path == MODELS
 
     @property
     def generates(self) -> bool:
@@ -100,7 +118,7 @@ TABLE: tuple[RouteEntry, ...] = (
     _passed("/rerank", "rank documents for a query"),
     _passed("/v1/rerank", "rank documents for a query"),
     _passed("/v2/rerank", "rank documents for a query"),
-    RouteEntry("/v1/models", ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
+    RouteEntry(MODELS, ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
     _shown("/health", Audience.CHECKS, "whether the process runs"),
     _shown("/ping", Audience.CHECKS, "as /health, under SageMaker's name", ("GET", "POST")),
     _shown("/ready", Audience.CHECKS, "whether a request could be served, and for operators why not"),
@@ -120,6 +138,8 @@ TABLE: tuple[RouteEntry, ...] = (
 )
 ENTRIES = {entry.path: entry for entry in TABLE}
 """The table by path."""
+KEY_ROUTES = frozenset(entry.key_route for entry in TABLE if entry.needs_key and entry.path != MODELS)
+"""What lines of keys may name. Each key may list the models that it is good for."""
 
 
 def audience_of(path: str) -> Audience | None:

@@ -46,6 +46,13 @@ class Tenants:
         if self._salts is not None:
             self._salts.headers = header is not None
 
+    def named(self, headers: Headers) -> str | None:
+        """Return the tenant that a request names, None if it names none."""
+        if self._header is None:
+            return None
+        found = next((value for header, value in headers if header == self._header), b"")
+        return found.strip(b" \t")[:MAX_NAME].decode("latin-1") or None
+
     def salt(self, address: str) -> TenantSalt | None:
         """Return the salt of a client that has no key and names no tenant."""
         return None if self._salts is None else self._salts.of(address, "")
@@ -61,8 +68,7 @@ class Tenants:
         tenant = key if key in limits else None
         owner, named = tenant or name, ""
         if may_name and self._header is not None:
-            found = next((value for header, value in headers if header == self._header), b"")
-            named = found.strip(b" \t")[:MAX_NAME].decode("latin-1")
+            named = self.named(headers) or ""
             tenant = named or tenant
             if named and not self._keys.wanted:
                 owner = ""  # who may name tenants without a key names all of them

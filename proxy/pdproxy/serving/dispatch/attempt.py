@@ -159,7 +159,7 @@ class Attempt:
         """Note that the prompt is sent to the engines of this attempt."""
         prefixes, beginning = self.resources.prefixes, self.request.beginning
         if prefixes is not None and beginning is not None:
-            self._predictions = prefixes.routed(beginning, self.request.parsed, self.assignment)
+            self._predictions = prefixes.routed(beginning, self.assignment)
 
     def parsed_for(self, url: str, parsed: Parsed) -> Parsed:
         """Return the request as an engine gets it: it may be asked to report what it reuses from its cache."""

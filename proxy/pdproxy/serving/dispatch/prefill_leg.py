@@ -261,7 +261,9 @@ class PrefillLeg:
         expected, contract = self._attempt.handle_notice, self._attempt.resources.transfer.contract
         if expected is None or expected.notice is None or contract.handle_from_notice is None:
             return None
-        return contract.handle_from_notice(expected.notice)
+        found = contract.handle_from_notice(expected.notice)
+        named = None if found is None else self._attempt.resources.transfer.hosts.checked(found, self._url)
+        return named if isinstance(named, Handle) else None
 
     # -- what came of it
 
@@ -298,10 +300,13 @@ class PrefillLeg:
         if "abort" in [choice.finish_reason for choice in read.choices]:
             raise EngineError(f"{url} gave the prefill up")
         contract = self._attempt.resources.transfer.contract
+        handle = self._attempt.resources.transfer.hosts.checked(contract.handle(self._parsed, read, self.dispatch), url)
         if contract.peer_in is not None and (peer := contract.peer_in(read, self.dispatch)) is not None:
             assert self._peers is not None
-            self._peers.learn(peer)
-        handle = contract.handle(self._parsed, read, self.dispatch)
+            if peer.host is None or (why := self._attempt.resources.transfer.hosts.why_not(peer.host, url)) is None:
+                self._peers.learn(peer)
+            else:
+                handle = why
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             if not self._attempt.request.kv_failed:
                 self._attempt.request.kv_failed = True

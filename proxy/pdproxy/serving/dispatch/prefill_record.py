@@ -20,13 +20,14 @@ def largest_answer(parsed: Parsed) -> int:
 
 def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch, run: int | None) -> PrefillRecord:
     """Return what custody needs to know of an attempt's prefill leg. `run`: the number of the run that was asked."""
-    contract = attempt.resources.transfer.contract
+    transfer, url = attempt.resources.transfer, attempt.assignment.leases[0].node.url
+    contract, hosts = transfer.contract, transfer.hosts
     return PrefillRecord(
-        attempt.assignment.leases[0].node.url,
+        url,
         parsed.model,
         attempt.request.headers.authorization,
         # Still in use after the attempt if the client has left: it refers to nothing else of the attempt.
-        lambda answer: contract.handle(parsed, answer, dispatch),
+        lambda answer: hosts.checked(contract.handle(parsed, answer, dispatch), url),
         contract.holder.pushed_to(attempt.answering_url),
         dispatch.leg_id,
         run,

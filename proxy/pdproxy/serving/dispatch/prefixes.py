@@ -18,15 +18,13 @@ from pdproxy.scheduling.prefix.prompts import Beginning, beginning_of
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import has_value, is_absent
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Parsed, Prompt
 
 WAITING = 64
 """Long prompts that may wait for the thread. Nothing is known of one more."""
 MAX_XARGS = 64 << 10
 """Bytes of a client's `vllm_xargs` to which a field is added."""
 _XARGS, _MODE = "vllm_xargs", "kv_cache_report_mode"
-_NEVER_HIT = frozenset({Alone.PROMPT_LOGPROBS, Alone.ECHO, Alone.N, Alone.BEAM_SEARCH})
-"""Requests that may not look into the engine's cache, or that are several for the engine."""
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -45,9 +43,13 @@ class Prefixes:
         return f"<Prefixes {self._waiting} waiting>"
 
     async def known_by(self, parsed: Parsed, prompt: Prompt | None, ids: TokenIds | None) -> Beginning | None:
-        """Return what a prompt is known by, None if nothing is. Long ones' keys are made in a thread. `ids`: if known."""
+        """Return what a prompt is known by, None if nothing is. Long ones' keys are made in a thread. `ids`: if known.
+
+        `prompt` is None if the request itself says that one engine must serve it: that engine may read another prompt, several
+        ones, or look into no cache.
+        """
         knowledge = self.knowledge
-        if prompt is None or parsed.alone is Alone.PROMPT_IDS:
+        if prompt is None:
             return None
         is_adapter = parsed.model is not None and parsed.model in knowledge.adapters()
         beginning = beginning_of(
@@ -72,13 +74,12 @@ class Prefixes:
     def _over(self, _: asyncio.Future[bool]) -> None:
         self._waiting -= 1
 
-    def routed(self, beginning: Beginning, parsed: Parsed, assignment: Assignment) -> tuple[Prediction, ...]:
+    def routed(self, beginning: Beginning, assignment: Assignment) -> tuple[Prediction, ...]:
         """Note that a prompt is sent to engines. Return what is expected of their caches."""
         now, first = self._now(), assignment.leases[0]
-        may_hit = parsed.alone not in _NEVER_HIT
         made = [
             # A decode engine that gets the KV from another one says nothing of its own cache, and is asked nothing.
-            self.knowledge.routed(beginning, lease.node.url, now, may_hit=may_hit and lease is first)
+            self.knowledge.routed(beginning, lease.node.url, now, reports=lease is first)
             for lease in assignment.leases
         ]
         return tuple(one for one in made if one is not None)

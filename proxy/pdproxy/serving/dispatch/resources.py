@@ -9,6 +9,7 @@ import msgspec
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Reason, Wait
@@ -48,13 +49,15 @@ _MIN_EVENTS = 8
 class KvTransfer:
     """How KV gets from one engine to another: the contract, and what it needs besides the legs.
 
-    `recomputes`: a decode engine is asked even if no notice came in time, and computes the KV that did not arrive.
+    `recomputes`: a decode engine is asked even if no notice came in time, and computes the KV that did not arrive. `hosts`: which
+    hosts handles may name.
     """
 
     contract: Contract
     ready: KvReady
     buffers: ReceiveBuffers
     recomputes: bool
+    hosts: HandleHosts
 
 
 @dataclass(frozen=True, slots=True)

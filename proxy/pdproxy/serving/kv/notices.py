@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
@@ -30,23 +30,14 @@ class NoticeRouter:
 
 
 class Telemetry:
-    """Takes LMCache's telemetry for all pools whose engines post it."""
+    """Reads LMCache's telemetry. `undecodable` is called for a body that is something else."""
 
-    def __init__(self, pools: Sequence[KvReady]) -> None:
-        self._pools = pools
-        self.receive: Callable[[Notice], None] = self._route
-        """What gets each notice."""
+    def __init__(self, undecodable: Callable[[], None]) -> None:
+        self._undecodable = undecodable
 
-    def __call__(self, body: bytes) -> bool:
-        """Take a POST. Return whether it was telemetry."""
+    def __call__(self, body: bytes) -> list[Notice] | None:
+        """Return the notices of a POST, None if it was no telemetry."""
         found = lmcache_telemetry.notices(body)
         if found is None:
-            self._pools[0].undecodable()
-            return False
-        for notice in found:
-            self.receive(notice)
-        return True
-
-    def _route(self, notice: Notice) -> None:
-        pool = next((one for one in self._pools if one.knows(notice.request_id)), self._pools[0])
-        pool.receive(notice)
+            self._undecodable()
+        return found

@@ -64,6 +64,7 @@ class OpenTurn:
 class OpenTurns:
     """All such turns of one pool. `by_notice`: whether handles come in notices, too.
 
+    `checked(handle, decode)` returns a handle of the engine with this URL, or why it may not be used.
     `dropped(record, handle, reason)` is called for each turn that is not kept; the handle is None if none has come.
     """
 
@@ -78,6 +79,7 @@ class OpenTurns:
         max_bytes: int,
         by_notice: bool,
         host_of: Callable[[str], str | None] = lambda _: None,
+        checked: Callable[[DecodeHandle | str, str], DecodeHandle | str] = lambda handle, _: handle,
     ) -> None:
         self._rules = rules
         self._kept = kept
@@ -87,6 +89,7 @@ class OpenTurns:
         self._max_bytes = max_bytes
         self._by_notice = by_notice
         self._host_of = host_of
+        self._checked = checked
         self._open: dict[str, OpenTurn] = {}
         self._awaited: OrderedDict[str, tuple[float, OpenTurn]] = OrderedDict()
         self._over: OrderedDict[str, tuple[float, tuple[TurnRecord, ...]]] = OrderedDict()
@@ -206,7 +209,7 @@ class OpenTurns:
 
     def _read(self, record: TurnRecord, params: bytes) -> DecodeHandle | str:
         """Return the handle as other engines use it, or why there is none."""
-        handle, host = self._rules.read(params), self._host_of(record.decode)
+        handle, host = self._checked(self._rules.read(params), record.decode), self._host_of(record.decode)
         return handle if host is None or isinstance(handle, str) else self._rules.at_host(handle, host)
 
     def _keep(self, turn: OpenTurn, handle: DecodeHandle) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers, TurnDropped, TurnKept, TurnReused
 from pdproxy.scheduling.ledger import Ledger
@@ -54,7 +55,7 @@ class PrefillSpeeds:
 
 
 class Turns:
-    """All turns of one pool. `by_notice`: whether engines report the handles of streams."""
+    """All turns of one pool. `by_notice`: whether engines report the handles of streams. `hosts`: which hosts these may name."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Turns:
         clock: Clock,
         *,
         by_notice: bool,
+        hosts: HandleHosts,
     ) -> None:
         self._observers = observers
         self._clock = clock
@@ -88,6 +90,7 @@ class Turns:
             max_bytes=limits.max_bytes,
             by_notice=by_notice,
             host_of=self._host_of,
+            checked=hosts.checked,
         )
 
     def __repr__(self) -> str:

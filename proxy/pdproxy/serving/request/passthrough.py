@@ -20,6 +20,7 @@ from pdproxy.kit.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     Fault,
+    ModelNotFoundError,
     OverloadedError,
     PdproxyError,
     Reason,
@@ -31,6 +32,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
+from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.failure_class import (
     is_clients_fault,
@@ -50,9 +52,11 @@ from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
+from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
+from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
@@ -89,6 +93,8 @@ class Passthrough:
         bodies: BodyReader,
         quotas: Quotas,
     ) -> None:
+        self.pool = ""
+        """The name of its pool."""
         self.resources = resources
         self.keys = keys
         self.legs = legs
@@ -146,12 +152,19 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def read(self) -> Serve:
         """Check and read the request."""
         incoming, service = self._incoming, self._service
-        service.keys.check(incoming.authorization)
+        key = incoming.found
+        service.keys.admit(key, incoming.refusal)
+        rights = None if key is None else key.rights
         self.timeout = timeout_of(incoming.hints)
         if not incoming.entry.has_body:
+            if rights is not None:
+                check_pool(rights, service.pool)
+                check_model(rights, None)
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
-        name = None if service.routes is None else partial(self._name, service.routes)
+        name = None
+        if service.routes is not None or rights is not None:
+            name = partial(self._name, service.routes, rights)
         salt, dialect = None, incoming.entry.dialect
         if incoming.entry.computes:
             salt = check if incoming.salt is None else incoming.salt.put_into
@@ -162,11 +175,21 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
 
-    def _name(self, routes: Routes[Passthrough], model: str | None, fields: Fields) -> str | None:
-        """Choose the pool, and return the engines' name of a model."""
-        self.model = model
-        session = self._incoming.session or user_in(fields)
-        self._service, known = routes.of(model, session_within(self._incoming.salt, session))
+    def _name(
+        self, routes: Routes[Passthrough] | None, rights: KeyRights | None, model: str | None, fields: Fields
+    ) -> str | None:
+        """Choose the pool, and return the engines' name of a model. Raises what `Routes.of` raises, and ForbiddenError."""
+        self.model, known = model, model
+        if routes is not None:
+            session = session_within(self._incoming.salt, self._incoming.session or user_in(fields))
+            try:
+                self._service, known = routes.of(model, session, None if rights is None else rights.pools)
+            except ModelNotFoundError as error:
+                raise shown_to(rights, error) from None
+        if rights is not None:
+            check_pool(rights, self._service.pool)
+            check_model(rights, known)
+            bound_passed(rights, self._incoming.entry.dialect, fields)
         return known
 
     async def serve(self, body: PassedBody) -> None:

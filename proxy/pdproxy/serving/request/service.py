@@ -24,6 +24,7 @@ from pdproxy.kit.ids import usable
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
+from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
@@ -40,11 +41,13 @@ from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.passthrough import Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
+from pdproxy.serving.request.rights import bound_request
 from pdproxy.serving.stream.comments import Comments, write_comment
 from pdproxy.serving.stream.failures import as_event
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.waiting_writer import WaitingWriter
+from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
@@ -76,6 +79,8 @@ class Service:
         passthrough: Passthrough,
         quotas: Quotas,
     ) -> None:
+        self.pool = ""
+        """The name of its pool."""
         self.session_header: str | None = None
         """The header that names a conversation, None where nothing needs it."""
         self.routes: Routes[Service] | None = None
@@ -116,7 +121,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         From here on, only the exchanges hold the body: they drop it once no engine needs it any more.
         """
         incoming, service = self._incoming, self._service
-        service.keys.check(incoming.authorization)
+        key = incoming.found
+        service.keys.admit(key, incoming.refusal)
+        rights = None if key is None else key.rights
         body, incoming.body = incoming.body, b""
         is_invocation = incoming.route is _INVOCATIONS
         # The body of an invocation is not read before its type is checked.
@@ -132,7 +139,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
             parsed = msgspec.structs.replace(parsed, model=self.model)
         if service.routes is not None:
-            parsed, service = self._routed(parsed, service.routes)
+            parsed, service = self._routed(parsed, service.routes, rights)
+        if rights is not None:
+            check_pool(rights, service.pool)
+            check_model(rights, parsed.model if not is_invocation or incoming.adapter is not None else None)
+            bound_request(rights, parsed)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         allowed = service.keys.priorities(self.key)
@@ -182,16 +193,17 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._exchange = service.dispatcher.exchange(parsed, prompt, leg_headers, new_relay)
         return self._serve_one
 
-    def _routed(self, parsed: Parsed, routes: Routes[Service]) -> tuple[Parsed, Service]:
-        """Choose the pool, and name the model as its engines do."""
+    def _routed(self, parsed: Parsed, routes: Routes[Service], rights: KeyRights | None) -> tuple[Parsed, Service]:
+        """Choose the pool, and name the model as its engines do. `rights`: of the request's key, None: all."""
+        pools = None if rights is None else rights.pools
         incoming = self._incoming
         session = session_within(incoming.salt, session_in(incoming.hints, parsed.fields))
         try:
-            service, model = routes.of(parsed.model, session)
-        except ModelNotFoundError:
+            service, model = routes.of(parsed.model, session, pools)
+        except ModelNotFoundError as error:
             if incoming.route is not _INVOCATIONS or incoming.adapter is not None:
-                raise
-            service, model = routes.of(None, session)  # vLLM does not read the `model` of an invocation's body
+                raise shown_to(rights, error) from None
+            service, model = routes.of(None, session, pools)  # vLLM does not read the `model` of an invocation's body
         self._service = service
         if model != parsed.model and model is not None:
             fields = {**parsed.fields, "model": msgspec.Raw(msgspec.json.encode(model))}

@@ -148,7 +148,6 @@ class Relay:
         """
         self.output, self._leg, self.headers = output, leg, []
         self._phase = Phase.FLOWING if self._phase is Phase.PROVEN else self._phase
-        self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
         batch = self._held.take()
         if batch:

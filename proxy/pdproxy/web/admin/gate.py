@@ -21,10 +21,14 @@ from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.settings.errors import quote
 from pdproxy.web.admin.errors import body_of
 from pdproxy.web.refusals import report_refusal
+from pdproxy.web.wrong_keys import ADMIN, WrongKeys
 from pdproxy.wire.errors import retry_headers
 
 logger = logging.getLogger("pdproxy.admin")
 
+_READING = ("GET", "HEAD")
+_CHECKED = "pdproxy.checked"
+"""The key of an ASGI scope under which it is found who sends the request, or why it is refused."""
 OPEN = ("/docs", "/openapi.json")
 """The documentation, which needs no key: a browser sends none for a page."""
 
@@ -36,8 +40,11 @@ class Gate:
     name the loopback as their host, and may not come from a page of another site.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, observers: Observers, *, is_tcp: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, observers: Observers, wrong: WrongKeys | None = None, *, is_tcp: bool
+    ) -> None:
         self._app = app
+        self._wrong = wrong
         self._keys = keys
         self._observers = observers
         self._is_tcp = is_tcp
@@ -69,7 +76,10 @@ class Gate:
 
         by = "unknown"
         try:
-            by, digest = self._check(scope)
+            found = scope.get(_CHECKED) or self.checked(scope)
+            if isinstance(found, PdproxyError):
+                raise found
+            by, digest = found
             await self._app(scope, received, watched)
         except PdproxyError as error:
             drop_traceback(error)
@@ -83,18 +93,37 @@ class Gate:
         if scope["method"] not in ("GET", "HEAD"):
             logger.info("%s %s by %s: %d", scope["method"], quote(scope["path"]), by, status)
 
+    def takes_body(self, scope: Scope) -> bool:
+        """Return whether a request may send a body. Its head is complete."""
+        found = scope[_CHECKED] = self.checked(scope)
+        is_open = scope["path"].startswith(OPEN)
+        return isinstance(found, tuple) and not is_open and scope["method"] not in _READING
+
+    def checked(self, scope: Scope) -> tuple[str, bytes | None] | PdproxyError:
+        """Return what `_check` returns, or why a request is refused."""
+        try:
+            return self._check(scope)
+        except PdproxyError as error:
+            drop_traceback(error)
+            if not isinstance(error, UnauthorizedError):
+                return error
+            address = str((scope.get("client") or ("admin",))[0])
+            answer: PdproxyError = error
+            if self._wrong is not None and type(error) is UnauthorizedError:
+                answer = self._wrong.answer(error, address, ADMIN)
+            report_refusal(self._observers, answer, address)
+            return answer
+
     def _check(self, scope: Scope) -> tuple[str, bytes | None]:
         """Return who sends a request, as the log names it, and the digest of the key that lets it in, None if none does."""
         headers = _first(scope)
         if scope["path"].startswith(OPEN):
             return "anybody", None
         if self._keys.wanted:
-            try:
-                digest = self._keys.verified(headers.get(b"authorization"))
-            except UnauthorizedError as error:
-                report_refusal(self._observers, error, str((scope.get("client") or ("admin",))[0]))
-                raise
-            return f"key {self._keys.name(digest)}", digest
+            key = self._keys.verified(headers.get(b"authorization"))
+            if key.read_only and scope["method"] not in _READING:
+                raise ForbiddenError(f"the key {key.name} is read-only")
+            return f"key {key.name}", key.digest
         if self._is_tcp:
             _refuse_pages(headers)
             return "the loopback", None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdproxy.observe.events import Observers
+from pdproxy.web.admin.gate import Gate
 from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.guard import GuardedProtocol
 
@@ -10,7 +11,11 @@ from pdproxy.web.guard import GuardedProtocol
 class AdminProtocol(GuardedProtocol):
     """A connection of an operator. `admin_protocol` makes a subclass with bounds."""
 
+    gate: Gate
     __slots__ = ()
+
+    def takes_body(self) -> bool:
+        return self.gate.takes_body(self.scope)  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what waits for the operator's request or answer."""
@@ -23,6 +28,6 @@ class AdminProtocol(GuardedProtocol):
         self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other
 
 
-def admin_protocol(bounds: ConnectionBounds, observers: Observers) -> type[AdminProtocol]:
-    """Return a protocol class for uvicorn's `http` setting."""
-    return type("BoundAdminProtocol", (AdminProtocol,), {"bounds": bounds, "observers": observers})
+def admin_protocol(bounds: ConnectionBounds, observers: Observers, gate: Gate) -> type[AdminProtocol]:
+    """Return a protocol class for uvicorn's `http` setting. `gate`: who may use the admin API, and send it a body."""
+    return type("BoundAdminProtocol", (AdminProtocol,), {"bounds": bounds, "observers": observers, "gate": gate})

@@ -81,7 +81,7 @@ async def missing(pair: PairUnderTest) -> str:
     without = stand.with_wait(
         stand.settings_for(pair.settings, prefill, decode, pair.stand.key, notices=False), seconds
     )
-    async with stand.stand(without, pair.stand.key, any_port=True) as alone:
+    async with stand.stand(without, pair.stand.key) as alone:
         if (reason := await stand.ready(alone, pair.options.settle)) is not None:
             raise FailedError(f"a second proxy does not pair the engines: {reason}")
         if pair.has_notices and pair.settings.kv_ready.on_timeout == "fail":

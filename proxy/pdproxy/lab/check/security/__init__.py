@@ -1,0 +1,1 @@
+"""`pdproxy check --security`: what the settings leave open. Nothing is asked of engines, and nothing is changed."""

@@ -1,0 +1,86 @@
+"""What a key lets a request's body ask for: `max_tokens` and `n`. A body that names no limit of tokens gets the key's. Pure.
+
+vLLM reads more forms of a number than JSON's integers: text, and fractions of zero. These are refused here, so that nobody can
+write a number in a way in which only an engine reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pdproxy.kit.errors import ForbiddenError
+from pdproxy.settings.key_rights import KeyRights
+from pdproxy.wire.api_errors import Dialect
+from pdproxy.wire.fields import Fields, is_absent
+from pdproxy.wire.request import Parsed, Route
+
+_NUMBER_BYTES = 20
+_integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
+_TOKENS = {Dialect.RESPONSES: ("max_output_tokens",), Dialect.MESSAGES: ("max_tokens",)}
+"""The fields that limit an answer's tokens, by the API of a route that one engine serves whole."""
+_ANSWERS = ("n", "best_of")
+
+
+def bound_request(rights: KeyRights, parsed: Parsed) -> None:
+    """Check a generating request, and put the key's limit of tokens into its fields if it has none.
+
+    Raises:
+        ForbiddenError: it asks for more than the key is good for.
+    """
+    fields = parsed.fields
+    if rights.n is not None:
+        if not parsed.prompts:
+            raise ForbiddenError(
+                "This API key has a limit of answers (n), and this body's can't be counted.", param="n"
+            )
+        each = max(_largest(fields, _ANSWERS, rights.n, "n"), 1)
+        if each * len(parsed.prompts) > rights.n:
+            text = f"This API key is good for {rights.n} answers to one request, to all of its prompts together."
+            raise ForbiddenError(text, param="n")
+    if rights.max_tokens is not None:
+        if parsed.route is Route.COMPLETIONS and "max_tokens" not in fields:
+            return  # it is 16 then
+        _bound_tokens(fields, ("max_tokens", "max_completion_tokens"), rights.max_tokens, "max_tokens")
+
+
+def bound_passed(rights: KeyRights, dialect: Dialect, fields: Fields) -> None:
+    """Do the same with the body of a request that one engine serves whole. It has one answer, or none.
+
+    Raises:
+        ForbiddenError: it asks for more than the key is good for.
+    """
+    if rights.max_tokens is not None and dialect in _TOKENS:
+        names = _TOKENS[dialect]
+        _bound_tokens(fields, names, rights.max_tokens, names[0])
+
+
+def _bound_tokens(fields: Fields, names: Iterable[str], most: int, usual: str) -> None:
+    if all(is_absent(fields, name) for name in names):
+        fields[usual] = msgspec.Raw(b"%d" % most)
+    else:
+        _largest(fields, names, most, "max_tokens")
+
+
+def _largest(fields: Fields, names: Iterable[str], most: int, right: str) -> int:
+    """Return the largest of fields, 0 if there is none. Raises ForbiddenError: one is no integer, or above `most`."""
+    largest = 0
+    for name in names:
+        if is_absent(fields, name):
+            continue
+        value = _number(fields[name])
+        if value is None or value > most:
+            text = f"This API key is good for {right} up to {most}: `{name}` must be an integer up to that."
+            raise ForbiddenError(text, param=name)
+        largest = max(largest, value)
+    return largest
+
+
+def _number(raw: msgspec.Raw) -> int | None:
+    if memoryview(raw).nbytes > _NUMBER_BYTES:
+        return None
+    try:
+        return _integer.decode(raw)
+    except msgspec.DecodeError:
+        return None

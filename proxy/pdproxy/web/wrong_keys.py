@@ -1,0 +1,53 @@
+"""Wrong keys, by the addresses that send them. Owns how many an address may send before it is told to wait.
+
+What is limited is what wrong keys cost the others: log lines, answers, and connections that stay open. A right key is served
+whatever else comes from its address: many clients may share one, behind a balancer. So this does not keep anybody from guessing a
+key that is short.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from pdproxy.kit.errors import LimitError, PdproxyError, Reason, UnauthorizedError
+
+AT_ONCE = 20
+"""Wrong keys that an address may send at once."""
+PER_SECOND = 0.2
+"""Wrong keys that it may send on average."""
+CLIENTS, ADMIN = "clients", "admin"
+"""The listeners."""
+MAX_ADDRESSES = 4096
+"""Addresses that are remembered. Beyond them, the one whose last wrong key is the oldest is forgotten."""
+
+
+class WrongKeys:
+    """The wrong keys that have come to one process. `now`: monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """What each address has left, and since when."""
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """By listener, and how they were answered: refused, throttled."""
+
+    def __repr__(self) -> str:
+        return f"<WrongKeys of {len(self._known)} addresses>"
+
+    def answer(self, error: UnauthorizedError, address: str, listener: str = CLIENTS) -> PdproxyError:
+        """Return the error for a request without a valid key: `error`, or that its address has sent too many wrong keys."""
+        if error.code is None:
+            return error  # there was no key
+        now = self._now()
+        left, since = self._known.pop(address, (float(AT_ONCE), now))
+        left = min(left + (now - since) * PER_SECOND, float(AT_ONCE))
+        is_over = left < 1
+        self._known[address] = (left, now) if is_over else (left - 1, now)
+        if len(self._known) > MAX_ADDRESSES:
+            self._known.popitem(last=False)
+        self.counts[listener, "throttled" if is_over else "refused"] += 1
+        if not is_over:
+            return error
+        text = "Incorrect API keys come from this address too often."
+        return LimitError(text, Reason.WRONG_KEYS, retry_after=(1 - left) / PER_SECOND)

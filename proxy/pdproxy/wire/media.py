@@ -1,0 +1,121 @@
+"""Media that a request names by URL: an engine would fetch them, from wherever it can reach (`media.urls`).
+
+Owns where such URLs can stand, and which of them pass. A `data:` URL holds its medium: it always passes. Everything is looked at
+in its parsed form, since JSON has many spellings of a text. Bytes are searched first: a field that can hold no such URL is not
+parsed for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from pdproxy.kit.errors import BadRequestError
+from pdproxy.wire import lenient_json
+from pdproxy.wire.fields import Fields
+from pdproxy.wire.media_rule import Media
+
+_SIGNS = (b"url", b"://", b":\\/", b"file:", b"\\u00")
+"""One of these is in every body that names a medium by URL: its key, the URL's own marks, or an escape that hides them."""
+_NEVER = frozenset(
+    {
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "text",
+        "metadata",
+        "stop",
+    }
+)
+"""Fields of which engines fetch nothing. Schemas and descriptions in them may have any names and URLs."""
+_NOT_FETCHED = frozenset({"tool_calls", "function_call", "arguments", "annotations"})
+"""Names inside of messages whose values the model has written, or that are shown to it as text."""
+_MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos", "file", "files"})
+_KWARGS = frozenset({"mm_processor_kwargs", "media_io_kwargs"})
+_URL = re.compile(r"[\x00-\x20]*[A-Za-z][A-Za-z0-9+.\x09\x0a\x0d-]*:")
+"""How a URL begins, as lenient readers see it."""
+_PLAIN = re.compile(
+    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?([/?#][\x21-\x5b\x5d-\x7e]*)?", re.IGNORECASE
+)
+"""A URL that all programs read alike: no user, no backslash, no blank."""
+
+
+class MediaUrlError(BadRequestError):
+    """A medium is named by a URL that engines are not to fetch."""
+
+    def __init__(self, rule: Media, param: str) -> None:
+        more = " or of a host that media.hosts names" if rule.urls == "hosts" else ""
+        text = f"a medium is named by a URL that is not fetched here (media.urls): send it as a data: URL{more}"
+        super().__init__(f"`{param}`: {text}", param=param)
+
+
+def check_media(fields: Fields, rule: Media) -> None:
+    """Look at all fields of a body.
+
+    Raises:
+        MediaUrlError: one names a medium by a URL that may not be fetched.
+        BadRequestError: one that may hold such a URL can't be read.
+    """
+    if rule.urls == "any":
+        return
+    for name, raw in fields.items():
+        if name in _NEVER:
+            continue
+        data = bytes(raw)
+        if not any(sign in data for sign in _SIGNS):
+            continue
+        for url in _urls(_decoded(data), name in _KWARGS, name):
+            if not _passes(url, rule):
+                raise MediaUrlError(rule, name)
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return lenient_json.load(data)
+
+
+def _urls(value: Any, any_text: bool, name: str) -> Iterator[str]:
+    """Return what stands where engines look for the URL of a medium. `any_text`: every text that begins as a URL is one."""
+    waiting: list[tuple[str, Any]] = [(name, value)]
+    while waiting:
+        key, one = waiting.pop()
+        if isinstance(one, str):
+            if _names_url(key) or ((any_text or key in _MEDIA) and _URL.match(one)):
+                yield one
+        elif isinstance(one, list):
+            waiting += [(key, item) for item in one]
+        elif isinstance(one, dict):
+            waiting += [(inner, item) for inner, item in one.items() if not _is_text_to_engines(one, inner)]
+
+
+def _names_url(key: str) -> bool:
+    return key.endswith("url")
+
+
+def _is_text_to_engines(owner: dict[str, Any], key: str) -> bool:
+    """Return whether what is behind a key of an object is only shown to the model."""
+    if key in _NOT_FETCHED:
+        return True
+    kind = owner.get("type")
+    if not isinstance(kind, str):
+        return False
+    if kind.endswith("_call"):  # engines take an item of a type that they do not know for a message
+        return key not in ("content", "output")
+    return kind.endswith("tool_use") and key == "input"
+
+
+def _passes(url: str, rule: Media) -> bool:
+    if url[:5].lower() == "data:" or not url:
+        return True
+    if rule.urls != "hosts" or (found := _PLAIN.fullmatch(url)) is None:
+        return False
+    return found[1].lower() in rule.hosts

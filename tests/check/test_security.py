@@ -1,0 +1,215 @@
+"""`pdproxy check --security`: each rule finds what is open, and nothing where it is closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdproxy.cli.main import main
+from pdproxy.lab.check.report import Style
+from pdproxy.lab.check.security.report import as_text, judge
+from pdproxy.lab.check.security.rules import RULES, SHORT
+from pdproxy.lab.check.security.view import View, view_of
+from pdproxy.settings.engine_networks import EngineSettings
+from pdproxy.settings.kv_events import KvEvents
+from pdproxy.settings.listen import Cors, Listen, ListenTls
+from pdproxy.settings.media import MediaSettings
+from pdproxy.settings.overload import Overload
+from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
+from pdproxy.settings.sockets import KvReady, Registration
+from pdproxy.settings.tenants import TenantSettings
+
+FAR = Listen(host="0.0.0.0")
+KEYS = Auth(api_keys=("k" * 40,))
+BOTH = Auth(api_keys=("k" * 40,), admin_keys=("a" * 40,))
+CERTIFICATE = ListenTls(certificate="c.pem")
+
+
+def node(url: str, **fields: object) -> Pool:
+    return Pool(nodes=(Node(url=url, role="aggregated", **fields),))  # type: ignore[arg-type]
+
+
+def of(*pools: Pool) -> View:
+    return View(Settings(pools=pools))
+
+
+TABLE: dict[str, tuple[list[View], list[View]]] = {
+    # a rule: where it finds something, where it finds nothing
+    "no_keys": (
+        [View(Settings(listen=FAR)), View(Settings(listen=Listen(host="::")))],
+        [
+            View(Settings()),
+            View(Settings(listen=Listen(host="0.0.0.0", uds="/run/s"))),
+            View(Settings(listen=FAR, auth=KEYS)),
+            View(Settings(listen=Listen(host="0.0.0.0", tls=ListenTls(certificate="c", client_ca="a")))),
+        ],
+    ),
+    "no_tls": (
+        [View(Settings(listen=FAR, auth=KEYS))],
+        [View(Settings()), View(Settings(listen=Listen(host="0.0.0.0", tls=CERTIFICATE)))],
+    ),
+    "admin_without_keys": (
+        [View(Settings(listen=Listen(admin="127.0.0.1:9000")))],
+        [
+            View(Settings()),
+            View(Settings(listen=Listen(admin="unix:/run/a"))),
+            View(Settings(listen=Listen(admin="127.0.0.1:9000"), auth=BOTH)),
+        ],
+    ),
+    "admin_without_tls": (
+        [View(Settings(listen=Listen(admin="10.0.0.1:9000"), auth=BOTH))],
+        [
+            View(Settings(listen=Listen(admin="[::1]:9000"))),
+            View(Settings(listen=Listen(admin="10.0.0.1:9000", tls=CERTIFICATE), auth=BOTH)),
+        ],
+    ),
+    "operator_routes": (
+        [
+            View(Settings(listen=FAR)),
+            View(Settings(listen=Listen(host="10.0.0.1", operator_routes="everywhere"), auth=KEYS)),
+        ],
+        [
+            View(Settings()),
+            View(Settings(listen=FAR, auth=KEYS)),
+            View(Settings(listen=Listen(host="0.0.0.0", operator_routes="admin"))),
+        ],
+    ),
+    "trusted_proxies_wide": (
+        [View(Settings(listen=Listen(trusted_proxies=(text,)))) for text in ("0.0.0.0/0", "::/0", "10.0.0.0/7")],
+        [View(Settings(listen=Listen(trusted_proxies=("10.0.0.0/8", "fd00::/32", "::ffff:10.0.0.0/104", "unix:"))))],
+    ),
+    "media_any": (
+        [View(Settings(media=MediaSettings(urls="any")))],
+        [View(Settings()), View(Settings(media=MediaSettings(urls="hosts", hosts=("a",))))],
+    ),
+    "engine_networks_wide": (
+        [
+            View(Settings(listen=FAR)),
+            View(Settings(engines=EngineSettings(networks=("0.0.0.0/0",)))),
+            View(Settings(engines=EngineSettings(networks=("10.0.0.0/8", "fe80::/10")))),
+        ],
+        [View(Settings()), View(Settings(listen=FAR, engines=EngineSettings(networks=("10.0.0.0/8", "fd00::/64"))))],
+    ),
+    "short_keys": (
+        [View(Settings(), keys=[("auth.api_keys_file", "team", SHORT - 1)])],
+        [View(Settings(), keys=[("auth.api_keys_file", "team", SHORT)])],
+    ),
+    "readable_files": ([View(Settings(), exposed=[("listen.tls.key", "/k.pem")])], [View(Settings())]),
+    "plain_engines": (
+        [of(node("http://10.0.0.1:1")), of(Pool(dns_nodes=(Node(url="dns://e:1", role="aggregated"),)))],
+        [of(node("https://10.0.0.1:1")), of(node("http://127.0.0.1:1")), of(node("http://localhost:1"))],
+    ),
+    "unverified_engines": (
+        [of(Pool(tls=EngineTls(verify=False))), of(node("https://e:1", tls=EngineTls(verify=False)))],
+        [of(Pool(tls=EngineTls(verify=True))), of(node("https://e:1"))],
+    ),
+    "sockets_everywhere": (
+        [
+            View(Settings(kv_ready=KvReady(host="0.0.0.0"))),
+            View(Settings(registration=Registration(host="::"))),
+            of(Pool(kv_events=KvEvents(enabled=True, host="0.0.0.0"))),
+        ],
+        [
+            View(Settings(kv_ready=KvReady(host="10.0.0.1"), registration=Registration(host="fd00::1"))),
+            of(Pool(kv_events=KvEvents(enabled=False, host="0.0.0.0"))),
+        ],
+    ),
+    "cors_any": (
+        [View(Settings(listen=Listen(cors=Cors(allowed_origins=("*",)))))],
+        [View(Settings(listen=Listen(cors=Cors(allowed_origins=("https://a",)))))],
+    ),
+    "core_dumps": ([View(Settings(), core_dumps=True)], [View(Settings())]),
+    "shared_caches": (
+        [
+            View(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"))),
+            View(Settings(overload=Overload(tenant_header="X-T"), tenants=TenantSettings(caches="shared"))),
+        ],
+        [View(Settings(tenants=TenantSettings(caches="shared"))), View(Settings(auth=KEYS))],
+    ),
+}
+
+
+def names(view: View) -> set[str]:
+    return {finding.rule.name for finding in judge(view)}
+
+
+def test_each_rule_has_its_row() -> None:
+    assert [rule.name for rule in RULES] == list(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_rule(name: str) -> None:
+    """It names the setting, and how to close it; it is silent where that is done."""
+    opened, closed = TABLE[name]
+    for view in opened:
+        found = [finding for finding in judge(view) if finding.rule.name == name]
+        assert found, view
+        assert all(len(one.open.says) > 10 and one.open.setting and one.rule.remedy for one in found)
+    for view in closed:
+        assert name not in names(view), view
+
+
+def test_default_settings_are_closed() -> None:
+    assert judge(View(Settings())) == []
+
+
+def test_a_text_without_unicode() -> None:
+    text = as_text(judge(View(Settings(listen=FAR))), Style(unicode=False))
+    assert text.isascii()
+    assert text.endswith("OPEN: 4 settings\n")
+
+
+# -- the command
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
+        monkeypatch.delenv(name)
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_nothing_open_is_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """No engine is needed, and none is asked."""
+    assert main(["check", "--security"]) == 0
+    assert capsys.readouterr().out == f"nothing is open, by {len(RULES)} rules\n"
+
+
+def test_something_open_is_1_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("team:short\nother:" + "k" * 40 + "\n")
+    keys.chmod(0o644)
+    arguments = ["check", "--security", "--host", "0.0.0.0", "--api-keys-file", str(keys), "--json"]
+    assert main([*arguments, "--decode", "http://127.0.0.1:1"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["exit_code"] == 1
+    seen = {one["name"]: one for one in found["open"]}
+    assert set(seen) == {"no_tls", "engine_networks_wide", "short_keys", "readable_files"}
+    assert (seen["short_keys"]["setting"], "team" in seen["short_keys"]["says"]) == ("auth.api_keys_file", True)
+    assert "other" not in json.dumps(seen["short_keys"])
+    assert str(keys) in seen["readable_files"]["says"]
+    assert "kkkk" not in json.dumps(found), "no key is shown"
+    keys.chmod(0o600)
+    assert main([*arguments, "--decode", "http://127.0.0.1:1"]) == 1
+    assert "readable_files" not in {one["name"] for one in json.loads(capsys.readouterr().out)["open"]}
+
+
+def test_wrong_settings_are_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--security", "--api-keys-file", "/nowhere"]) == 2
+    assert "auth.api_keys_file" in capsys.readouterr().err
+
+
+def test_core_dumps_are_those_of_this_process() -> None:
+    assert not view_of(Settings()).core_dumps
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    if hard != 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard == resource.RLIM_INFINITY else hard, hard))
+        assert view_of(Settings()).core_dumps

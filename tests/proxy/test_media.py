@@ -1,0 +1,90 @@
+"""Media by URL on all routes: no engine gets a request that names one, unless the settings let it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.settings.media import MediaSettings
+from pdproxy.settings.schema import Settings
+from tests.fakes.passed import MESSAGES, PATHS, RESPONSES, everyone, fine
+from tests.fakes.world import CHAT, World, world
+
+FAR = "http://169.254.169.254/latest"
+BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
+
+
+def content(url: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url}}]
+
+
+def body(path: str, url: str) -> dict[str, Any]:
+    messages: Any = [{"role": "user", "content": content(url)}]
+    found = {"model": "tiny", "max_tokens": 4, "messages": [messages] if path == BATCH else messages}
+    if path == RESPONSES:
+        return {"model": "tiny", "input": messages}
+    if path == MESSAGES:
+        found["messages"] = [
+            {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]},
+        ]
+    return found
+
+
+def _nothing_sent(w: World) -> bool:
+    return not any(engine.requests for engine in w.engines)
+
+
+@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, *PATHS])
+@pytest.mark.parametrize("form", ["plain", "escaped", "utf-16", "unusual"])
+async def test_a_medium_by_url_is_refused(path: str, form: str) -> None:
+    """With a 400 in the shape of the route that names the setting; no engine sees the request."""
+    async with world() as w:
+        seen = everyone(w, path, fine)
+        sent = body(path, FAR)
+        data = json.dumps(sent).encode()
+        if form == "escaped":
+            data = data.replace(b"image_url", b"image_\\u0075rl").replace(b'"url"', b'"\\u0075rl"')
+            data = data.replace(b"http://", b"http:\\/\\/")
+        elif form == "utf-16":
+            data = json.dumps(sent).encode("utf-16")
+        elif form == "unusual":
+            data = json.dumps({**sent, "temperature": float("nan"), "n": "many"}).encode()
+        answer = await w.ask(path, data, [("content-type", "application/json")])
+        assert answer.status == 400, answer.body
+        assert "media.urls" in answer.json["error"]["message"]
+        assert _nothing_sent(w)
+        assert not seen
+
+
+async def test_a_large_body_is_looked_at_in_a_reader_process() -> None:
+    async with world() as w:
+        for path in (CHAT, RESPONSES):
+            everyone(w, path, fine)
+            sent = {**body(path, FAR), "user": "x" * 600_000}
+            answer = await w.ask(path, sent)
+            assert (answer.status, "media.urls" in answer.json["error"]["message"]) == (400, True)
+        assert _nothing_sent(w)
+
+
+@pytest.mark.parametrize(
+    ("media", "url", "ok"),
+    [
+        (MediaSettings(), "data:image/png;base64,AAAA", True),
+        (MediaSettings(urls="hosts", hosts=("images.example",)), "https://images.example/x.png", True),
+        (MediaSettings(urls="hosts", hosts=("images.example",)), FAR, False),
+        (MediaSettings(urls="any"), FAR, True),
+    ],
+)
+async def test_what_the_settings_let_pass(media: MediaSettings, url: str, ok: bool) -> None:
+    def adjust(settings: Settings) -> Settings:
+        return msgspec.structs.replace(settings, media=media)
+
+    async with world(aggregated=1, adjust=adjust) as w:
+        await w.ask(CHAT, body(CHAT, url))
+        assert any(engine.requests for engine in w.engines) == ok
+        seen = everyone(w, RESPONSES, fine)
+        assert ((await w.ask(RESPONSES, body(RESPONSES, url))).status == 200) == ok
+        assert bool(seen) == ok
