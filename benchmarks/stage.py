@@ -137,7 +137,11 @@ def running(
     """Run a command in its own process group; print its output if it fails to start. `cores` pins it."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
+            command,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={"PDPROXY_OBSERVE__CORE_DUMPS": "true", **os.environ, **(env or {})},
         )
         if cores is not None:
             os.sched_setaffinity(process.pid, cores)

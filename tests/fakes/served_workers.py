@@ -36,6 +36,7 @@ SERVE = textwrap.dedent(
 """The command, but that a worker which has ended is started again at once, however often: tests kill some again and again."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
 ENVIRONMENT["PDPROXY_LISTEN__LINGER"] = "0"
+ENVIRONMENT["PDPROXY_OBSERVE__CORE_DUMPS"] = "true"  # or only root could see which files a process has open
 
 
 @dataclass

@@ -128,7 +128,7 @@ async def test_a_prefill_that_fails_while_the_decode_engine_is_connected_to(monk
 
 async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
     """What its run before has waited for is not counted for the new one, which would keep that count as long as it lives."""
-    async with pool(PUSH, decodes=2) as pair:
+    async with pool(PUSH, decodes=3) as pair:
         await known(pair)
         opened = asyncio.Event()
 

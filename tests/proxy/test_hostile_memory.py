@@ -55,6 +55,7 @@ async def serving() -> AsyncIterator[Serving]:
     port = free_port()
     engines = ["--prefill", f"127.0.0.1:{free_port()}", "--decode", f"127.0.0.1:{free_port()}"]
     given = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
+    given["PDPROXY_OBSERVE__CORE_DUMPS"] = "true"  # or only root could see which files it has open
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdproxy", "serve", "--port", str(port), *engines, "--log-level", "error",
         env={**given, **SETTINGS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

@@ -9,7 +9,7 @@ import h11
 import pytest
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.errors import ConnectionLostError, EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient, Pending
 from tests.fakes.legs import CHUNKED, HEAD, LAST, LIKE, OK, Heard, Wire
@@ -282,7 +282,7 @@ async def test_an_engine_that_began_to_answer_is_not_stale(reads: list[bytes], b
     wire.ask(Heard(), [OK])
     heard = wire.ask(Heard(), reads)
     wire.connection.connection_lost(broken)
-    assert type(heard.error) is EngineError
+    assert type(heard.error) is ConnectionLostError
 
 
 @pytest.mark.parametrize("broken", [None, ConnectionResetError(), BrokenPipeError()])
@@ -299,7 +299,7 @@ async def test_what_counts_as_stale(
         wire.ask(Heard(), [CHUNKED, LIKE, LAST])
     heard = wire.ask(Heard(), [])
     wire.connection.connection_lost(broken)
-    assert type(heard.error) is (StaleConnectionError if stale else EngineError)
+    assert type(heard.error) is (StaleConnectionError if stale else ConnectionLostError)
 
 
 async def test_an_answer_without_a_frame_that_breaks_is_not_whole() -> None:

@@ -187,7 +187,7 @@ def outcome(role: str, kind: str, moment: Moment, stream: bool) -> str:
 
 @pytest.mark.parametrize(("role", "kind", "moment", "stream"), mine())
 async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool) -> None:
-    prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
+    prefills, decodes = (2, 1) if role == "prefill" else (1, 3)  # the last decode engine would not be risked
     clock = ManualClock()
     async with talking(prefills=prefills, decodes=decodes, clock=clock) as pair:
         talk = Talk(pair, prefills, clock, stream=stream)
@@ -212,7 +212,7 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
 async def test_the_engine_that_keeps_the_turn_is_lost(what: str, stream: bool) -> None:
     """Before the next turn, and nobody has told the proxy: P can't pull what it is given."""
     clock = ManualClock()
-    async with talking(prefills=1, decodes=2, clock=clock) as pair:
+    async with talking(prefills=1, decodes=3, clock=clock) as pair:
         talk = Talk(pair, 1, clock, stream=stream)
         keeper = await talk.first()
         match what:

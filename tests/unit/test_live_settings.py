@@ -181,7 +181,7 @@ RESTART = {
     "health": (),
     "outliers": (),
     "probes": (),
-    "observe": ("log_format",),
+    "observe": ("log_format", "core_dumps"),
 }
 """What needs a restart in the sections of which something is used at once."""
 ALL_RESTART = ("engines", "listen", "continuations", "kv_ready", "registration", "dns", "replicas")

@@ -144,16 +144,15 @@ class AdminServer:
             Connections(MAX_CONNECTIONS, proxy.observers),
             UnreadAnswers(MAX_UNREAD, proxy.observers),
         )
-        tls = proxy.credentials.listen if at.place.path is None else None
+        http = admin_protocol(bounds, proxy.observers, gate)
         self._config = uvicorn.Config(
             gate,
-            http=admin_protocol(bounds, proxy.observers, gate),
+            http=proxy.credentials.listener(http) if at.place.path is None else http,
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
             ws="none",
-            ssl_context_factory=None if tls is None else lambda config, make: tls,
         )
 
     async def run(self) -> None:
@@ -172,7 +171,7 @@ class AdminServer:
         if self._at.place.path is not None:
             server = await loop.create_unix_server(protocol, sock=listener)
         else:
-            server = await loop.create_server(protocol, sock=listener, ssl=config.ssl)
+            server = await loop.create_server(protocol, sock=listener)
         logger.info("the admin API listens on %s", self._at.place)
         self.serving = True
         try:

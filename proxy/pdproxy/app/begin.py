@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 
+from pdproxy.kit import core_dumps
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure
 from pdproxy.settings.errors import SettingsError
@@ -21,6 +22,8 @@ def run_logged(settings: Settings, serve: Callable[[Log], int]) -> int:
     Raises:
         SettingsError: the process can't serve with these settings.
     """
+    if not settings.observe.core_dumps:
+        core_dumps.forbid()
     log = configure(settings.observe.log_level, settings.observe.log_format)
     try:
         return serve(log)

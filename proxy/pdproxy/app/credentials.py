@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from pdproxy.app.exposed_files import exposure
 from pdproxy.app.valid_keys import (
@@ -34,7 +34,10 @@ from pdproxy.settings.files import read_key
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
 from pdproxy.settings.tenants import read_secret
-from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
+from pdproxy.settings.tls import authorities_of, end_of_certificate, engine_context, listen_context, merged
+from pdproxy.web.client_certificates import ListenerTls
+from pdproxy.web.guard import GuardedProtocol
+from pdproxy.web.tls_listener import TlsListener
 
 logger = logging.getLogger("pdproxy.files")
 
@@ -91,8 +94,8 @@ class Credentials:
             for index, node in enumerate(pool.nodes):
                 with found.collecting():
                     self._read_engine(node, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
-        self.listen: ssl.SSLContext | None = None
-        """The context for clients; None: plain HTTP."""
+        self.listen: Callable[[], ListenerTls] | None = None
+        """Returns what connections of clients begin with, another one whenever files have changed; None: plain HTTP."""
         self._certificate = listen.certificate
         self._certificate_ends: datetime | None = None
         self._expiry_logged: str | None = None
@@ -209,6 +212,14 @@ class Credentials:
             return None
         return f"auth.api_keys_file: {self._auth.api_keys_file}: holds no key: every request is refused"
 
+    def listener(self, http: type[GuardedProtocol]) -> type[asyncio.Protocol]:
+        """Return what makes the connections of a listener, for uvicorn. `http`: those without TLS."""
+        if self.listen is None:
+            return http
+        listener = TlsListener(http, self.listen)
+        self.then.append(listener.certificates.look)
+        return cast("type[asyncio.Protocol]", listener)  # uvicorn only calls it
+
     def start(self, tasks: TaskOwner) -> None:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
         self._tasks = tasks
@@ -322,17 +333,17 @@ class Credentials:
             self._unverified.append(node.url)
         return self._contexts[tls]
 
-    def _listen_tls(self, tls: ListenTls) -> ssl.SSLContext:
+    def _listen_tls(self, tls: ListenTls) -> Callable[[], ListenerTls]:
         paths = [tls.certificate, tls.key, tls.key_password_file, tls.client_ca]
 
-        def read() -> ssl.SSLContext:
+        def read() -> ListenerTls:
             context = listen_context(tls)
             assert tls.certificate is not None
             self._certificate_ends = end_of_certificate(tls.certificate)
-            return context
+            return ListenerTls(context, authorities_of(context, tls.client_ca))
 
         secrets = [tls.key or tls.certificate, tls.key_password_file]
-        return following(self._follow("listen.tls", paths, read, secrets=secrets))
+        return self._follow("listen.tls", paths, read, secrets=secrets)
 
     def _expiry(self) -> Sequence[str]:
         """Return whether the certificate for clients has expired or soon does, a line or none."""

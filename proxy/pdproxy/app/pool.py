@@ -35,6 +35,7 @@ from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
@@ -163,6 +164,9 @@ class PoolParts:
         late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
         comebacks = Comebacks(ledger, clock, observers, limits)
         metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
+        is_alive = partial(admin.answers, path="/health")
+        lost = EnginesLost(ledger, engines, is_alive, observers, tasks, clock, now)
+        metrics.add_gauges([Gauge(catalog_health.SUSPECTED, lost.counts)])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
@@ -178,12 +182,13 @@ class PoolParts:
             answer_budget=process.answer_budget,
             retries=process.retries,
             comebacks=comebacks,
+            lost=lost,
             outliers=outliers,
             transfers=transfers,
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,
             lease_may_have_ended=EndedLeases(engines.known, admin.scrape).may_have,
-            is_alive=partial(admin.answers, path="/health"),
+            is_alive=is_alive,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,
@@ -201,6 +206,7 @@ class PoolParts:
             networks=networks,
         )
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
+        wrong.append(lost.shortcomings)
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         metrics.add_gauges(engine_gauges(engines, auditor, watching.stalls, watching.exclusions, now, pool.name))
         metrics.add_gauges(transfers.gauges())

@@ -146,10 +146,9 @@ def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
 
     `app`: serves all other routes; None: a new one.
     """
-    tls = proxy.credentials.listen
     return uvicorn.Config(
         app or create_app(proxy.front.answers()),
-        http=proxy.front.protocol(),
+        http=proxy.credentials.listener(proxy.front.protocol()),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -157,7 +156,6 @@ def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
         ws="none",
         timeout_keep_alive=proxy.settings.listen.keep_alive,  # type: ignore[arg-type]  # it is passed on to the event loop
         timeout_graceful_shutdown=1,
-        ssl_context_factory=None if tls is None else lambda config, make: tls,
     )
 
 

@@ -72,6 +72,7 @@ class Reason(Enum):
     OBJECTIVE = "objective"
     NO_ENGINE = "no_engine"
     ALONE = "alone"
+    ENGINES_LOST = "engines_lost"
     DRAINING = "draining"
     BODIES = "bodies"
     READERS = "readers"
@@ -217,6 +218,7 @@ class RevokedError(UnauthorizedError):
 
     def __init__(self, what: str, how: str) -> None:
         """`what`: "key" or "certificate"; `how`: "revoked" or "expired"."""
+        self.what = what
         done = "has expired" if how == "expired" else "was revoked"
         super().__init__(f"The {what} of this request {done}.", code=f"{what}_{how}")
 
@@ -246,6 +248,13 @@ class TooLateError(OverloadedError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, Reason.OBJECTIVE)
+
+
+class EnginesLostError(OverloadedError):
+    """Engines disappeared under the request, which may be the cause: no other one is risked."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message, Reason.ENGINES_LOST, retry_after=retry_after)
 
 
 class TooManyConnectionsError(OverloadedError):
@@ -301,7 +310,11 @@ class EngineTlsError(EngineUnreachableError):
     public = "an engine could not be reached"
 
 
-class StaleConnectionError(EngineError):
+class ConnectionLostError(EngineError):
+    """The connection to an engine closed before its answer was whole. The engine may be there all the same."""
+
+
+class StaleConnectionError(ConnectionLostError):
     """A kept connection closed just behind a request, before the first byte of an answer.
 
     Mostly the engine had closed it while it was idle. But it may have read the request, and worked on it: nothing shows which.

@@ -13,6 +13,8 @@ import struct
 import sys
 from collections.abc import Callable
 
+from pdproxy.kit import core_dumps
+
 QUESTION = struct.Struct(">IQ")
 """Before a question: its size and that of the data behind it, in bytes."""
 ANSWER = struct.Struct(">?Q")
@@ -45,6 +47,6 @@ def work(answer: Callable[[bytes, bytes], bytes]) -> None:
 def _set_limits(memory: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process, which closes the input
     os.nice(NICE)
-    for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # lower limits apply already
-            resource.setrlimit(kind, (limit, limit))
+    with contextlib.suppress(ValueError, OSError):  # a lower limit applies already
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    core_dumps.forbid()

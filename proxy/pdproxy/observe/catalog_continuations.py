@@ -45,6 +45,7 @@ REASONS = (
     ("no_limit", "it is not known how many tokens the answer may still have"),
     ("none_left", "limits.continuations"),
     ("retry_budget", "no place of the retry budget came free in deadlines.retry"),
+    ("engines_lost", "engines disappeared under the request, and it may be the cause"),
     ("deadline", "no data in deadlines.continuation, or in another deadline before"),
     ("no_engine", "no engine could be leased for it"),
     ("refused", "the engine that was to go on failed, or refused it"),

@@ -70,6 +70,29 @@ RETRIES_REFUSED = Description(
     "Requests that were not tried again since too many were for deadlines.retry",
     "requests",
 )
+ENGINES_LOST = Description(
+    "pdproxy_engines_lost_total",
+    Kind.COUNTER,
+    "Engines that disappeared under a request, once for each request that was under way there",
+    "engines",
+    (Label("requests", (("one", "no other request was under way there"), ("several", "others were, too"))),),
+)
+SUSPECTED = Description(
+    "pdproxy_suspected",
+    Kind.GAUGE,
+    "What is remembered since engines disappeared under it alone, time and again",
+    "entries",
+    (
+        Label(
+            "what",
+            (
+                ("one_engine", "requests with two such engines: each gets one engine when it comes again"),
+                ("refused", "requests with three or more: they are refused"),
+                ("client", "clients with three or more: their requests run one after the other"),
+            ),
+        ),
+    ),
+)
 WAITING_FOR_ENGINES = Description(
     "pdproxy_waiting_for_engines",
     Kind.GAUGE,

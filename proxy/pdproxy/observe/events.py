@@ -154,6 +154,20 @@ class LegFailed(msgspec.Struct, frozen=True):
     status: int | None = None
 
 
+class EngineLost(msgspec.Struct, frozen=True):
+    """An engine has disappeared under a request. `fingerprint`: of the request, "" if that is not known.
+
+    `losses`: engines that were lost under this fingerprint alone, 0 where this one counts for none; `several`: whether other
+    requests were under way there.
+    """
+
+    request_id: str
+    node: str
+    fingerprint: str
+    losses: int
+    several: bool
+
+
 class NodeChanged(msgspec.Struct, frozen=True):
     """An engine has another state. `up`: it gets requests as before; else `state` says why it gets none, or few.
 
@@ -360,6 +374,7 @@ Event = (
     | StreamContinued
     | HandleEnded
     | LegFailed
+    | EngineLost
     | NodeChanged
     | MemberChanged
     | PairEjected

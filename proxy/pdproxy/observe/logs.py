@@ -15,6 +15,7 @@ from pdproxy.observe.events import (
     BootstrapAsked,
     DeadlinePassed,
     Decided,
+    EngineLost,
     Event,
     Evicted,
     HandleEnded,
@@ -117,6 +118,8 @@ class LogObserver:
                 self._refused(event)
             case LegFailed():
                 _log(legs, logging.WARNING, "leg failed", _fields(event))
+            case EngineLost():
+                _log(fleet, logging.WARNING, "an engine has disappeared under a request", _fields(event))
             case NodeChanged(elsewhere=True):
                 pass
             case NodeChanged(up=up, state=state):

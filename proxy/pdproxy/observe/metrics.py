@@ -31,6 +31,7 @@ from pdproxy.observe.events import (
     BootstrapAsked,
     DeadlinePassed,
     Decided,
+    EngineLost,
     Event,
     Evicted,
     HandleEnded,
@@ -186,6 +187,8 @@ class Metrics:
                 self._count(catalog.SILENCES_ALLOWED, wait)
             case LegFailed(node=node, phase=phase):
                 self._count(catalog.LEG_FAILURES, self._node(node), phase)
+            case EngineLost(several=several):
+                self._count(catalog_health.ENGINES_LOST, "several" if several else "one")
             case MemberChanged(change=change):
                 self._count(catalog_fleet.MEMBER_CHANGES, change)
             case PairEjected():

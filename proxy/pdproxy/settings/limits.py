@@ -165,7 +165,8 @@ class Limits(Section, frozen=True):
     `deadlines.client_write` is dropped, or earlier if others wait for its place. 0: it must read something."""
 
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Tries of one request before its first data, the first try included; as many again to go on with a stream."""
+    """Tries of one request before its first data, the first try included; as many again to go on with a stream. If engines
+    disappear under it, it ends at the second one."""
 
     continuations: Annotated[int, Meta(ge=0, le=100)] = 1
     """How often other engines may go on with one stream whose engine fails. 0: never; then nothing is kept for it."""

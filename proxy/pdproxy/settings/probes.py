@@ -24,10 +24,13 @@ class Probes(Section, frozen=True):
 
 
 class Observe(Section, frozen=True):
-    """Logs."""
+    """Logs, and what else an operator may look at."""
 
     log_level: LogLevel = "info"
     """Least severe record that is written. No record holds prompts or keys."""
 
     log_format: LogFormat = "text"
     """`text` for people, `json` for a log collector: one object per line."""
+
+    core_dumps: bool = False
+    """Whether the system may write the memory of a process that has crashed to a file, and debuggers may read it."""

@@ -5,8 +5,9 @@ Owns the errors of certificates that can't be used: one line that names the sett
 
 from __future__ import annotations
 
+import hashlib
+import re
 import ssl
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from pdproxy.settings.files import read_file, read_password
 from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.schema import EngineTls
 from pdproxy.settings.yaml_file import spell_file
+
+_CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 def listen_context(tls: ListenTls) -> ssl.SSLContext:
@@ -35,7 +38,8 @@ def listen_context(tls: ListenTls) -> ssl.SSLContext:
     if tls.client_ca is not None:
         _load_authorities(context, "listen.tls.client_ca", tls.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        # With a ticket a client could connect again after its authority has been removed.
+        # A ticket is good for hours, and OpenSSL resumes it without a look at the certificate's end. Without tickets, TLS 1.2
+        # still resumes sessions by their ids: `web.client_certificates` knows what was shown in them.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
     return context
@@ -58,27 +62,18 @@ def end_of_certificate(path: str) -> datetime | None:
         return None  # OpenSSL takes some certificates that break the standard
 
 
-def following(newest: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
-    """Return a context for a listener that uses the newest context for each handshake; open connections keep theirs.
+def authorities_of(context: ssl.SSLContext, path: str | None) -> frozenset[bytes]:
+    """Return the SHA-256 digests of the certificates that may vouch for clients. `path`: the file that `context` has them from.
 
-    Loading a renewed certificate into a context that is in use can't remove an authority, and changes half of the context if
-    the key does not match.
+    Raises:
+        SettingsError: the file can't be read.
     """
-
-    def pick(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
-        connection.context = newest()
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    started = newest()
-    context.set_alpn_protocols(["http/1.1"])
-    # A connection has these before `pick` is called; authorities and certificates are those of the newest context.
-    context.verify_mode, context.num_tickets, context.options = (
-        started.verify_mode,
-        started.num_tickets,
-        started.options,
-    )
-    context.sni_callback = pick
-    return context
+    if path is None:
+        return frozenset()
+    # OpenSSL also trusts a certificate of the file that is no authority's, and does not list it.
+    text = read_file("listen.tls.client_ca", path).decode("ascii", "replace")
+    ones = [ssl.PEM_cert_to_DER_cert(one) for one in _CERTIFICATE.findall(text)]
+    return frozenset(hashlib.sha256(one).digest() for one in (*ones, *context.get_ca_certs(binary_form=True)))
 
 
 def engine_context(setting: str, tls: EngineTls) -> ssl.SSLContext:

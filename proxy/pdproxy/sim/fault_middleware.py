@@ -254,6 +254,7 @@ class HandledRequest:
             self._past.add(at)
         now = Situation(
             path=self._request.path,
+            body=self._request.body,
             generating=self._request.generating,
             release=self._request.release,
             stream=self._request.stream,

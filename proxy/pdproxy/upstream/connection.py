@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import httptools
 import msgspec
 
-from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
+from pdproxy.kit.errors import ConnectionLostError, EngineError, EngineTlsError, StaleConnectionError
 from pdproxy.wire.chunks import whole_chunks
 
 STALE_WITHIN = 0.25
@@ -304,7 +304,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
         else:
             why = f": {exc}" if exc else ""
-            self._fail(EngineError(f"{self._name} closed the connection before its answer was whole{why}"))
+            self._fail(ConnectionLostError(f"{self._name} closed the connection before its answer was whole{why}"))
 
     # -- httptools
 

@@ -14,7 +14,14 @@ import aiohttp
 from yarl import URL
 
 from pdproxy.kit.engine_networks import USUAL, EngineNetworks
-from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, Wait, no_more_files
+from pdproxy.kit.errors import (
+    ConnectionLostError,
+    EngineError,
+    EngineTlsError,
+    EngineUnreachableError,
+    Wait,
+    no_more_files,
+)
 from pdproxy.upstream import reach
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS
@@ -147,5 +154,7 @@ def translated(url: str) -> Iterator[None]:
         if error.errno in LOCAL_ERRORS:
             raise no_more_files(error) from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
+    except (aiohttp.ServerConnectionError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
+        raise ConnectionLostError(f"{url}: {type(error).__name__}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineError(f"{url}: {type(error).__name__}") from None

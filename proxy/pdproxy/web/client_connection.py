@@ -24,7 +24,7 @@ from pdproxy.web.connection_bounds import LINGER, MAX_REFUSED, MAX_UNSENT, Conne
 from pdproxy.web.lean_flow_control import LeanFlowControl, LeanPipeline
 from pdproxy.web.piecewise_transport import PiecewiseTransport
 from pdproxy.web.refusals import report_refusal
-from pdproxy.web.revocable import MakeError, RevocableRequest
+from pdproxy.web.revocable import MakeError, RevocableRequest, ShownCertificate
 from pdproxy.web.slow_readers import ReadWatch
 from pdproxy.wire.errors import error_body, retry_headers
 
@@ -42,6 +42,7 @@ class ClientConnection(HttpToolsProtocol):
         "_unread_client",
         "_waits_for_reader",
         "active",
+        "certificate",
         "passed",
         "passthrough_client",
         "peer",
@@ -65,6 +66,7 @@ class ClientConnection(HttpToolsProtocol):
         """The client of the last request on a passed-through route."""
         self.passed: RevocableRequest | None = None
         """The request on such a route that is being answered."""
+        self.certificate: ShownCertificate | None = None
         self.peer: Client
         """The client by the address that the connection comes from."""
         self.peer_is_trusted = False
@@ -83,6 +85,16 @@ class ClientConnection(HttpToolsProtocol):
     def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> int:
         """See `RevocableConnection`."""
         return 0 if self.passed is None else int(self.passed.revoke(error, keys))
+
+    def shut_out(self, error: MakeError) -> None:
+        """See `RevocableConnection`. What its client does not read within `LINGER` seconds it does not get."""
+        for cycle in (self.active, self.cycle, *(queued for queued, _ in self.pipeline)):
+            if cycle is not None:
+                cycle.keep_alive = False
+        self.revoke(error, None)
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        self.loop.call_later(LINGER, self.transport.abort)
 
     def end(self, *, all_read: bool) -> None:
         """Close the connection after an answer; `all_read`: whether its request was read completely."""

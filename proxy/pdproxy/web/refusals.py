@@ -38,6 +38,8 @@ def reason_of(error: PdproxyError) -> str:
     """Return the reason of a refusal: one of `catalog_refusals.REFUSED`."""
     if error.reason is Reason.WRONG_KEYS:
         return "wrong_key"
+    if isinstance(error, RevokedError) and error.what == "certificate":
+        return "certificate"
     for kind, reason in _REASONS:
         if isinstance(error, kind):
             return reason

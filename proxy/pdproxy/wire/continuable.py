@@ -121,6 +121,7 @@ class Reason(Enum):
     NO_LIMIT = "no_limit"
     NONE_LEFT = "none_left"
     RETRY_BUDGET = "retry_budget"
+    ENGINES_LOST = "engines_lost"
     DEADLINE = "deadline"
     NO_ENGINE = "no_engine"
     REFUSED = "refused"

@@ -21,7 +21,7 @@ _BY_LETTER = frozenset({Reason.REASONING_SEEN.value})
 and no engine says whether that is content."""
 _BY_ENGINES = frozenset(
     {Reason.NONE_LEFT.value, Reason.NO_ENGINE.value, Reason.DEADLINE.value, Reason.REFUSED.value}
-    | {Reason.RETRY_BUDGET.value, Reason.HALF_LETTER.value}
+    | {Reason.RETRY_BUDGET.value, Reason.HALF_LETTER.value, Reason.ENGINES_LOST.value}
 )
 """Why nobody goes on with any stream: engines fail once more, also at `/detokenize`, or there is none."""
 

@@ -17,6 +17,7 @@ from pdproxy.lab.chaos.clients import Outcome, Visitors
 from pdproxy.lab.chaos.ending import Ending
 from pdproxy.lab.chaos.finding import Finding
 from pdproxy.lab.chaos.invariants import PATIENCE
+from pdproxy.lab.chaos.killers import Killers, killers
 from pdproxy.lab.chaos.loads_nothing import LoadsNothing
 from pdproxy.lab.chaos.one_by_one import TIMES, OneByOne
 from pdproxy.lab.chaos.options import Options
@@ -105,13 +106,17 @@ class _Course:
         world = World(self._options, self._network, self._trace)
         await world.begin()
         asked = bodies(self._options.seed, MODEL)
-        alone = streams(self._options.seed, MODEL, TIMES)
-        await ask_judge(self._network, world.judge.host, PORT, [*asked, *alone])
+        alone, kill = streams(self._options.seed, MODEL, TIMES), killers(MODEL)
+        await ask_judge(self._network, world.judge.host, PORT, [*asked, *alone, *kill])
         names, timers = self._names(own), world.proxy.front.clock.timers
         gc.freeze()
         await self._under_faults(world, self._visitors(asked))
         await self._calm(world, self._visitors(asked))
         await self._one_by_one(world, self._visitors(alone))
+        self._phase("requests that kill engines")
+        self.findings += await Killers(world, self._visitors([*kill, *asked]), self._trace).run(
+            self._options.seed, CLIENTS
+        )
         self._phase("no KV")
         self.findings += await LoadsNothing(world, self._visitors(asked), self._trace).run(CLIENTS)
         await self._last(self._visitors(asked))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from pdproxy.fleet.open_legs import OpenLegs
-from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
@@ -153,6 +153,10 @@ class Attempt:
         for open_legs in self._suspected:
             open_legs.suspects += 1
 
+    def broke(self, lease: Lease, error: EngineError, *, streamed: bool = False, beside: bool = False) -> None:
+        """Note that a leg has failed: its engine may be lost. Arguments as of `EnginesLost.broke`."""
+        self.resources.lost.broke(self.request.headers, lease.node, error, streamed=streamed, beside=beside)
+
     # -- what engines have in their caches
 
     def sent(self) -> None:
@@ -237,6 +241,8 @@ class Attempt:
     def stream_flows(self) -> None:
         """Drop what only another attempt would need: the client's request, and the prompt's ids. Plan what is kept instead."""
         request, records = self.request, self.resources.records
+        if (lost := self.resources.lost).remembers:
+            request.fingerprint = lost.began(request.headers, request.parsed.fields, request.fingerprint)
         if records is not None:
             none_left = request.left < 1
             request.record = Reason.NONE_LEFT if none_left else records.planned(request.parsed, request.new_relay)

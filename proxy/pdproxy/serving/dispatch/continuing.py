@@ -10,6 +10,7 @@ from msgspec import structs
 from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
+    EnginesLostError,
     EngineTimeoutError,
     EngineUnreachableError,
     OverloadedError,
@@ -292,4 +293,6 @@ def why_failed(error: PdproxyError) -> Reason:
     """Return why no engine went on, although one could have."""
     if isinstance(error, EngineTimeoutError):
         return Reason.DEADLINE
+    if isinstance(error, EnginesLostError):
+        return Reason.ENGINES_LOST
     return Reason.NO_ENGINE if isinstance(error, OverloadedError) else Reason.REFUSED

@@ -171,6 +171,12 @@ class DecodeLeg:
                 await self._end_if_accepted()
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
+            attempt.broke(
+                self._lease,
+                error,
+                streamed=data_came and not whole,
+                beside=self.gave_up and self._leg is not None,
+            )
             verdict = (
                 NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None and (not data_came or whole))
             )

@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pdproxy.kit.errors import EngineRefusedError, StandstillError
+from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillError
 from pdproxy.kit.frames import drop_traceback
-from pdproxy.observe.events import LegTimes, ServedAlone
+from pdproxy.observe.events import LegTimes, ServedAlone, StreamContinued
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch import orders
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.decisions import decided, spelled
+from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.following import Following, Streams
 from pdproxy.serving.dispatch.orders import alone
 from pdproxy.serving.dispatch.orders.sequential import kv_ready
@@ -51,7 +52,10 @@ from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
+from pdproxy.wire.continuable import Reason
 from pdproxy.wire.request import Alone, Parsed, Prompt
+
+_NONE: tuple[str, ...] = ()
 
 
 class Dispatcher:
@@ -89,6 +93,7 @@ class Exchange:
         "_following",
         "_keep",
         "_number",
+        "_permit",
         "_prefill_failed",
         "_request",
         "_served_alone",
@@ -118,6 +123,8 @@ class Exchange:
         """Until when it may wait for an engine that stands still, 0 before it does."""
         self._slot: RetrySlot | None = None
         """Of the next attempt, if it is a retry."""
+        self._permit: Permit | None = None
+        """While its client's requests are served one after the other."""
         self._following: Following | None = None
         """What follows the failure of the stream, None before that."""
 
@@ -212,19 +219,26 @@ class Exchange:
                 request = self._request
                 request.beginning = await prefixes.known_by(request.parsed, request.prompt, request.ids)
                 del request
+            if (
+                self._dispatcher.resources.lost.remembers and self._slot is None
+            ):  # with a slot, it goes on with a stream
+                await self._admit()
             while True:
                 self._number += 1
                 outcome = await self._try()
                 if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
                     return outcome.answer
                 if isinstance(outcome, Answered):
+                    if self._dispatcher.resources.lost.remembers:
+                        self._answered(outcome)
                     return outcome.answer
                 if isinstance(outcome, NoEngines) and self._alone is not None and await self._engines_changed():
                     continue
-                action = self._recover(outcome)
+                lost = await self._lost(outcome) if self._request.headers.lost else None
+                action = self._recover(outcome, lost)
                 if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
                     drop_traceback(outcome.error)  # the client may leave while this waits
-                    self._slot = self._slot or await self._dispatcher.resources.retry_slot()
+                    self._slot = self._slot or await self._dispatcher.resources.retry_slot(self._request.headers)
                     action = action if self._slot is not None else Fail(self._dispatcher.resources.not_retried())
                 if isinstance(action, Continue) and isinstance(outcome, DecodeFailed):
                     try:
@@ -242,7 +256,35 @@ class Exchange:
             self._request.drop()  # it refers to the caller of this exchange
             if self._slot is not None:
                 self._slot.leave()
+            if self._permit is not None:
+                self._permit.leave()
             self._drop_record()
+
+    # -- where engines were lost under requests
+
+    async def _admit(self) -> None:
+        """Look at a request that may be the cause of a loss, and wait for its turn if its client's requests have turns.
+
+        Raises:
+            EnginesLostError: it is refused.
+        """
+        lost, request = self._dispatcher.resources.lost, self._request
+        request.fingerprint = lost.admit(request.headers, request.parsed.fields)
+        self._permit = await lost.in_turn(request.headers, self._dispatcher.resources.deadlines.queue)
+
+    def _answered(self, outcome: Answered) -> None:
+        if outcome.answer is None or outcome.answer.status == 200:
+            request = self._request
+            self._dispatcher.resources.lost.answered(request.headers, request.parsed.fields, request.fingerprint)
+
+    async def _lost(self, outcome: Failure) -> EnginesLostError | None:
+        """Return why no other engine is risked, None if one may be."""
+        if isinstance(outcome, PrefillFailed | DecodeFailed):
+            drop_traceback(outcome.error)  # the client may leave while this waits
+        request = self._request
+        return await self._dispatcher.resources.lost.judge(request.headers, request.parsed.fields, request.fingerprint)
+
+    # -- attempts
 
     def _why_alone(self) -> Alone | None:
         """Return why one engine must serve the prompt, None to split it."""
@@ -267,19 +309,26 @@ class Exchange:
         dispatcher, why_alone = self._dispatcher, self._alone
         resources, order = dispatcher.resources, dispatcher.order if why_alone is None else alone.ORDER
         avoid = self._avoid
+        without, forbidden = self._without, _NONE
+        if self._request.headers.lost:
+            forbidden = resources.lost.forbidden(self._request.headers)
+            without = (*without, *forbidden)
         if self._keep is not None:
             avoid = (*avoid, *resources.ledger.other_decodes(self._keep))
         if resources.ledger.placement is not None:
-            attempt = await begin_placed(resources, self._request, why_alone, self._without, avoid)
+            attempt = await begin_placed(resources, self._request, why_alone, without, avoid)
             if attempt is not None and attempt.prefill_url is None:
                 order, why_alone = alone.ORDER, why_alone or Alone.DECIDED
         elif order.roles and resources.transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, self._request, order, self._without, avoid)
+            attempt = await begin_with_space(resources, self._request, order, without, avoid)
         else:
-            attempt = begin(resources, self._request, order, why_alone, self._without, avoid)
+            attempt = begin(resources, self._request, order, why_alone, without, avoid)
         if attempt is None:
             error = None if self._alone is None else refusal(resources, self._request, self._alone)
             return NoEngines() if error is None else Failed(error)
+        if forbidden and any(lease.node.url in forbidden for lease in attempt.assignment.leases):
+            attempt.close()
+            return Failed(resources.lost.protects())
         self._attempt = attempt
         attempt.retry_slot, self._slot = self._slot, None
         if self._request.stalled:
@@ -312,7 +361,7 @@ class Exchange:
         if not await resources.comebacks.wait(self._request.parsed.model, self._until):
             return False
         if slot is not None:
-            self._slot = await resources.retry_slot()
+            self._slot = await resources.retry_slot(self._request.headers)
             if self._slot is None:
                 raise resources.not_retried()
         self._number -= 1
@@ -320,8 +369,11 @@ class Exchange:
             self._alone = None
         return True
 
-    def _recover(self, outcome: Failure) -> Action:
-        """Return what is done after an attempt that failed, and note what the next one must know."""
+    def _recover(self, outcome: Failure, lost: EnginesLostError | None) -> Action:
+        """Return what is done after an attempt that failed, and note what the next one must know.
+
+        `lost`: why no other engine is risked, None if one may be.
+        """
         resources = self._dispatcher.resources
         most, continues = resources.limits.attempts, resources.records is not None
         request, is_alone = self._request, self._alone is not None
@@ -332,6 +384,12 @@ class Exchange:
         if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
             request.stalled += outcome.error.may_be_cause
             self._avoid += resources.suspected()
+        if lost is not None:
+            if isinstance(action, Continue):
+                resources.observers.notify(
+                    StreamContinued("refused", Reason.ENGINES_LOST.value, None, request.headers.request_id)
+                )
+            action = Fail(lost)
         if isinstance(action, Continue):
             return action
         will_retry = not isinstance(action, Fail)
@@ -381,6 +439,7 @@ class Exchange:
         # The engine that has failed may serve on: a broken connection is not its end.
         exchange._avoid = (failed, *self._dispatcher.resources.suspected()) if silent else (failed,)
         request.stalled = self._request.stalled
+        request.fingerprint = self._request.fingerprint
         exchange._without = (failed,) if silent else ()
         return exchange
 

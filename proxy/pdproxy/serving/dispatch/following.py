@@ -122,7 +122,7 @@ class Following:
                 found = await continuation(resources, self._request, self._relay, failed.url, silent=silent)
                 if isinstance(found, Reason):
                     return found
-                if (slot := await resources.retry_slot()) is None:
+                if (slot := await resources.retry_slot(self._request.headers)) is None:
                     return Reason.RETRY_BUDGET
                 self._report(failed, will_retry=True)
                 self._continuation = found

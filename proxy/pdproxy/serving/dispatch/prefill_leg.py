@@ -138,6 +138,7 @@ class PrefillLeg:
                     answer = await self._in_time(seconds)
                     return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
                 except EngineError as error:
+                    self._attempt.broke(self._lease, error)
                     if not self._may_ask_again(error):
                         raise
                     self._ask_again(error)

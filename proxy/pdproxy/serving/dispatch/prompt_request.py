@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.scheduling.prefix.prompts import Beginning
+from pdproxy.serving.dispatch.fingerprint import Fingerprint
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.stream.relay import Relay
@@ -39,6 +40,8 @@ class PromptRequest(msgspec.Struct, eq=False):
     None before the stream flows, or if that is off.
 
     `stalled`: how many engines have stood still under it so far, perhaps because of it.
+
+    `fingerprint`: None while nothing asks for it (`dispatch.engines_lost`).
     """
 
     parsed: Parsed
@@ -53,6 +56,7 @@ class PromptRequest(msgspec.Struct, eq=False):
     record: Record | Reason | None = None
     stalled: int = 0
     kv_failed: bool = False
+    fingerprint: Fingerprint | None = None
 
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"

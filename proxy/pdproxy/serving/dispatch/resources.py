@@ -22,6 +22,7 @@ from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
+from pdproxy.serving.dispatch.engines_lost import EnginesLost, Under
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import Prefixes
 from pdproxy.serving.dispatch.record import Records
@@ -77,6 +78,7 @@ class ExchangeResources:
     answer_budget: AnswerBudget
     retries: RetryBudget
     comebacks: Comebacks
+    lost: EnginesLost
     outliers: Outliers
     transfers: Transfers
     works: Callable[[str, str], Awaitable[bool]]
@@ -169,11 +171,22 @@ class ExchangeResources:
         if self.ledger.placement is None and not self.ledger.needs_details:
             self.outliers.loaded(prefill, decode, self.now(), seconds)
 
-    async def retry_slot(self) -> RetrySlot | None:
+    async def retry_slot(self, headers: LegHeaders) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
-        slot = await self.retries.enter()
-        if slot is None:
-            self.observers.notify(DeadlinePassed(Wait.RETRY.value))
+        permit = None
+        if headers.lost:
+            permit = await self.lost.permit(headers, self.deadlines.retry)
+        slot = None
+        try:
+            if permit is not None or not headers.lost:
+                slot = await self.retries.enter()
+            if slot is None:
+                self.observers.notify(DeadlinePassed(Wait.RETRY.value))
+            else:
+                slot.permit = permit
+        finally:
+            if slot is None and permit is not None:
+                permit.leave()
         return slot
 
     def not_retried(self) -> OverloadedError:
@@ -199,7 +212,8 @@ def _made_tokens(relay: Relay) -> int | None:
 class LegHeaders(msgspec.Struct, frozen=True):
     """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy.
 
-    `salt`: of its tenant's caches, None where tenants share them.
+    `salt`: of its tenant's caches, None where tenants share them. `client`: the name of its client; `lost`: the engines that
+    were lost under it (`engines_lost.Sender`).
     """
 
     request_id: str
@@ -208,6 +222,8 @@ class LegHeaders(msgspec.Struct, frozen=True):
     authorization: tuple[tuple[bytes, bytes], ...]
     hints: Hints = NO_HINTS
     salt: TenantSalt | None = None
+    client: bytes | str = ""
+    lost: list[Under] = []
 
     @property
     def shown_id(self) -> str:

@@ -12,21 +12,26 @@ from collections import deque
 from collections.abc import Callable
 
 from pdproxy.kit.clock import Clock
+from pdproxy.serving.dispatch.few_first import Permit
 
 
 class RetrySlot:
     """A place for one more attempt, from its beginning to its first data or its answer. Leave it once."""
 
-    __slots__ = ("_budget",)
+    __slots__ = ("_budget", "permit")
 
     def __init__(self, budget: RetryBudget) -> None:
         self._budget: RetryBudget | None = budget
+        self.permit: Permit | None = None
+        """What other requests wait for behind the loss of an engine. It is left with the place."""
 
     def leave(self) -> None:
         """Give the place back. Doing so again changes nothing."""
         budget, self._budget = self._budget, None
         if budget is not None:
             budget.left()
+        if self.permit is not None:
+            self.permit.leave()
 
 
 class RetryBudget:

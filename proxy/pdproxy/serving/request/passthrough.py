@@ -18,6 +18,7 @@ from pdproxy.kit.errors import (
     ClientLeftError,
     EngineError,
     EngineRefusedError,
+    EnginesLostError,
     EngineTimeoutError,
     Fault,
     ModelNotFoundError,
@@ -27,6 +28,7 @@ from pdproxy.kit.errors import (
     StandstillError,
     Wait,
 )
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
@@ -41,6 +43,8 @@ from pdproxy.serving.dispatch.failure_class import (
     refused,
     verdict_of,
 )
+from pdproxy.serving.dispatch.few_first import Permit
+from pdproxy.serving.dispatch.fingerprint import Fingerprint, fields_of
 from pdproxy.serving.dispatch.recovery import has_stalled
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -108,6 +112,48 @@ class Passthrough:
         return self.lifecycle.run(PassthroughRequest(self, incoming, output))
 
 
+class _Lost:
+    """The engines that disappear under one such request: see `dispatch.engines_lost`. `body`: as engines get it."""
+
+    def __init__(self, resources: ExchangeResources, headers: LegHeaders, body: bytes) -> None:
+        self._resources = resources
+        self._headers = headers
+        self._body = body
+        self._fingerprint: Fingerprint | None = None
+        self._permit: Permit | None = None
+
+    async def admit(self) -> None:
+        """As `EnginesLost.admit` and `in_turn`."""
+        lost = self._resources.lost
+        self._fingerprint = lost.admit(self._headers, fields_of(self._body))
+        self._permit = await lost.in_turn(self._headers, self._resources.deadlines.queue)
+
+    def leave(self) -> None:
+        """The request is over."""
+        if self._permit is not None:
+            self._permit.leave()
+
+    def began(self) -> None:
+        """Its stream has begun."""
+        if self._resources.lost.remembers:
+            fields = fields_of(self._body)
+            self._fingerprint = self._resources.lost.began(self._headers, fields, self._fingerprint)
+
+    def answered(self) -> None:
+        """It was answered."""
+        if self._resources.lost.remembers:
+            self._resources.lost.answered(self._headers, fields_of(self._body), self._fingerprint)
+
+    async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
+        """Note an engine that has failed. Return why no other one is risked, None if one may be."""
+        lost, headers = self._resources.lost, self._headers
+        lost.broke(headers, lease.node, error, streamed=streamed)
+        if not headers.lost:
+            return None
+        drop_traceback(error)  # the client may leave while this waits
+        return await lost.judge(headers, fields_of(self._body), self._fingerprint)
+
+
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole."""
 
@@ -118,6 +164,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_events",
         "_forward",
         "_incoming",
+        "_lost",
         "_service",
         "_slot",
         "_stream",
@@ -146,6 +193,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         """Writes of events so far."""
         self._usage: Usage | None = None
         """What the engine has reported with a whole answer."""
+        self._lost: _Lost | None = None
         self._commenting: asyncio.Task[None] | None = None
         """The write of the last comment."""
 
@@ -209,19 +257,35 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 self._commenting.cancel()
 
     async def _ask_engines(self, body: PassedBody) -> None:
-        incoming, resources, size = self._incoming, self._service.resources, len(body.data)
+        incoming, resources = self._incoming, self._service.resources
         authorization = self._service.keys.to_engine(incoming.authorization)
         own = [JSON_TYPE] if incoming.entry.has_body else []
         headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
-        leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
+        leg_headers = LegHeaders(
+            self.request_id, incoming.entry.path, headers, authorization, client=self.writer.client.name
+        )
+        lost = self._lost = _Lost(resources, leg_headers, body.data)
+        if resources.lost.remembers:
+            await lost.admit()
+        try:
+            await self._ask_one_after_the_other(body, leg_headers, lost)
+        finally:
+            lost.leave()
+
+    async def _ask_one_after_the_other(self, body: PassedBody, leg_headers: LegHeaders, lost: _Lost) -> None:
+        incoming, resources, size = self._incoming, self._service.resources, len(body.data)
         without: set[str] = set()
         stalled, refused, until = 0, 0, 0.0
         avoid: tuple[str, ...] = ()
         while True:
             ask = Ask(body.model, size, resources.now(), session=session_within(incoming.salt, incoming.session))
             assign = resources.ledger.assign_alone
-            lease = assign(ask, without=without.union(avoid)) if avoid else None
-            lease = lease or assign(ask, without=without) or assign(ask)
+            forbidden = resources.lost.forbidden(leg_headers)
+            lease = assign(ask, without=without.union(avoid, forbidden)) if avoid or forbidden else None
+            lease = lease or assign(ask, without=without.union(forbidden)) or assign(ask)
+            if lease is not None and lease.node.url in forbidden:
+                resources.close(lease, Verdict.NEUTRAL)
+                raise resources.lost.protects()
             if lease is None:
                 is_retry = self._slot is not None
                 self._leave_slot()  # others are tried again meanwhile
@@ -229,7 +293,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if not await resources.comebacks.wait(body.model, until):
                     raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
                 if is_retry:
-                    await self._take_slot()
+                    await self._take_slot(leg_headers)
                 continue
             url = self._url = lease.node.url
             self._attempts += 1
@@ -242,6 +306,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     verdict = await self._try(lease, leg_headers, body, open_leg, without)
                     if verdict is Verdict.GOOD:
                         open_leg.ended_well = resources.now()
+                        lost.answered()
                 return
             except _ModelRefusedError as error:
                 resources.report_failure(leg_headers, url, "alone", error, will_retry=True)
@@ -251,12 +316,14 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             except EngineError as error:
                 verdict = verdict_of(error)
                 is_over = has_stalled(error, stalled)
+                why_not = await lost.under(lease, error, streamed=self.first is not None)
                 if isinstance(error, StandstillError):
                     stalled += error.may_be_cause
                     avoid = resources.suspected()
                 again = (
                     self.first is None
                     and not is_over
+                    and why_not is None
                     and self._attempts - refused < resources.limits.attempts
                     and not isinstance(error, AnswerBudgetError)
                     and error.fault is not Fault.CLIENT
@@ -265,18 +332,20 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     resources.observers.notify(DeadlinePassed(wait.value, url))
                 if error.fault is not Fault.CLIENT:
                     resources.report_failure(leg_headers, url, "alone", error, will_retry=again)
+                if not again and why_not is not None:
+                    raise why_not from None
                 if not again:
                     raise
                 without.add(url)
             finally:
                 resources.close(lease, verdict)
                 self._leave_slot()
-            await self._take_slot()
+            await self._take_slot(leg_headers)
 
-    async def _take_slot(self) -> None:
+    async def _take_slot(self, leg_headers: LegHeaders) -> None:
         """Wait for a place for one more attempt. Raises OverloadedError if none came free."""
         resources = self._service.resources
-        self._slot = await resources.retry_slot()
+        self._slot = await resources.retry_slot(leg_headers)
         if self._slot is None:
             raise resources.not_retried()
 
@@ -380,6 +449,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if self.first is None:
                     self.first, self.status = now(), 200
                     self._leave_slot()
+                    if self._lost is not None:
+                        self._lost.began()
                     if not output.begun:
                         await output.begin(self.stream_headers(leg.headers, _PASSED_HEADERS))
                 self._events += 1

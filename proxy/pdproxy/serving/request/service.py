@@ -169,6 +169,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             authorization,
             hints,
             salt,
+            self.writer.client.name,
         )
         if is_batch or is_invocation:
             self._whole = parsed

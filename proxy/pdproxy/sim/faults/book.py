@@ -21,6 +21,7 @@ class Situation(msgspec.Struct, kw_only=True):
     """The state of a request when the book is asked."""
 
     path: str = ""
+    body: bytes = b""
     generating: bool = False
     release: bool = False
     """It releases a handle: a generating request with `max_tokens: 0`."""
@@ -48,6 +49,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests of this path; None: the generating routes."""
     stream: bool | None = None
     """Only streamed (true) or whole (false) answers; None: both."""
+    holds: str | None = None
+    """Only requests whose body holds this text; None: all."""
     releases: bool = False
     """Also requests that only release a handle (`max_tokens: 0`)."""
     events: int = 2
@@ -70,8 +73,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         self._check_choice()
         args = _complete(kind, self.args)
         kind.check(at, args)
-        if at in MESSAGES and (self.path is not None or self.stream is not None):
-            raise FaultError(f"{self.kind} takes no path and no stream: {SPELLED[at]} is no answer")
+        if at in MESSAGES and (self.path is not None or self.stream is not None or self.holds is not None):
+            raise FaultError(f"{self.kind} takes no path, no stream and no holds: {SPELLED[at]} is no answer")
         if kind.streams and self.stream is False:
             raise FaultError(f"{self.kind} can't happen to whole answers (stream = false)")
         msgspec.structs.force_setattr(self, "at", at)
@@ -86,7 +89,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_choice(self) -> None:
         if self.definition.closes_port:
-            given = {"next": self.next, "rate": self.rate, "path": self.path, "stream": self.stream}
+            given = {
+                "next": self.next,
+                "rate": self.rate,
+                "path": self.path,
+                "stream": self.stream,
+                "holds": self.holds,
+            }
             if wrong := [name for name, value in given.items() if value is not None]:
                 raise FaultError(f"{self.kind} takes no {wrong[0]}: a closed port receives no requests")
         if self.next is not None and self.rate is not None:
@@ -109,6 +118,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         if now.path != self.path if self.path is not None else not now.generating:
             return False
         if (now.release and not self.releases) or self.stream not in (None, now.stream):
+            return False
+        if self.holds is not None and self.holds.encode() not in now.body:
             return False
         kind = self.definition
         return not (kind.streams and not now.stream) and not (kind.replaces and now.head_out)

@@ -95,6 +95,7 @@ class _Both:
         "_decode",
         "_failure",
         "_give_up",
+        "_is_prefill_open",
         "_no_kv_later",
         "_prefill",
         "_prefill_over",
@@ -113,6 +114,8 @@ class _Both:
         """Ends the decode leg, if the prefill engine has refused the prompt."""
         self._no_kv_later: str | None = None
         """Why there is no KV, if only the end of the decode leg shows whether that matters."""
+        self._is_prefill_open = False
+        """Whether the prefill leg was under way when the decode leg was over."""
         self._started = attempt.resources.now()
         self._prefill_sent = self._prefill.sent = OneShotEvent()
         self._prefill_over = attempt.prefill_over = OneShotEvent()
@@ -145,8 +148,11 @@ class _Both:
         assert outcome is not None
         if isinstance(failure, PrefillFailed):
             drop_traceback(failure.error)  # the decode engine had what it needs: nobody else handles it
-        if isinstance(outcome, DecodeFailed) and not outcome.data_sent:
-            self._prefill.forget_peers()
+        if isinstance(outcome, DecodeFailed):
+            if self._is_prefill_open:
+                self._attempt.broke(self._attempt.assignment.leases[0], outcome.error, beside=True)
+            if not outcome.data_sent:
+                self._prefill.forget_peers()
         return outcome
 
     async def _run_prefill(self) -> None:
@@ -201,6 +207,7 @@ class _Both:
         """The decode leg is over. Close the prefill leg if nobody waits for its KV, else leave it to the custodian."""
         if leg.done():
             return
+        self._is_prefill_open = True
         custody = self._custody
         if custody.promised and not custody.decode_waits and not custody.ends_later and custody.how is None:
             self._prefill.drop()

@@ -1,0 +1,51 @@
+"""What a request is known by when its client sends it again. Computed only once an engine has been lost under some request."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from pdproxy.wire.body_bounds import TooManyFieldsError
+from pdproxy.wire.fields import Fields, decode_fields
+
+LEFT_OUT = frozenset(
+    {"stream", "stream_options", "user", "request_id", "priority", "metadata", "safety_identifier", "prompt_cache_key"}
+)
+"""Fields that name a request or its sender, or that shape only how the answer gets to the client."""
+PART = 64 << 10
+"""Bytes of each field's beginning, and of its end, that count. Of what is between, the length does."""
+MOST = 1 << 20
+"""Bytes that are read for one fingerprint, so that the event loop is not held up. Of the fields behind, the lengths count."""
+Fingerprint = bytes
+MakeFingerprint = Callable[[Fields], Fingerprint]
+
+
+def keyed() -> MakeFingerprint:
+    """Return what makes fingerprints, with a key of its own: nobody can make two bodies that have the same one."""
+    key = os.urandom(32)
+
+    def fingerprint(fields: Fields) -> Fingerprint:
+        found = hashlib.blake2b(key=key, digest_size=16)
+        left = MOST
+        for name in sorted(fields):
+            if name not in LEFT_OUT:
+                value = memoryview(fields[name])
+                found.update(f"{len(name)} {len(value)} {name}".encode("utf-8", "surrogatepass"))
+                for part in (value[:PART], value[max(PART, len(value) - PART) :]):
+                    found.update(part[:left])
+                    left = max(0, left - len(part))
+        return found.digest()
+
+    return fingerprint
+
+
+def fields_of(body: bytes) -> Fields:
+    """Return the fields of a body that is passed whole. One that is large, or no JSON object, is one field."""
+    try:
+        found = decode_fields(body) if len(body) <= MOST else None
+    except TooManyFieldsError:
+        found = None
+    return {"": msgspec.Raw(body)} if found is None else found

@@ -1,0 +1,319 @@
+"""A request that kills the engines that begin it takes two of them at most, not the last one; others are served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.kit.errors import ConnectionLostError
+from pdproxy.observe.events import EngineLost
+from pdproxy.serving.dispatch.engines_lost import MOST_KEPT, EnginesLost
+from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.sim.server import SimServer
+from tests.fakes.client import Answer, request
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.passed import MESSAGES, RESPONSES, message, responses
+from tests.fakes.pool import pool
+from tests.fakes.world import CHAT, COMPLETIONS, TEXT, World, chat, completion, until, world
+from tests.proxy.test_both_legs import known
+
+MARK = "kills whoever begins it"
+AT_ONCE = f"kill@queued:rate=1,holds={MARK}"
+IN_THE_STREAM = f"kill@mid_stream:rate=1,holds={MARK},events=2"
+UNBROKEN = {"breaker_failures": 100, "attempts": 5}
+
+
+def killer(number: int = 0, **fields: Any) -> dict[str, Any]:
+    """A completion that kills engines. Those of different numbers have different bodies."""
+    return completion(prompt=f"{MARK}, {number}. " + "It has some blocks of text. " * 9, **fields)
+
+
+def armed(engines: Iterable[SimServer], fault: str = AT_ONCE) -> list[SimServer]:
+    """Let engines die of killers."""
+    found = list(engines)
+    for engine in found:
+        for path in ("", f",path={RESPONSES}", f",path={MESSAGES}"):
+            engine.faults.add(fault + path)
+    return found
+
+
+def sims(engines: Iterable[FakeEngine]) -> list[SimServer]:
+    return [engine.sim for engine in engines]
+
+
+def dead(engines: Iterable[SimServer]) -> int:
+    return sum(engine.life == "down" for engine in engines)
+
+
+def lost_of(w: World) -> EnginesLost:
+    """What the proxy remembers."""
+    return w.proxy.pools[0].resources.lost
+
+
+async def ask(w: World, body: object, path: str = COMPLETIONS, address: str = "127.0.0.1") -> Answer:
+    """One request of a client with this address."""
+    client = await w.client(address=address)
+    client.send(request("POST", path, body))
+    answer = await client.answer()
+    client.close()
+    return answer
+
+
+def refused(answer: Answer) -> bool:
+    """Whether the client is told that engines disappeared under its request."""
+    error = answer.json["error"]
+    named = error.get("reason") == "engines_lost" or "disappeared" in error["message"]
+    return answer.status == 503 and named and answer.header("retry-after") is not None
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": (COMPLETIONS, killer()),
+    "stream": (COMPLETIONS, killer(stream=True)),
+    "chat": (CHAT, chat(messages=[{"role": "user", "content": MARK}])),
+    "n": (COMPLETIONS, killer(n=2, temperature=0.5)),
+    "responses": (RESPONSES, responses(input=MARK)),
+    "messages": (MESSAGES, message(messages=[{"role": "user", "content": MARK}])),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_one_request_takes_two_engines(name: str) -> None:
+    """Of five that serve it whole, with as many attempts as there are engines."""
+    path, body = BODIES[name]
+    async with world(0, 0, aggregated=5, limits={"attempts": 5}, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        assert refused(await ask(w, body, path))
+        assert dead(engines) == 2
+        assert (await ask(w, completion())).text == TEXT
+        assert [event.losses for event in w.events(EngineLost)] == [1, 2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+@pytest.mark.parametrize("of", ["P", "D", "PD"])
+async def test_one_request_takes_two_engines_of_all_roles(of: str, dispatch: Any, stream: bool) -> None:
+    """Prefill and decode engines count together, one after the other or both at once."""
+    async with pool("nixl-push", prefills=4, decodes=4, dispatch=dispatch, limits={"attempts": 5}) as pair:
+        await known(pair)
+        prefills, decodes = [pair.p, *pair.more[:3]], [pair.d, *pair.more[3:]]
+        armed([*(prefills if "P" in of else []), *(decodes if "D" in of else [])])
+        answer = await pair.ask(COMPLETIONS, killer(stream=stream))
+        assert refused(answer)
+        assert dead([*prefills, *decodes]) == 2
+
+
+@pytest.mark.parametrize("attempts", [3, 5])
+async def test_a_list_of_prompts_is_one_request(attempts: int) -> None:
+    """The first of its prompts that has lost two engines ends all of them."""
+    async with world(0, 0, aggregated=6, limits={"attempts": attempts}, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        assert refused(await ask(w, completion(prompt=["one text", MARK])))
+        assert dead(engines) == 2
+
+
+async def test_a_stream_that_others_go_on_with_counts_its_engines() -> None:
+    """They die behind its first data: two do, whatever `limits.continuations` is."""
+    limits = {"continuations": 5, **UNBROKEN}
+    async with world(0, 0, aggregated=5, limits=limits, leaves=True) as w:
+        engines = armed(sims(w.aggregated), IN_THE_STREAM)
+        for number in range(3):
+            answer = await ask(w, killer(stream=True, max_tokens=30, user=MARK))
+            assert b"error" in answer.body
+            assert dead(engines) == min(2 + number, 3), "its client gets one engine the second time, and none the third"
+        assert refused(answer)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_the_last_engine_of_a_role_is_not_risked(path: str) -> None:
+    """It goes on with the requests of others."""
+    body = killer() if path == COMPLETIONS else responses(input=MARK)
+    async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        assert refused(await ask(w, body, path))
+        assert dead(engines) == 1
+        assert (await ask(w, completion())).text == TEXT
+
+
+async def test_the_last_prefill_engine_is_not_risked() -> None:
+    """One engine serves the prompt whole, as always where no prefill engine is left for it."""
+    async with world(2, 2, limits=UNBROKEN, leaves=True) as w:
+        prefills, decodes = armed(sims(w.prefill)), sims(w.decode)
+        assert (await ask(w, killer())).status == 200
+        assert (dead(prefills), dead(decodes)) == (1, 0)
+
+
+async def test_it_comes_again() -> None:
+    """Behind two lost engines it gets one, behind three none: it is named. Another client's request is served, and so is another
+    request of its client, which is cleared by that."""
+    async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        for address, killed in (("127.0.0.1", 2), ("127.0.0.2", 3), ("127.0.0.3", 3), ("127.0.0.1", 3)):
+            again = killer(stream=killed == 3, user=address)
+            assert refused(await ask(w, again, address=address))
+            assert dead(engines) == killed
+        assert (await ask(w, completion())).text == TEXT
+        assert w.metric("pdproxy_suspected", what="refused") == 1
+        assert w.metric("pdproxy_engines_lost_total", requests="one") == 3
+        assert w.metric("pdproxy_refusals_total", reason="engines_lost", status="503") == 4
+        (name,) = {event.fingerprint for event in w.events(EngineLost)}
+        assert [name in detail for detail in w.proxy.readiness().details if "fingerprint" in detail] == [True]
+
+
+async def test_many_bodies_of_one_client() -> None:
+    """It has half of the engines, whatever it sends; others are served, and so is this client once it sends something else."""
+    async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        for number in range(12):
+            assert refused(await ask(w, killer(number)))
+        assert dead(engines) == 3
+        assert w.metric("pdproxy_suspected", what="client") == 1
+        assert (await ask(w, completion(), address="127.0.0.2")).text == TEXT
+        for engine in engines:
+            engine.faults.clear()
+            if engine.life == "down":
+                await engine.restart()
+        await w.probe()
+        assert (await ask(w, completion())).text == TEXT
+        assert w.metric("pdproxy_suspected", what="client") == 0
+
+
+async def test_a_limited_client_is_served_one_request_at_a_time() -> None:
+    """Until one of them is answered: then all of them go on."""
+    async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True) as w:
+        armed(sims(w.aggregated))
+        for number in range(2):
+            await ask(w, killer(number))
+        under_way: list[Reply] = []
+        opened = asyncio.Event()
+
+        async def held(reply: Reply) -> None:
+            under_way.append(reply)
+            await opened.wait()
+            await reply.serve()
+
+        for engine in w.aggregated:
+            engine.default = held
+        asked = [asyncio.ensure_future(ask(w, completion(seed=number))) for number in range(4)]
+        await until(lambda: w.inflight == 4 and under_way)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(under_way) == 1
+        opened.set()
+        assert [answer.text for answer in await asyncio.gather(*asked)] == [TEXT] * 4
+
+
+class Crowd:
+    """Requests that are under way at one engine together; it dies when the test says so, and others are there from then on."""
+
+    def __init__(self, w: World) -> None:
+        self._w = w
+        self._under_way = 0
+        self.first, *self._others = w.aggregated
+        for engine in self._others:
+            w.mark_down(engine, "later")
+        self.first.default = self._hold
+
+    async def _hold(self, _: Reply) -> None:
+        self._under_way += 1
+        await asyncio.Event().wait()
+
+    async def dies(self, *bodies: dict[str, Any], addresses: int = 1) -> list[Answer]:
+        """Send them, have the engine die, and return their answers."""
+        asked = [
+            asyncio.ensure_future(ask(self._w, body, address=f"127.0.0.{1 + number % addresses}"))
+            for number, body in enumerate(bodies)
+        ]
+        await until(lambda: self._under_way == len(bodies))
+        for engine in self._others:
+            await self._w.proxy.prober.probe(self._w.proxy.engines[engine.url], scrape=True)
+        await self.first.sim.kill()
+        return await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+async def test_honest_requests_beside_a_killer_are_served(place: int) -> None:
+    """All were under way at one engine. The killer takes one more, alone; wherever it is among them."""
+    async with world(0, 0, aggregated=3, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
+        armed(sims(w.aggregated[1:]))
+        bodies: list[dict[str, Any]] = [completion(seed=number) for number in range(6)]
+        bodies.insert(place, killer())
+        answers = await Crowd(w).dies(*bodies, addresses=3)
+        assert refused(answers.pop(place))
+        assert [answer.text for answer in answers] == [TEXT] * 6
+        assert dead(sims(w.aggregated)) == 2
+        assert w.metric("pdproxy_suspected", what="client") == 0
+
+
+async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
+    """Those that were there are served by the only one that is left, and nothing is remembered of them."""
+    async with world(0, 0, aggregated=2, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
+        answers = await Crowd(w).dies(*[completion(seed=number) for number in range(20)], addresses=4)
+        assert [answer.text for answer in answers] == [TEXT] * 20
+        assert not lost_of(w).remembers
+        assert {event.several for event in w.events(EngineLost)} == {True}
+
+
+async def test_who_lost_two_engines_by_chance_is_served_the_next_time() -> None:
+    """It gets an error, comes again, gets an engine, and is cleared by its answer."""
+    async with world(0, 0, aggregated=5, limits=UNBROKEN, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        for body in (killer(), killer(stream=True)):
+            assert refused(await ask(w, killer()))
+            for engine in engines:
+                engine.faults.clear()
+            assert w.metric("pdproxy_suspected", what="one_engine") == 1
+            assert (await ask(w, body)).status == 200
+            assert w.metric("pdproxy_suspected", what="one_engine") == 0
+            for engine in engines:
+                if engine.life == "down":
+                    await engine.restart()
+            await w.probe()
+            armed(engines)
+
+
+async def test_what_is_no_loss() -> None:
+    """Broken connections of engines that are there, errors, and engines that are drained: the third engine is tried."""
+    async with world(0, 0, aggregated=3, limits=UNBROKEN, leaves=True) as w:
+        for faults in (["reset@queued", "eof@queued"], ["status@queued", "reset@queued"]):
+            for engine, fault in zip(sims(w.aggregated), faults, strict=False):
+                engine.faults.add(fault)
+            assert (await ask(w, completion())).text == TEXT
+            assert (await ask(w, completion())).text == TEXT
+            for engine in sims(w.aggregated):
+                engine.faults.clear()
+        for engine in armed(sims(w.aggregated[:2])):
+            w.proxy.ledger.mark_draining(engine.url, "rolling restart")
+        assert (await ask(w, killer())).status == 200
+        assert not w.events(EngineLost)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+async def test_an_engine_whose_core_has_died_is_lost(version: str) -> None:
+    """Its API server says so, and stays for a while."""
+    async with world(0, 0, aggregated=5, limits=UNBROKEN, facts={"version": version}, leaves=True) as w:
+        engines = armed(sims(w.aggregated), f"dead_core@queued:rate=1,holds={MARK}")
+        assert refused(await ask(w, killer()))
+        assert sum(engine.engine.dead for engine in engines) == 2
+        assert (await ask(w, completion())).text == TEXT
+
+
+async def test_what_is_remembered_is_bounded() -> None:
+    """Of fingerprints, clients and engines."""
+    async with world(0, 0, aggregated=1, leaves=True) as w:
+        lost = lost_of(w)
+        (node,) = w.proxy.ledger.nodes
+
+        async def gone(_: str) -> bool:
+            return False
+
+        lost._is_alive = gone
+        for number in range(MOST_KEPT + 5):
+            headers = LegHeaders(str(number), COMPLETIONS, (), (), client=str(number))
+            node.run_number = 10**6 + number
+            lost.broke(headers, node, ConnectionLostError("x"), streamed=False)
+            await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
+        assert (len(lost._suspects), len(lost._clients), len(lost._seen)) == (MOST_KEPT,) * 3
