@@ -9,15 +9,19 @@
 # Python's minor version and Debian's release are fixed; the next build brings fixes of both.
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY pyproject.toml requirements-build.lock requirements-image.lock README.md LICENSE ./
 COPY proxy proxy
 # The package has a link to it.
 COPY configs/reference.yaml configs/
-# pip would be a quarter of the environment, so it stays outside. The lock also holds the tests' packages: used as constraints, it
-# pins only what the package itself requires.
+# pip would be a quarter of the environment, so it stays outside. Each file that is installed has a hash in a lock, also those of
+# the builder, which pip would else fetch by itself.
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python -m venv --without-pip /opt/pdproxy \
-    && pip --python /opt/pdproxy/bin/python install --disable-pip-version-check --constraint requirements.lock .
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_DEPS=1 \
+    && pip install --require-hashes -r requirements-build.lock \
+    && pip wheel --no-build-isolation -w /tmp . \
+    && python -m venv --without-pip /opt/pdproxy \
+    && pip --python /opt/pdproxy/bin/python install --require-hashes -r requirements-image.lock \
+    && pip --python /opt/pdproxy/bin/python install /tmp/pdproxy-*.whl
 
 FROM python:3.11-slim-bookworm
 COPY --from=build /opt/pdproxy /opt/pdproxy

@@ -47,6 +47,8 @@ CONNECTOR := "nixl"
 
 PYTHON := "python3"
 
+LOCK := "uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --quiet --custom-compile-command 'just lock'"
+
 # List the recipes
 default:
     @just --list
@@ -55,6 +57,12 @@ default:
 setup:
     python3 -m venv .venv
     .venv/bin/pip install -e '.[test]'
+
+# Make the locks anew with uv, for changed dependencies; UPGRADE=--upgrade moves all of them to their newest releases
+lock UPGRADE="":
+    {{ LOCK }} {{ UPGRADE }} --extra test --extra build pyproject.toml -o requirements.lock
+    {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock pyproject.toml -o requirements-image.lock
+    printf 'editables\nhatchling\n' | {{ LOCK }} {{ UPGRADE }} --constraint requirements.lock - -o requirements-build.lock
 
 # Start the engine that computes prompts
 prefill:

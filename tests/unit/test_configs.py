@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -270,15 +271,51 @@ def test_the_image_is_built_on_pinned_versions() -> None:
     assert len(set(bases)) == 1
     assert re.fullmatch(r"python:3\.\d+(\.\d+)?-slim-[a-z]+", bases[0])
     install = next(one.rest for one in dockerfile() if one.name == "RUN" and " install " in one.rest)
-    assert "--constraint requirements.lock" in install
+    for lock in ("build", "image"):
+        assert f"--require-hashes -r requirements-{lock}.lock" in install
 
 
-def test_the_lock_pins_all_that_the_image_installs() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    wanted = re.findall(r'^    "([\w-]+)[>=]', project.split("dependencies = [")[1].split("]")[0], flags=re.MULTILINE)
-    locked = set(re.findall(r"^([\w.-]+)==", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE))
-    assert len(wanted) > 5
-    assert set(wanted) <= locked
+def pinned(lock: str) -> dict[str, tuple[str, list[str]]]:
+    """The packages of a lock, each with its version and the hashes of its files."""
+    text = (ROOT / lock).read_text()
+    entries = re.split(r"^(?=[\w.-]+==)", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+    return {
+        one.split("==")[0]: (one.split("==")[1].split()[0], re.findall(r"--hash=(\S+)", one)) for one in entries if one
+    }
+
+
+@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-image.lock", "requirements-build.lock"])
+def test_a_lock_has_a_hash_for_every_file(lock: str) -> None:
+    """Each package one at least, and the same version and hashes in all locks."""
+    every, found = pinned("requirements.lock"), pinned(lock)
+    assert len(found) > 5
+    for name, (version, hashes) in found.items():
+        assert hashes, name
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in hashes), name
+        assert (version, hashes) == every[name]
+
+
+def test_the_locks_pin_all_that_is_installed() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[\[<>=; ]", one)[0].lower().replace("_", "-") for one in requirements}
+
+    extras = project["optional-dependencies"]
+    assert names(project["dependencies"]) <= pinned("requirements-image.lock").keys()
+    assert names(extras["build"]) <= pinned("requirements-build.lock").keys()
+    assert names([*project["dependencies"], *extras["test"], *extras["build"]]) <= pinned("requirements.lock").keys()
+
+
+@pytest.mark.parametrize("path", [".ci/run", ".ci/full", "Dockerfile"])
+def test_what_is_locked_is_installed_by_its_hashes(path: str) -> None:
+    """Each line that installs a lock asks for hashes; nothing is built by a builder that pip has fetched by itself."""
+    lines = [
+        line for line in (ROOT / path).read_text().splitlines() if "pip" in line and ".lock" in line and "-r " in line
+    ]
+    assert lines
+    assert all("--require-hashes" in line for line in lines)
 
 
 def test_the_build_context_holds_what_the_dockerfile_copies() -> None:
