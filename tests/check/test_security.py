@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.app.valid_keys import SHORT
 from pdproxy.cli.main import main
 from pdproxy.lab.check.report import Style
 from pdproxy.lab.check.security.report import as_text, judge
-from pdproxy.lab.check.security.rules import RULES, SHORT
+from pdproxy.lab.check.security.rules import RULES
 from pdproxy.lab.check.security.view import View, view_of
 from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.kv_events import KvEvents
@@ -130,6 +131,17 @@ TABLE: dict[str, tuple[list[View], list[View]]] = {
             View(Settings(overload=Overload(tenant_header="X-T"), tenants=TenantSettings(caches="shared"))),
         ],
         [View(Settings(tenants=TenantSettings(caches="shared"))), View(Settings(auth=KEYS))],
+    ),
+    "unsalted_stores": (
+        [
+            View(Settings(auth=KEYS, pools=(Pool(connector="shared"),))),
+            View(Settings(tenants=TenantSettings(caches="separate"), pools=(Pool(connector="lmcache-pd"),))),
+        ],
+        [
+            View(Settings(pools=(Pool(connector="shared"),))),
+            View(Settings(auth=KEYS, pools=(Pool(connector="nixl"), Pool(connector="auto")))),
+            View(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"), pools=(Pool(connector="shared"),))),
+        ],
     ),
 }
 

@@ -53,6 +53,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_hostile_engines.py::test_many_answers_share_one_room": DIVIDED,
         "test_hostile_logs.py::test_a_pipe_that_nobody_reads": EACH,
         "test_hostile_logs.py::test_the_last_lines_are_written": EACH,
+        "test_key_rights.py::test_a_pool_that_a_key_does_not_name": INSIDE,
         "test_keys.py::test_a_file_that_goes_bad_changes_nothing_and_is_told_once": EACH,
         "test_membership.py::test_a_fleet_that_changes_under_streaming_clients": INSIDE,
         "test_membership.py::test_a_last_engine_that_is_drained_still_releases_kv": INSIDE,
@@ -115,6 +116,7 @@ ONE_WORKER: Mapping[str, str] = MappingProxyType(
         "test_turns.py::test_of_a_restarted_engine_none_is_used": EACH,
         "test_turns.py::test_ready_reports_that_no_notices_come": EACH,
         "test_turns_faults.py::test_a_keeper_that_hangs_is_not_asked_to_decode": CLOCK,
+        "test_wrong_keys.py::test_too_many_wrong_keys_of_an_address": EACH,
     }
 )
 """Reasons by the test's file and name, or by the file for all in it. All parameters of a test are left out."""

@@ -51,8 +51,6 @@ REFUSED: list[tuple[str, str, Any, str | None]] = [
     ("models=tiny", "/detokenize", {"tokens": [1]}, "model"),
     # An engine does not read the `model` of an invocation's body.
     ("models=tiny", INVOCATIONS, completion(), "model"),
-    ("pools=other", COMPLETIONS, completion(), "model"),
-    ("pools=other", EMBED, {"model": "tiny", "input": "x"}, "model"),
     ("routes=chat", COMPLETIONS, completion(), None),
     ("routes=chat,completions", EMBED, {"model": "tiny", "input": "x"}, None),
     ("routes=chat,completions", BATCH, chat(messages=[TURNS]), None),
@@ -81,8 +79,7 @@ REFUSED: list[tuple[str, str, Any, str | None]] = [
 @pytest.mark.parametrize(("words", "path", "body", "param"), REFUSED, ids=str)
 async def test_what_a_key_is_not_good_for(tmp_path: Path, words: str, path: str, body: Any, param: str | None) -> None:
     """403 in the API's shape before any engine is asked; another key may do it."""
-    pool_names = (lambda settings: _with_pools(settings)) if "pools=" in words else (lambda settings: settings)
-    async with world(auth=auth(tmp_path, words), adjust=pool_names) as w:
+    async with world(auth=auth(tmp_path, words)) as w:
         seen = everyone(w, path, fine)
         answer = await ask(w, path, body)
         error = answer.json["error"]
@@ -101,6 +98,15 @@ def _with_pools(settings: Settings) -> Settings:
     """The pools that a line may name are those of the settings: here another one that serves nothing."""
     other = msgspec.structs.replace(settings.pools[0], name="other", nodes=())
     return msgspec.structs.replace(settings, pools=(*settings.pools, other))
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (EMBED, {"model": "tiny", "input": "x"})])
+async def test_a_pool_that_a_key_does_not_name(tmp_path: Path, path: str, body: Any) -> None:
+    """The only one that has the model."""
+    async with world(auth=auth(tmp_path, "pools=other"), adjust=_with_pools) as w:
+        answer = await ask(w, path, body)
+        assert (answer.status, answer.json["error"]["param"]) == (403, "model")
+        assert not asked(w)
 
 
 ALLOWED: list[tuple[str, str, Any]] = [

@@ -16,7 +16,7 @@ from pdproxy.settings.section import File, Section
 from pdproxy.settings.yaml_file import spell_file
 
 Caches = Literal["auto", "separate", "shared"]
-AUTO, SEPARATE = "auto", "separate"
+AUTO, SEPARATE, SHARED = "auto", "separate", "shared"
 MIN_SECRET = 32
 """Characters: as many as 16 random bytes have in hexadecimal digits."""
 Secret = Annotated[

@@ -175,6 +175,7 @@ class EnginesLost:
         if not sender.lost:
             sender.lost.append(Under(next(self._numbers)))
         (under,) = sender.lost
+        self._forget_old()
         now = self._now()
         seen = self._seen.get((node.url, node.run_number))
         if seen is None or seen.until <= now:
@@ -202,10 +203,13 @@ class EnginesLost:
         `fields`: the request's, empty if they were dropped; `known`: its fingerprint, if it was computed before.
         """
         (under,) = sender.lost
-        unproven, under.unproven = under.unproven, []
-        for seen, streamed in unproven:
-            if await self._is_lost(seen) and seen not in under.engines:
-                self._count(sender, under, seen, fields, known, streamed=streamed)
+        for one in list(under.unproven):
+            seen, streamed = one
+            is_lost = await self._is_lost(seen)
+            if one in under.unproven:  # else another prompt of the request has counted it meanwhile
+                under.unproven.remove(one)
+                if is_lost and seen not in under.engines:
+                    self._count(sender, under, seen, fields, known, streamed=streamed)
         if len(under.engines) + under.before < MOST or not under.engines:
             return None
         number = len(under.engines)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from pdproxy.app.valid_keys import SHORT
 from pdproxy.kit.addresses import overlap, read_network
 from pdproxy.kit.engine_networks import FORBIDDEN
 from pdproxy.lab.check.security.view import View, is_far
 from pdproxy.settings.admin import UNIX
+from pdproxy.settings.tenants import SEPARATE, SHARED
+from pdproxy.transfer import registry
 
-SHORT = 16
-"""Characters of a key that can't be guessed."""
 WIDEST = {4: 8, 6: 32}
 """Bits of a network's prefix by version: proxies in front are in no wider one."""
 
@@ -131,10 +132,23 @@ def _core_dumps(view: View) -> Iterator[Open]:
 
 
 def _shared_caches(view: View) -> Iterator[Open]:
-    settings = view.settings
-    several = settings.auth.wants_keys or settings.overload.tenant_header is not None
-    if settings.tenants.caches == "shared" and several:
+    if view.settings.tenants.caches == SHARED and _has_tenants(view):
         yield Open("tenants.caches", "shared: who measures times can guess what other tenants have sent")
+
+
+def _unsalted_stores(view: View) -> Iterator[Open]:
+    caches = view.settings.tenants.caches
+    if not (caches == SEPARATE or (caches != SHARED and _has_tenants(view))):
+        return
+    for at, pool in enumerate(view.settings.pools):
+        if pool.connector != registry.AUTO and registry.ignores_salt(pool.connector):
+            why = f"{pool.connector}: its stores of KV may not know tenants' salts, and give one tenant's KV to another one"
+            yield Open(f"pools[{at}].connector", why)
+
+
+def _has_tenants(view: View) -> bool:
+    settings = view.settings
+    return settings.auth.wants_keys or settings.overload.tenant_header is not None
 
 
 RULES: tuple[Rule, ...] = (
@@ -160,4 +174,9 @@ RULES: tuple[Rule, ...] = (
     Rule("cors_any", _cors, "name the sites whose pages may use it"),
     Rule("core_dumps", _core_dumps, "start the proxy with `ulimit -c 0` (LimitCORE=0 for systemd)"),
     Rule("shared_caches", _shared_caches, "set tenants.caches: auto, or separate"),
+    Rule(
+        "unsalted_stores",
+        _unsalted_stores,
+        "use a store that knows cache_salt (MooncakeStoreConnector, LMCacheMPConnector), or a pool for each tenant",
+    ),
 )

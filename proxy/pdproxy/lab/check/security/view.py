@@ -6,18 +6,15 @@ Owns the reading of files. The rules are pure.
 from __future__ import annotations
 
 import resource
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from pdproxy.app.exposed_files import exposure
 from pdproxy.kit.addresses import is_any, is_loopback
 from pdproxy.settings.admin import AdminPlace, place_of
 from pdproxy.settings.key_lines import read_key_lines
 from pdproxy.settings.schema import Node, Settings
-
-_OTHERS = stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +116,5 @@ def _exposed(settings: Settings) -> Iterator[tuple[str, str]]:
                 (f"pools[{at}].nodes[{index}].tls.key", node.tls.key),
             ]
     for setting, path in files:
-        if path is not None and _others_may(path):
+        if path is not None and exposure(setting, path) is not None:
             yield setting, path
-
-
-def _others_may(path: str) -> bool:
-    try:
-        return bool(Path(path).stat().st_mode & _OTHERS)
-    except OSError:
-        return False
