@@ -241,6 +241,20 @@ async def test_a_key_of_the_settings_ends_with_them(keys: Path) -> None:
         assert code((await ends_with(client)).removeprefix(b"data: ")) == "key_revoked"
 
 
+async def test_an_end_that_is_moved_to_before_now(keys: Path) -> None:
+    """The key stays in the file, and is over; one whose end is moved to later goes on."""
+    late, past = "until=2999-01-01T00:00:00Z", "until=2020-01-01T00:00:00Z"
+    keys.write_text(f"a:one {late}\nb:two {late}\n")
+    async with world(auth={"api_keys_file": str(keys)}) as w:
+        go = asyncio.Event()
+        w.decode[0].script(*[scripts.after_word(go, scripts.one_more_word)] * 2)
+        client, other = await streams(w, "one"), await streams(w, "two")
+        take_away(w, keys, f"a:one {past}\nb:two until=3000-01-01T00:00:00Z\n")
+        assert code((await ends_with(client)).removeprefix(b"data: ")) == "key_expired"
+        go.set()
+        assert (await ends_with(other)).endswith(b"data: [DONE]\n\n")
+
+
 async def test_a_key_ends_at_its_time(keys: Path) -> None:
     """A request that runs then is ended, one time; a key without an end, and one whose end has not come, are left alone."""
     async with world(auth={"api_keys_file": str(keys)}) as w:

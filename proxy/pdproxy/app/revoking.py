@@ -7,6 +7,7 @@ cost nothing here: at a change, all connections are walked.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
@@ -35,8 +36,11 @@ class Revoking:
         self._ends_of = ends
         self._now = now
         self._valid = keys.valid
-        self._ends = self._later_ends()
-        """The ends that are to come, the last one first."""
+        at = now()
+        self._over = {digest for digest, end in ends().items() if end <= at}
+        """Keys whose end has come: their requests were ended."""
+        self._ends = self._other_ends()
+        """The ends of all other keys, the last one first."""
 
     def __repr__(self) -> str:
         return f"<Revoking {len(self._valid)} keys, {len(self._ends)} ends>"
@@ -46,16 +50,19 @@ class Revoking:
         valid = self._keys.valid
         if valid is not self._valid:
             gone, self._valid = self._valid.keys() - valid.keys(), valid
-            self._ends = self._later_ends()
+            self._ends = self._other_ends()
             self._end(gone, "revoked")
         expired = set()
         while self._ends and self._ends[-1][0] <= self._now():
             expired.add(self._ends.pop()[1])
+        self._over |= expired
         self._end(expired, "expired")
 
-    def _later_ends(self) -> list[tuple[float, bytes]]:
-        now = self._now()
-        return sorted(((end, digest) for digest, end in self._ends_of().items() if end > now), reverse=True)
+    def _other_ends(self) -> list[tuple[float, bytes]]:
+        """Return the ends of the keys that are not over. A change of the file may have moved an end, also to before now."""
+        now, ends = self._now(), self._ends_of()
+        self._over = {digest for digest in self._over if ends.get(digest, math.inf) <= now}
+        return sorted(((end, digest) for digest, end in ends.items() if digest not in self._over), reverse=True)
 
     def _end(self, keys: AbstractSet[bytes], how: str) -> None:
         if not keys:

@@ -130,8 +130,11 @@ class Gate:
         return "the socket", None
 
     def _check_again(self, digest: bytes | None) -> None:
-        if digest is not None and digest not in self._keys.valid:
-            raise RevokedError("key", "revoked")
+        if digest is None:
+            return
+        found = self._keys.valid.get(digest)
+        if found is None or found.is_over(self._keys.wall()):
+            raise RevokedError("key", "revoked" if found is None else "expired")
 
 
 def answer_of(error: PdproxyError) -> Response:
