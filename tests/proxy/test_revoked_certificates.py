@@ -231,9 +231,9 @@ async def test_a_handshake_that_never_ends_counts_and_ends(ours: Side) -> None:
 async def test_connections_without_a_handshake_take_nobody_elses_place(ours: Side) -> None:
     """At limits.max_connections the client that has the most of them loses one, whether it has begun to speak or not."""
     async with fronted(ours, limits={"max_connections": 4}) as w:
-        await silent(w, 12)
-        await until(lambda: w.metric("pdproxy_evicted_total", what="connection") >= 8)
-        await until(lambda: w.open_connections <= 4)
+        await silent(w, 12 * len(w.workers))
+        await until(lambda: w.metric("pdproxy_evicted_total", what="connection") >= 8 * len(w.workers))
+        await until(lambda: w.open_connections <= 4 * len(w.workers))
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
 
 
