@@ -44,7 +44,8 @@ SAMPLE_INTERVAL = 0.05
 CALM_BEFORE = 1.0
 """Seconds for which honest clients run alone before the hostile ones begin."""
 CLIENTS, CHUNKS, ITL = 16, 32, 0.02
-HONEST_KEY = "honest"
+HONEST_KEY, OTHER_KEYS = "honest", 21_000
+"""The key of honest clients, and how many keys besides those of clients are valid."""
 END_TIMEOUT = 60.0
 """Seconds that a process may take to end and print its result."""
 
@@ -83,6 +84,8 @@ KINDS: dict[str, Kind] = {
     "stalled": Kind("21 bodies of 64 MiB that lack their last byte", ("stalled",)),
     "stalled-keys": Kind("the same, each with a key of its own", ("stalled-keys",), keys=True),
     "stalled-addresses": Kind("the same, each from an address of its own", ("stalled-addresses",)),
+    "keyless": Kind("250 halves of bodies without a key, to routes of each kind", ("keyless",), keys=True),
+    "wrong-keys": Kind("one wrong key after the other, where 21,000 are valid", ("wrong-keys",), keys=True),
     "drip": Kind("bodies at one byte per second; bodies in chunks of one byte", ("drip",)),
     "readers": Kind("500 streams that are read at one byte per second", ("readers",)),
     "idle": Kind("4,000 connections that send nothing, or half a head", ("idle",)),
@@ -155,8 +158,11 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
     files = f"ulimit -n {kind.files} && " if kind.files else ""
     command = ["sh", "-c", f'ulimit -v {MAX_KB * 3 // 2} && {files}exec "$@"', "sh", *stage.PDPROXY.command(at, port)]
     env = {**os.environ, "PYTHONPATH": str(options.checkout / "proxy"), **dict(options.settings)}
+    made = tempfile.TemporaryDirectory()
     if kind.keys:
-        env["PDPROXY_AUTH__API_KEYS"] = ",".join([HONEST_KEY, *KEYS])
+        keys = Path(made.name, "keys")
+        keys.write_text("\n".join([HONEST_KEY, *KEYS, *(f"other{number}" for number in range(OTHER_KEYS))]))
+        env["PDPROXY_AUTH__API_KEYS_FILE"] = str(keys)
     unread, pipe = os.pipe() if kind.pipe else (None, None)
     process = subprocess.Popen(
         command, env=env, stdout=log, stderr=log if pipe is None else pipe, start_new_session=True, cwd=options.checkout
@@ -173,6 +179,7 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
         for end in (unread, pipe):
             if end is not None:
                 os.close(end)
+        made.cleanup()
 
 
 @contextmanager

@@ -243,6 +243,52 @@ def stalled(more: Callable[[int], str], address: Callable[[int], str | None]) ->
     return kind
 
 
+def keyless(count: int) -> Kind:
+    """A client without a key that sends halves of bodies, to routes of each kind."""
+
+    def kind(client: Client) -> Run:
+        half = b" " * MIB
+
+        async def begin(number: int, connection: socket.socket) -> None:
+            path = _KEYLESS[number % len(_KEYLESS)]
+            await client.send(connection, POST.format(path, f"content-length: {2 * len(half)}\r\n\r\n").encode())
+            await client.send(connection, half)
+
+        return lambda: client.held(count, begin)
+
+    return kind
+
+
+_KEYLESS = (
+    COMPLETIONS,
+    CHAT,
+    *PASSED,
+    "/invocations",
+    "/api/v1/telemetry",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/unknown",
+)
+
+
+def _wrong_keys() -> Iterator[Request]:
+    """Small requests, each with another key that is not valid."""
+    for number in itertools.count():
+        head = POST.format(COMPLETIONS, f"authorization: Bearer wrong{number}\r\ncontent-length: 15\r\n\r\n")
+        yield head.encode(), b'{"prompt":"xx"}'
+
+
+def wrong_keys(client: Client) -> Run:
+    """A client that tries one key after the other."""
+
+    async def run() -> None:
+        turns = _wrong_keys()
+        await asyncio.gather(*(client.ask(turns) for _ in range(2 * client.connections)))
+
+    return run
+
+
 def drip(client: Client) -> Run:
     """Bodies at one byte per second, and bodies in chunks of one byte."""
     chunked = POST.format(COMPLETIONS, "transfer-encoding: chunked\r\n\r\n").encode()
@@ -378,6 +424,8 @@ KINDS: dict[str, Kind] = {
     "stalled": stalled(lambda _: "", lambda _: None),
     "stalled-keys": stalled(lambda n: f"authorization: Bearer {KEYS[n]}\r\n", lambda _: None),
     "stalled-addresses": stalled(lambda _: "", lambda n: f"127.0.2.{n + 1}"),
+    "keyless": keyless(250),
+    "wrong-keys": wrong_keys,
     "drip": drip,
     "readers": readers,
     "idle": idle(4000),

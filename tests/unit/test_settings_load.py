@@ -348,7 +348,7 @@ def test_a_file_of_any_size(tmp_path: Path) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     """A missing file, a folder and bytes that are no text are told by the file's name."""
     assert error(tmp_path / "none.yaml") == f"{tmp_path / 'none.yaml'}: can't be read: No such file or directory"
-    assert error(tmp_path) == f"{tmp_path}: can't be read: Is a directory"
+    assert error(tmp_path) == f"{tmp_path}: is a directory, not a regular file"
     (tmp_path / "x.yaml").write_bytes(b"a: \xff\xfe")
     assert error(tmp_path / "x.yaml") == f"{tmp_path / 'x.yaml'}: not YAML: holds characters that text can't have"
     assert "\n" not in error(tmp_path / "a\nb")
