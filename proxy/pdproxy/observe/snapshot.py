@@ -72,6 +72,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_replicas": Rule.MOST,
         "pdproxy_retries": Rule.SUM,
         "pdproxy_tasks": Rule.SUM,
+        "pdproxy_suspected": Rule.SUM,
         "pdproxy_time_correction_ratio": Rule.MEAN,
         "pdproxy_tokenize_agrees": Rule.LEAST,
         "pdproxy_tokens_in_flight": Rule.SUM,
