@@ -230,7 +230,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 def test_each_help_of_an_option_stands_alone() -> None:
     """It states the default (switches and lists of engines have none), and does not begin with a word for another line."""
     of_all = ("--help", "--version", "--json", "--strict", "--quiet", "--ready", "--fault", "--prefill", "--decode")
-    switches = (*of_all, "--spread", "--detailed", "--allow-lag", "--busy")
+    switches = (*of_all, "--spread", "--detailed", "--allow-lag", "--busy", "--security")
     found = dict(options_of(parser_of(COMMANDS)))
     assert len(found) > 200
     bare = [
