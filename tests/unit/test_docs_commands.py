@@ -21,8 +21,8 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.
 OPERATORS = {"&&", "||", ";", "|", "&", "\n"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FLAG = re.compile(r"--[a-z][\w-]*")
-OTHERS = {"--minutes"}
-"""Flags of the project's own scripts, which the pages name: `python -m tests.fuzz.run`."""
+OTHERS = {"--minutes", "--no-build-isolation"}
+"""Flags of other programs, which the pages name: `python -m tests.fuzz.run`, pip."""
 VLLM = frozenset((ROOT / "tests" / "reference" / "vllm_names.txt").read_text().split("\n"))
 PARSER = command_line.parser()
 COMMANDS = command_line.commands(PARSER)
