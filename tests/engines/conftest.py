@@ -25,6 +25,7 @@ ORDER = [
         "test_flags_and_fields",
         "test_reasoning",
         "test_tokenize",
+        "test_keys",
         "test_generated",
         "test_check",
         "test_push",

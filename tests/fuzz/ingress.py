@@ -82,6 +82,11 @@ class Transport(asyncio.Transport):
         self.reading_paused = False
 
 
+OTHER = "/other"
+READING = {OTHER.encode(), *(route.value.encode() for route in Route)}
+"""Paths of which the body is read, where they are posted to. Others' bodies are dropped."""
+
+
 @dataclass
 class Seen:
     """What became of a connection: the requests that were served (method, path, body), the answers, whether it was closed."""
@@ -148,7 +153,7 @@ class Ingress:
         )
         self.config = uvicorn.Config(
             self._application,
-            http=type("Protocol", (protocol_class(self.path),), {"reading": {"/other": "/v1/embeddings"}}),
+            http=type("Protocol", (protocol_class(self.path),), {"reading": {OTHER: "/v1/embeddings"}}),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -269,5 +274,6 @@ async def check_ingress(ingress: Ingress, data: bytes, cuts: Sequence[int]) -> N
     expected, right = requests_by_h11(data)
     for got, wanted in zip(whole.served, expected, strict=False):
         assert got[0] == wanted[0], "another method"
-        assert got[2] == wanted[2], "another body"
+        reads = got[0] == b"POST" and got[1] in READING
+        assert got[2] == (wanted[2] if reads else b""), "another body"
     assert not right or len(whole.served) <= len(expected), "a request more than there are"
