@@ -248,6 +248,27 @@ async def test_honest_requests_beside_a_killer_are_served(place: int) -> None:
         assert w.metric("pdproxy_suspected", what="client") == 0
 
 
+async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:
+    """Each engine has another client's request, so that no loss is of one request only: it takes as few as on an idle fleet."""
+    async with world(0, 0, aggregated=8, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        honest = "never ends"
+        for engine in engines:
+            engine.faults.add(f"stall@queued:rate=1,holds={honest}")
+        others = []
+        for number in range(8):
+            body = completion(prompt=f"{honest} {number}")
+            others.append(asyncio.ensure_future(ask(w, body, address=f"127.0.0.{10 + number}")))
+            await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == len(others))
+        assert [node.requests for node in w.proxy.ledger.nodes] == [1] * 8
+        for killed in (2, 3, 3, 3):
+            assert refused(await ask(w, killer()))
+            assert dead(engines) == killed
+        assert not any(other.done() for other in others), "those that were there are tried again, or wait for that"
+        for other in others:
+            other.cancel()
+
+
 async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
     """Those that were there are served by the only one that is left, and nothing is remembered of them."""
     async with world(0, 0, aggregated=2, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
