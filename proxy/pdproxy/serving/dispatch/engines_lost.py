@@ -51,6 +51,8 @@ KEPT = 600.0
 """Seconds behind its last loss for which a fingerprint or a client is remembered."""
 MOST_KEPT = 1024
 """Fingerprints, clients, and lost engines, of each: the oldest is forgotten."""
+WAITING = 2
+"""Requests of a limited client that wait for their turn. Each holds a place that others could have."""
 ASK = 0.5
 """Seconds for the answer of an engine whose connection has broken. One that takes longer is not lost, as far as is known."""
 _GONE = "it has disappeared under a request"
@@ -83,6 +85,10 @@ class Sender(Protocol):
     @property
     def request_id(self) -> str:
         """Its id."""
+
+    @property
+    def path(self) -> str:
+        """The path of its route."""
 
     @property
     def client(self) -> bytes | str:
@@ -263,7 +269,7 @@ class EnginesLost:
         under.engines[seen] = None
         under.beside = seen if seen.several else None
         losses = 0
-        mark = known or (self._fingerprint(fields) if fields else None)
+        mark = known or (self._fingerprint(sender.path, fields) if fields else None)
         if is_second or not seen.several:
             if not streamed:  # what has data is done with its prompt
                 under.protected |= {seen.node.role}
@@ -343,7 +349,7 @@ class EnginesLost:
             EnginesLostError: it is refused.
         """
         self._forget_old()
-        mark = self._fingerprint(fields)
+        mark = self._fingerprint(sender.path, fields)
         suspect, client = self._suspects.get(mark), self._clients.get(sender.client)
         losses = 0 if suspect is None else suspect.losses
         if suspect is not None and losses >= REFUSED_AT:
@@ -361,12 +367,13 @@ class EnginesLost:
         """Wait for the turn of a client's request, if its client is limited. None: it is not.
 
         Raises:
-            EnginesLostError: its turn did not come within `seconds`.
+            EnginesLostError: its turn did not come within `seconds`, or too many of its client wait.
         """
         client = self._clients.get(sender.client)
         if client is None or client.in_turn is None:
             return None
-        permit = await client.in_turn.enter(seconds)
+        turns = client.in_turn
+        permit = await turns.enter(seconds) if turns.waiting < WAITING else None
         if permit is None:
             text = "engines disappeared under requests of this client: they are served one after the other"
             raise EnginesLostError(text)
@@ -374,7 +381,7 @@ class EnginesLost:
 
     def began(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
         """Note the first data of a stream. Return the fingerprint: what it is made of may be dropped now."""
-        mark = known or (self._fingerprint(fields) if fields else None)
+        mark = known or (self._fingerprint(sender.path, fields) if fields else None)
         client = self._clients.get(sender.client)
         if client is None or not client.streamed:
             self._clear_client(sender.client)
@@ -385,7 +392,7 @@ class EnginesLost:
 
     def answered(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> None:
         """Note a whole answer: neither the request nor its client is the cause."""
-        mark = known or (self._fingerprint(fields) if fields else None)
+        mark = known or (self._fingerprint(sender.path, fields) if fields else None)
         self._clear_client(sender.client)
         if mark is not None:
             self._suspects.pop(mark, None)
