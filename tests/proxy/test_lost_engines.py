@@ -308,6 +308,52 @@ async def test_an_answer_that_needs_no_core_clears_nobody() -> None:
             assert (await ask(w, killer(), "/tokenize")).status == 200
 
 
+async def left_by(w: World, body: dict[str, Any], path: str, address: str) -> SimServer:
+    """Have a client send a request that stalls, and leave. Return the engine that has the request."""
+    at_engines = sum(node.requests for node in w.proxy.ledger.nodes)
+    client = await w.client(address=address)
+    client.send(request("POST", path, body))
+    await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) > at_engines)
+    (url,) = {node.url for node in w.proxy.ledger.nodes if node.requests}
+    client.close()
+    await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == at_engines)
+    return next(engine for engine in sims(w.aggregated) if engine.url == url)
+
+
+def stalling(w: World) -> None:
+    for engine in sims(w.aggregated):
+        engine.faults.add(f"stall@queued:rate=1,holds={MARK}")
+        engine.faults.add(f"stall@queued:rate=1,holds={MARK},path={RESPONSES}")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_who_leaves_before_the_engine_dies_is_counted(path: str) -> None:
+    """Nobody waits for the request's answer then: probes find the engine down."""
+    body = killer() if path == COMPLETIONS else responses(input=MARK)
+    async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True) as w:
+        stalling(w)
+        for losses in (1, 2, 3):
+            await (await left_by(w, body, path, "127.0.0.1")).kill()
+            await w.probe()
+            expected = [*range(1, losses + 1)]
+            await until(lambda expected=expected: [event.losses for event in w.events(EngineLost)] == expected)  # type: ignore[misc]
+        assert refused(await ask(w, body, path, "127.0.0.2"))
+        assert dead(sims(w.aggregated)) == 3
+
+
+async def test_who_is_beside_one_that_has_left_is_not_blamed() -> None:
+    """The loss is of both: it counts for neither."""
+    async with world(0, 0, aggregated=1, limits=UNBROKEN, leaves=True) as w:
+        stalling(w)
+        asked = asyncio.ensure_future(ask(w, killer(), address="127.0.0.2"))
+        await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == 1)
+        await (await left_by(w, killer(1), COMPLETIONS, "127.0.0.1")).kill()
+        await until(lambda: len(w.events(EngineLost)) == 2)
+        assert {event.several for event in w.events(EngineLost)} == {True}
+        assert not lost_of(w).remembers
+        asked.cancel()
+
+
 async def test_an_engine_that_answers_late_is_not_lost() -> None:
     """Also where probes have less time than the question whether it is there."""
     async with world(0, 0, aggregated=1, deadlines={"probe": 0.05}, leaves=True) as w:

@@ -1,6 +1,7 @@
 """Engines that disappear under requests: how many one request may take with it, and what is remembered of such requests.
 
-An engine is lost under a request if its process ends while the request is under way there: its connection breaks, or it says that
+An engine is lost under a request if its process ends while the request is under way there, or up to `TOGETHER` seconds behind the
+moment at which its client has left without data: its connection breaks, or it says that
 its core has died, and behind that it does not answer `/health`. An engine that is slow, silent, or answers another error is not
 lost, nor is one that is drained.
 
@@ -21,7 +22,7 @@ was there by chance is cleared by the next success. The memory is bounded, and e
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -32,7 +33,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import ConnectionLostError, EngineError, EnginesLostError
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import EngineLost, NodeChanged, Observers
+from pdproxy.observe.events import EngineLost, Event, NodeChanged, Observers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node, Role
@@ -49,6 +50,8 @@ TOGETHER = 10.0
 """Seconds in which legs to one run of an engine break together."""
 KEPT = 600.0
 """Seconds behind its last loss for which a fingerprint or a client is remembered."""
+MOST_LEFT = 64
+"""Requests of one engine whose clients have left."""
 MOST_KEPT = 1024
 """Fingerprints, clients, and lost engines, of each: the oldest is forgotten."""
 WAITING = 2
@@ -137,6 +140,23 @@ class _Lost(_Kept, eq=False):
     again: FewFirst | None = None
 
 
+class _Leaver(msgspec.Struct, eq=False):
+    """A request whose client has left before any data, as `Sender`. It may still be under way at its engine until `until`."""
+
+    request_id: str
+    path: str
+    client: bytes | str
+    lost: list[Under]
+    mark: Fingerprint
+    until: float
+
+
+class _Left(_Kept, eq=False):
+    """Those of one run of an engine."""
+
+    leavers: list[_Leaver] = []
+
+
 class EnginesLost:
     """Those of one pool and process. `is_alive` asks the engine of a URL for its health."""
 
@@ -160,6 +180,7 @@ class EnginesLost:
         self._fingerprint = keyed()
         self._numbers = count()
         self._seen: OrderedDict[tuple[str, int], _Lost] = OrderedDict()
+        self._left: OrderedDict[tuple[str, int], _Left] = OrderedDict()
         self._suspects: OrderedDict[Fingerprint, _Suspect] = OrderedDict()
         self._clients: OrderedDict[bytes | str, _Client] = OrderedDict()
         self.remembers = False
@@ -194,6 +215,54 @@ class EnginesLost:
             self._has_several(seen, sender.client)
         under.unproven.append((seen, streamed))
 
+    def left(self, sender: Sender, nodes: Iterable[Node], fields: Fields, known: Fingerprint | None) -> None:
+        """Note that a client has left before any data: its request may still end the engines at which it was under way."""
+        if not fields:
+            return
+        self._forget_old()
+        if not sender.lost:
+            sender.lost.append(Under(next(self._numbers)))
+        mark = known or self._fingerprint(sender.path, fields)
+        until = self._now() + TOGETHER
+        leaver = _Leaver(sender.request_id, sender.path, sender.client, sender.lost, mark, until)
+        for node in nodes:
+            key = (node.url, node.run_number)
+            there = self._left.get(key) or _Left(until)
+            there.until = until
+            there.leavers = [*there.leavers[1 - MOST_LEFT :], leaver]
+            _keep(self._left, key, there)
+
+    only = (NodeChanged,)
+    """What `notify` wants."""
+
+    def notify(self, event: Event) -> None:
+        """Probes have found an engine down: find out whether it is lost, if clients have left it just before."""
+        if not isinstance(event, NodeChanged) or event.up or event.state != "down":
+            return
+        engine = self._engines.get(event.node)
+        if engine is None or engine.node.draining is not None:
+            return
+        node, now = engine.node, self._now()
+        key = (node.url, node.run_number)
+        there, seen = self._left.get(key), self._seen.get(key)
+        if there is None or there.until <= now or (seen is not None and seen.until > now):
+            return
+        first = there.leavers[0]
+        seen = _Lost(now + TOGETHER, node, first.lost[0].number, first.client)
+        _keep(self._seen, key, seen)
+        self._find_out(seen)
+
+    def _count_leavers(self, seen: _Lost) -> None:
+        """Count a lost engine for those whose clients had left, as for those that were there to the end."""
+        there, now = self._left.pop((seen.node.url, seen.node.run_number), None), self._now()
+        leavers = [] if there is None else [one for one in there.leavers if one.until > now]
+        for one in leavers:
+            if one.lost[0].number != seen.under:
+                self._has_several(seen, one.client)
+        for one in leavers:
+            if seen not in one.lost[0].engines:
+                self._count(one, one.lost[0], seen, {}, one.mark, streamed=False)
+
     def _has_several(self, seen: _Lost, client: bytes | str) -> None:
         """Another request has broken there: the loss counts for the fingerprint of none, and perhaps for no client."""
         seen.several = True
@@ -227,16 +296,21 @@ class EnginesLost:
 
     async def _is_lost(self, seen: _Lost) -> bool:
         """Ask an engine whether it is still there: once for all requests that were under way there."""
+        await self._find_out(seen).wait()
+        return seen.is_lost is True
+
+    def _find_out(self, seen: _Lost) -> OneShotEvent:
         if seen.known is None:
             seen.known = OneShotEvent()
             self._tasks.spawn(self._ask(seen, seen.known), f"is {seen.node.url} still there")
-        await seen.known.wait()
-        return seen.is_lost is True
+        return seen.known
 
     async def _ask(self, seen: _Lost, known: OneShotEvent) -> None:
         try:
             async with self._clock.within(ASK):
                 seen.is_lost = not await self._is_alive(seen.node.url)
+            if seen.is_lost:
+                self._count_leavers(seen)
         except TimeoutError:
             seen.is_lost = False
         finally:
@@ -405,7 +479,7 @@ class EnginesLost:
 
     def _forget_old(self) -> None:
         now = self._now()
-        for kept in (self._seen, self._suspects, self._clients):
+        for kept in (self._seen, self._left, self._suspects, self._clients):
             while kept and next(iter(kept.values())).until <= now:
                 kept.popitem(last=False)
         self.remembers = bool(self._suspects or self._clients)

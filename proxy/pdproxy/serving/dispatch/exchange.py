@@ -12,6 +12,7 @@ ends, a cancelled task (the client left) included, its leases are closed once an
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -252,6 +253,13 @@ class Exchange:
                         raise action.error
                     finally:
                         del outcome, action  # they hold the error, whose traceback holds this frame
+        except asyncio.CancelledError:
+            if self._attempt is not None:
+                nodes = [lease.node for lease in self._attempt.assignment.leases]
+                request = self._request
+                self._dispatcher.resources.lost.left(request.headers, nodes, request.parsed.fields, request.fingerprint)
+                del request
+            raise
         finally:
             self._request.drop()  # it refers to the caller of this exchange
             if self._slot is not None:

@@ -148,6 +148,10 @@ class _Lost:
         if self._computes and self._resources.lost.remembers:
             self._resources.lost.answered(self._headers, fields_of(self._body), self._fingerprint)
 
+    def left(self, lease: Lease) -> None:
+        """Its client has left before any data."""
+        self._resources.lost.left(self._headers, [lease.node], fields_of(self._body), self._fingerprint)
+
     async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""
         lost, headers = self._resources.lost, self._headers
@@ -312,6 +316,10 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                         open_leg.ended_well = resources.now()
                         lost.answered()
                 return
+            except asyncio.CancelledError:
+                if self.first is None and self._whole is None:
+                    lost.left(lease)
+                raise
             except _ModelRefusedError as error:
                 resources.report_failure(leg_headers, url, "alone", error, will_retry=True)
                 without.add(url)
