@@ -34,6 +34,20 @@ async def test_an_address_at_which_no_engine_may_be_is_not_added(url: str) -> No
         assert len(w.proxy.engines) == 2
 
 
+async def test_an_engine_is_not_added_with_a_name_that_others_resolve() -> None:
+    """Decode engines would get handles that name it."""
+
+    def near(settings: Settings) -> Settings:
+        return msgspec.structs.replace(settings, engines=EngineSettings(networks=("127.0.0.0/8",)))
+
+    async with world(adjust=near) as w, admin(w) as api:
+        new = {"url": "http://127.0.0.1:9", "role": "prefill", "facts": {"remote_host": "evil.example.com"}}
+        refused = await api.post("/engines", new)
+        assert refused.status == 400
+        assert "engines.networks" in refused.json["error"]["message"]
+        assert len(w.proxy.engines) == 2
+
+
 async def test_a_name_that_leads_elsewhere_is_never_asked() -> None:
     """It may be added, since names change; it gets no connection, and `/ready` says why."""
 

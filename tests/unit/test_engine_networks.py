@@ -148,6 +148,27 @@ def test_settings_that_name_such_an_address(key: str, node: Node) -> None:
     assert not [one for one in _refused(node, ("169.254.0.0/16",)) if "engines.networks" in one]
 
 
+NAME = "evil.example.com"
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("facts.remote_host", lambda host: {"facts": Facts(remote_host=host)}),
+        ("facts.bootstrap", lambda host: {"facts": Facts(bootstrap=f"http://{host}:1")}),
+        ("receiver.host", lambda host: {"receiver": Receiver(host=host)}),
+    ],
+)
+def test_names_that_other_engines_resolve(key: str, more: Any) -> None:
+    """Nobody knows where they lead: with networks, only the name of the engine's own URL may be there."""
+    other, own = (Node(url="http://e:1", role="any", **more(host)) for host in (NAME, "E"))
+    named = ("10.0.0.0/8",)
+    (line,) = [one for one in _refused(other, named) if "engines.networks" in one]
+    assert line.startswith(f"pools[0].nodes[0].{key}: {NAME} is a name")
+    for node, networks in ((own, named), (other, ())):
+        assert not [one for one in _refused(node, networks) if "engines.networks" in one]
+
+
 def test_a_wrong_network() -> None:
     (line,) = _refused(Node(url="http://e:1", role="aggregated"), ("10.0.0.0/40",))
     assert line.startswith('engines.networks: "10.0.0.0/40": expected networks or addresses')
