@@ -232,10 +232,12 @@ class EngineAdmin:
             return None
         return truncate(config.kv_connector or "", 100) if config is not None else ""
 
-    async def answers(self, url: str, path: str) -> bool:
-        """Return whether something answers a GET with 200."""
+    async def answers(self, url: str, path: str, *, late: bool = False) -> bool:
+        """Return whether something answers a GET with 200; `late` if no answer came in time."""
         try:
             await self._request("GET", url, path, None, max_bytes=0)
+        except EngineTimeoutError:
+            return late
         except EngineError:
             return False
         return True
