@@ -276,3 +276,7 @@ async def test_models_and_pools(tmp_path: Path) -> None:
         unknown = await w.world.ask(COMPLETIONS, completion(model="nope"), bearer("key-one"))
         assert unknown.status == 404
         assert unknown.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: b."
+        for route in (COMPLETIONS, EMBED):
+            answer = await w.world.ask(route, {**completion(model="nope"), "input": "x"}, bearer("key-two"))
+            shown = "The model `nope` does not exist. Valid aliases: a, fast, b-fast."
+            assert answer.json["error"]["message"] == shown, "names of other pools are not shown"

@@ -157,3 +157,13 @@ async def test_what_an_engine_refuses_as_wrong_is_free(tmp_path: Path) -> None:
     async with world(auth=keys(tmp_path, "a:sk-a tpm=6000"), clock=clock) as w:
         assert (await w.ask(COMPLETIONS, completion(n=1_000_000), A)).status == 400
         assert left(w) == 6000
+
+
+async def test_a_list_of_models_counts_in_the_limits_of_its_key(tmp_path: Path) -> None:
+    """Engines are asked for it. Keys without limits, and their own places, are left alone."""
+    async with world(auth=keys(tmp_path, "a:sk-a rpm=2 inflight=1\nb:sk-b"), clock=ManualClock()) as w:
+        answers = [await w.get("/v1/models", A) for _ in range(4)]
+        assert [answer.status for answer in answers] == [200, 200, 429, 429]
+        assert answers[-1].json["error"]["reason"] == "key_requests"
+        assert (await w.ask(COMPLETIONS, completion(), A)).status == 429
+        assert [(await w.get("/v1/models", B)).status for _ in range(3)] == [200] * 3

@@ -109,6 +109,7 @@ class Credentials:
             found.add(("auth",), *self._in_force.wrong)
         self._notes_logged: list[str] = []
         found.raise_any()
+        self.keys.note_names()
 
     def __repr__(self) -> str:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
@@ -287,6 +288,7 @@ class Credentials:
         """Have the keys as they are now count, and log what is new of what an operator should know."""
         before = self._in_force.wrong
         self._in_force = self._combined(self._valid_keys, self._valid_admin_keys, self._common_key)
+        self.keys.note_names()
         for one in self._in_force.wrong:
             if one not in before:
                 logger.error("%s: it does not open the admin API", one)

@@ -67,8 +67,8 @@ class Keys:
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
         self._counted = NO_KEYS
-        self._several = False
-        """Whether those that were counted last have several names."""
+        self._seen: set[str | bytes] = set()
+        """The names of all keys since the start, until there are several; of a key without a name, its digest."""
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -89,12 +89,19 @@ class Keys:
 
     @property
     def several(self) -> bool:
-        """Whether keys of several names are valid."""
+        """Whether keys of several names are valid, or were since the start: engines keep what a former tenant has sent."""
         if self._valid is None:
             return False
-        if (valid := self._valid()) is not self._counted:
-            self._counted, self._several = valid, len({key.name for key in valid.values()}) > 1
-        return self._several
+        if self._valid() is not self._counted:
+            self.note_names()
+        return len(self._seen) > 1
+
+    def note_names(self) -> None:
+        """Have the names of the keys that are valid now count. To be called when keys have changed: requests may come later."""
+        self._counted = valid = self.valid
+        if len(self._seen) <= 1:
+            named = self.limits()
+            self._seen |= {key.name if key.name in named else key.digest for key in valid.values()}
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
