@@ -56,6 +56,7 @@ class HandleHosts:
 
     def why_not(self, host: str, url: str) -> str | None:
         """Return why an engine may not name a host, None if it may. One that the settings replace may be any."""
+        why: str | None
         if len(host) > _MAX_HOST:
             why = f"longer than {_MAX_HOST} characters"
         elif host in self._known:
