@@ -293,6 +293,33 @@ def test_which_hosts_a_handle_may_name(networks: EngineNetworks, kv_host: str | 
 
 
 @pytest.mark.parametrize(
+    ("several", "allowed"),
+    [
+        (None, True),
+        ([], True),
+        (["10.0.0.1", "10.0.0.2"], True),
+        (["10.0.0.1", BAD], False),
+        ([2852039166], False),  # vLLM makes texts of them
+        (2852039166, False),
+        (BAD, False),
+        (["10.0.0.1"] * 257, False),
+    ],
+)
+@pytest.mark.parametrize("kv_host", [None, "10.0.0.9"])
+def test_a_handle_that_names_several_hosts(several: Any, allowed: bool, kv_host: str | None) -> None:
+    """MoRIIO's ranks on several machines. No setting replaces these hosts."""
+    params = msgspec.json.encode({"remote_host": "10.0.0.1", "remote_hosts": several})
+    found = hosts(USUAL, kv_host).checked(Handle(params, None, 1, "r", None), "http://e:1")
+    assert isinstance(found, Handle) == allowed
+
+
+@pytest.mark.parametrize("several", [b"[" * 100_000 + b"]" * 100_000, b'"\xff"'])
+def test_hosts_that_cannot_be_read(several: bytes) -> None:
+    handle = Handle(b'{"remote_hosts":%b}' % several, None, 1, "r", None)
+    assert "can't be read" in str(hosts().checked(handle, "http://e:1"))
+
+
+@pytest.mark.parametrize(
     ("registered", "address", "more"),
     [
         (p2p_nccl.registered, "{}:21001", {}),

@@ -109,7 +109,12 @@ class PoolParts:
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
         networks = settings.engines.allowed
         admin = EngineAdmin(
-            timeout=deadlines.probe, key=engines.key, tls=engines.tls, connector=watch.connector, networks=networks
+            timeout=deadlines.probe,
+            key=engines.key,
+            tls=engines.tls,
+            connector=watch.connector,
+            networks=networks,
+            budget=process.answer_budget,
         )
         transfer = build_transfer(settings, engines, clock, observers, share)
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
