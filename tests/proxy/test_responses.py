@@ -96,7 +96,9 @@ async def test_a_long_number_is_no_way_to_a_store(number: str) -> None:
         seen = everyone(w, RESPONSES, fine)
         assert (await w.ask(RESPONSES, data.encode(), [("content-type", "application/json")])).status == 200
         assert seen[0].json == responses(store=False)
-        answer = await w.ask(RESPONSES, data.replace("store", "background").encode(), [("content-type", "application/json")])
+        answer = await w.ask(
+            RESPONSES, data.replace("store", "background").encode(), [("content-type", "application/json")]
+        )
         assert answer.status == 200
         assert "previous_response_id" in seen[1].json, "no engine runs it in the background"
 
