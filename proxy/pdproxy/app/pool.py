@@ -115,7 +115,9 @@ class PoolParts:
         watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(process, pool.name, engines, ledger, admin, probes, transfer.contract)
-        custodian = share.custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        custodian = share.custodian(
+            transfer.contract, ledger, engines.known, deadlines, observers, now, clock, transfer.hosts
+        )
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))

@@ -28,6 +28,8 @@ _named = msgspec.json.Decoder(_Named | None).decode
 _H = TypeVar("_H", Handle, DecodeHandle)
 MAX_KNOWN = 4096
 """Hosts that are remembered: an engine names one or two."""
+_MAX_HOST = 255
+"""Characters of a host: those of the longest name (RFC 1035). A longer one is not remembered."""
 
 
 class HandleHosts:
@@ -54,7 +56,9 @@ class HandleHosts:
 
     def why_not(self, host: str, url: str) -> str | None:
         """Return why an engine may not name a host, None if it may. One that the settings replace may be any."""
-        if host in self._known:
+        if len(host) > _MAX_HOST:
+            why = f"longer than {_MAX_HOST} characters"
+        elif host in self._known:
             why = self._known[host]
         else:
             if len(self._known) >= MAX_KNOWN:

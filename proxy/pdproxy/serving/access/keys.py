@@ -121,7 +121,7 @@ class Keys:
     def admit(self, found: ValidKey | None, refusal: PdproxyError | None) -> None:
         """Raise `refusal`, or UnauthorizedError if a key is wanted and `found` is none, or not valid any more.
 
-        Its body may have taken as long as a client wanted since the key was looked up.
+        Since the key was looked up, the body may have come slowly, or the request may have waited behind others.
         """
         if refusal is not None:
             raise refusal
@@ -129,8 +129,11 @@ class Keys:
             return
         if found is None:
             raise UnauthorizedError(_MISSING, code=None)
-        if found.digest not in self._valid():
+        now = self._valid().get(found.digest)
+        if now is None:
             raise RevokedError("key", "revoked")
+        if now.until is not None and now.is_over(self.wall()):
+            raise RevokedError("key", "expired")
 
     def priorities(self, name: str | None) -> tuple[int, int] | None:
         """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""
