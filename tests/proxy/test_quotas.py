@@ -209,3 +209,13 @@ async def test_a_right_of_the_key_bounds_what_is_reserved(tmp_path: Path, path: 
         assert 60_000 - 100 - len(json.dumps(body)) < left(w) < 60_000 - 100
         client.close()
         await clock.through(until(lambda: w.events(RequestEnded)), 1.0)
+
+
+async def test_a_list_of_models_counts_in_the_limits_of_its_key(tmp_path: Path) -> None:
+    """Engines are asked for it. Keys without limits, and their own places, are left alone."""
+    async with world(auth=keys(tmp_path, "a:sk-a rpm=2 inflight=1\nb:sk-b"), clock=ManualClock()) as w:
+        answers = [await w.get("/v1/models", A) for _ in range(4)]
+        assert [answer.status for answer in answers] == [200, 200, 429, 429]
+        assert answers[-1].json["error"]["reason"] == "key_requests"
+        assert (await w.ask(COMPLETIONS, completion(), A)).status == 429
+        assert [(await w.get("/v1/models", B)).status for _ in range(3)] == [200] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import msgspec
 import pytest
@@ -29,22 +30,27 @@ def body(**fields: object) -> bytes:
     ],
 )
 def test_the_same_request_has_the_same_one(other: bytes, same: bool) -> None:
-    fingerprint = keyed()
+    fingerprint = partial(keyed(), "/a")
     assert (fingerprint(fields_of(other)) == fingerprint(fields_of(body()))) is same
 
 
 def test_each_process_has_a_key_of_its_own() -> None:
-    assert keyed()(fields_of(body())) != keyed()(fields_of(body()))
+    assert keyed()("/a", fields_of(body())) != keyed()("/a", fields_of(body()))
+
+
+def test_each_route_has_its_own() -> None:
+    fingerprint = keyed()
+    assert fingerprint("/a", fields_of(body())) != fingerprint("/b", fields_of(body()))
 
 
 def test_names_and_values_are_kept_apart() -> None:
-    fingerprint = keyed()
+    fingerprint = partial(keyed(), "/a")
     assert fingerprint({"ab": msgspec.Raw(b"c")}) != fingerprint({"a": msgspec.Raw(b"bc")})
 
 
 def test_of_large_fields_their_ends_and_lengths_count() -> None:
     """So it takes no more time than for `MOST` bytes, however large a body is and however many fields it has."""
-    fingerprint = keyed()
+    fingerprint = partial(keyed(), "/a")
     middle = bytes(PART * 3)
     found = {fingerprint({"a": msgspec.Raw(one)}) for one in (b"1" + middle, b"2" + middle, middle + b"2", middle)}
     assert len(found) == 4
@@ -67,7 +73,7 @@ def test_what_is_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             return b""
 
     monkeypatch.setattr("hashlib.blake2b", Counting)
-    keyed()({str(number): msgspec.Raw(bytes(3 * PART)) for number in range(40)})
+    keyed()("/a", {str(number): msgspec.Raw(bytes(3 * PART)) for number in range(40)})
     assert MOST <= read < MOST + 40 * 100
     large = b'{"a":"' + bytes(MOST).replace(b"\0", b"x") + b'"}'
     assert [*fields_of(large)] == [""]

@@ -37,6 +37,9 @@ _NEVER = frozenset(
 """Fields of which engines fetch nothing. Schemas and descriptions in them may have any names and URLs."""
 _NOT_FETCHED = frozenset({"tool_calls", "function_call", "arguments", "annotations"})
 """Names inside of messages whose values the model has written, or that are shown to it as text."""
+_OF_CALLS = frozenset({"action", "outputs", "results"})
+"""What else an item of Responses for a call of a tool has of that kind. Engines look at all other names, whatever `type` says: an
+object of an unknown type is a message, or a part of one that names a medium (vLLM 0.32.0, with a `uuid`)."""
 _MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos", "file", "files"})
 _KWARGS = frozenset({"mm_processor_kwargs", "media_io_kwargs"})
 _URL = re.compile(r"[\x00-\x20]*[A-Za-z][A-Za-z0-9+.\x09\x0a\x0d-]*:")
@@ -108,8 +111,8 @@ def _is_text_to_engines(owner: dict[str, Any], key: str) -> bool:
     kind = owner.get("type")
     if not isinstance(kind, str):
         return False
-    if kind.endswith("_call"):  # engines take an item of a type that they do not know for a message
-        return key not in ("content", "output")
+    if kind.endswith("_call"):
+        return key in _OF_CALLS
     return kind.endswith("tool_use") and key == "input"
 
 

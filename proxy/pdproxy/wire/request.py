@@ -87,9 +87,9 @@ class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
-    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key;
-    `salt`: of its tenant's caches, None where tenants share them. `found`: the key (`serving.access.keys.ValidKey`), None without
-    one; `refusal`: why its sender is refused.
+    `adapter` is the value of `client_routes.ADAPTER_HEADER`, None for a blank one, which names no model. `client`: the client's
+    address; `key`: the name of its key; `salt`: of its tenant's caches, None where tenants share them. `found`: the key
+    (`serving.access.keys.ValidKey`), None without one; `refusal`: why its sender is refused.
     """
 
     route: Route

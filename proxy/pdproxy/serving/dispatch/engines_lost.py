@@ -12,9 +12,10 @@ lost, nor is one that is drained.
     the same client    behind two losses, each of its requests gets one engine, and no role's last one; behind three they are
                        served one after the other, by roles of which more than half of the engines answer
 
-An engine that was lost under several requests counts for the fingerprint of none of them, and under several clients' for no
-client. An answer clears its request and its client: whoever was there by chance is cleared by the next success. The memory is
-bounded, and each entry ends some time behind its last loss.
+The first engine that a request loses counts for its fingerprint only if no other request was under way there, and for its client
+only if no other client's was. The second one counts in any case, and then so does the first: the request was tried again nearly
+alone, and those that were under way at the second engine have lost one only. An answer clears its request and its client: whoever
+was there by chance is cleared by the next success. The memory is bounded, and each entry ends some time behind its last loss.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ KEPT = 600.0
 """Seconds behind its last loss for which a fingerprint or a client is remembered."""
 MOST_KEPT = 1024
 """Fingerprints, clients, and lost engines, of each: the oldest is forgotten."""
+WAITING = 2
+"""Requests of a limited client that wait for their turn. Each holds a place that others could have."""
 ASK = 0.5
 """Seconds for the answer of an engine whose connection has broken. One that takes longer is not lost, as far as is known."""
 _GONE = "it has disappeared under a request"
@@ -84,6 +87,10 @@ class Sender(Protocol):
         """Its id."""
 
     @property
+    def path(self) -> str:
+        """The path of its route."""
+
+    @property
     def client(self) -> bytes | str:
         """The name of its client."""
 
@@ -113,7 +120,8 @@ class _Lost(_Kept, eq=False):
     """One run of an engine, to which legs have broken at about the same time. `under`, `client`: of the first request.
 
     `several`: other requests broke there, too; `of_several`: these were of other clients. `is_lost`: None before that is known,
-    which `known` announces. `suspect`, `counted`: where it was counted. `again`: how those that were there are tried again.
+    which `known` announces. `suspect`, `counted`: where it was counted, as long as nobody else was there. `clients`: for whom it
+    counts though others were there. `again`: how those that were there are tried again.
     """
 
     node: Node
@@ -125,6 +133,7 @@ class _Lost(_Kept, eq=False):
     known: OneShotEvent | None = None
     suspect: _Suspect | None = None
     counted: _Client | None = None
+    clients: set[bytes | str] = set()
     again: FewFirst | None = None
 
 
@@ -255,31 +264,49 @@ class EnginesLost:
     ) -> None:
         if under.beside is not None and under.beside.again is not None:
             under.beside.again.again()
+        shared = sum(one.several for one in under.engines) if len(under.engines) == 1 else 0
+        is_second = bool(under.engines) or under.before > 0
         under.engines[seen] = None
         under.beside = seen if seen.several else None
-        until = self._now() + KEPT
         losses = 0
-        mark = known or (self._fingerprint(fields) if fields else None)
-        if not seen.several:
+        mark = known or (self._fingerprint(sender.path, fields) if fields else None)
+        if is_second or not seen.several:
             if not streamed:  # what has data is done with its prompt
                 under.protected |= {seen.node.role}
-            if mark is not None and seen.suspect is None:
-                seen.suspect = suspect = self._suspects.get(mark) or _Suspect(until)
-                suspect.losses += 1
-                suspect.streamed |= streamed
-                suspect.until, losses = until, suspect.losses
-                _keep(self._suspects, mark, suspect)
-        if not seen.of_several and seen.counted is None:
-            seen.counted = client = self._clients.get(sender.client) or _Client(until)
-            client.losses += 1
-            client.streamed |= streamed
-            client.until = until
-            if client.losses >= LIMITED_AT and client.in_turn is None:
-                client.in_turn = FewFirst(self._clock, singly=True)
-            _keep(self._clients, sender.client, client)
+            if mark is not None and (is_second or seen.suspect is None):
+                suspect = self._suspect(mark, 1 + shared, streamed=streamed)
+                losses = suspect.losses
+                if not is_second:
+                    seen.suspect = suspect
+        if is_second:
+            if sender.client not in seen.clients and (seen.counted is None or seen.client != sender.client):
+                seen.clients.add(sender.client)
+                self._count_client(sender.client, streamed=streamed)
+        elif not seen.of_several and seen.counted is None:
+            seen.counted = self._count_client(sender.client, streamed=streamed)
         self.remembers = bool(self._suspects or self._clients)
         name = "" if mark is None else mark.hex()[:12]
         self._observers.notify(EngineLost(sender.request_id, seen.node.url, name, losses, seen.several))
+
+    def _suspect(self, mark: Fingerprint, losses: int, *, streamed: bool) -> _Suspect:
+        """Add losses to those of a fingerprint."""
+        suspect = self._suspects.get(mark) or _Suspect(0.0)
+        suspect.losses += losses
+        suspect.streamed |= streamed
+        suspect.until = self._now() + KEPT
+        _keep(self._suspects, mark, suspect)
+        return suspect
+
+    def _count_client(self, name: bytes | str, *, streamed: bool) -> _Client:
+        """Add a loss to those of a client."""
+        client = self._clients.get(name) or _Client(0.0)
+        client.losses += 1
+        client.streamed |= streamed
+        client.until = self._now() + KEPT
+        if client.losses >= LIMITED_AT and client.in_turn is None:
+            client.in_turn = FewFirst(self._clock, singly=True)
+        _keep(self._clients, name, client)
+        return client
 
     async def permit(self, sender: Sender, seconds: float) -> Permit | None:
         """Wait until a request may be tried again that was under way at a lost engine along with others.
@@ -322,7 +349,7 @@ class EnginesLost:
             EnginesLostError: it is refused.
         """
         self._forget_old()
-        mark = self._fingerprint(fields)
+        mark = self._fingerprint(sender.path, fields)
         suspect, client = self._suspects.get(mark), self._clients.get(sender.client)
         losses = 0 if suspect is None else suspect.losses
         if suspect is not None and losses >= REFUSED_AT:
@@ -340,12 +367,13 @@ class EnginesLost:
         """Wait for the turn of a client's request, if its client is limited. None: it is not.
 
         Raises:
-            EnginesLostError: its turn did not come within `seconds`.
+            EnginesLostError: its turn did not come within `seconds`, or too many of its client wait.
         """
         client = self._clients.get(sender.client)
         if client is None or client.in_turn is None:
             return None
-        permit = await client.in_turn.enter(seconds)
+        turns = client.in_turn
+        permit = await turns.enter(seconds) if turns.waiting < WAITING else None
         if permit is None:
             text = "engines disappeared under requests of this client: they are served one after the other"
             raise EnginesLostError(text)
@@ -353,7 +381,7 @@ class EnginesLost:
 
     def began(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
         """Note the first data of a stream. Return the fingerprint: what it is made of may be dropped now."""
-        mark = known or (self._fingerprint(fields) if fields else None)
+        mark = known or (self._fingerprint(sender.path, fields) if fields else None)
         client = self._clients.get(sender.client)
         if client is None or not client.streamed:
             self._clear_client(sender.client)
@@ -364,7 +392,7 @@ class EnginesLost:
 
     def answered(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> None:
         """Note a whole answer: neither the request nor its client is the cause."""
-        mark = known or (self._fingerprint(fields) if fields else None)
+        mark = known or (self._fingerprint(sender.path, fields) if fields else None)
         self._clear_client(sender.client)
         if mark is not None:
             self._suspects.pop(mark, None)

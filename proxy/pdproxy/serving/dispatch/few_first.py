@@ -56,6 +56,11 @@ class FewFirst:
     def __repr__(self) -> str:
         return f"<FewFirst {self.running} of {self._at_once} running, {len(self._waiting)} waiting>"
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for a permit."""
+        return len(self._waiting)
+
     async def enter(self, seconds: float) -> Permit | None:
         """Wait for a permit, in the order in which requests came. None if there was none in time."""
         if self.running >= self._at_once or self._waiting:

@@ -20,15 +20,17 @@ PART = 64 << 10
 MOST = 1 << 20
 """Bytes that are read for one fingerprint, so that the event loop is not held up. Of the fields behind, the lengths count."""
 Fingerprint = bytes
-MakeFingerprint = Callable[[Fields], Fingerprint]
+MakeFingerprint = Callable[[str, Fields], Fingerprint]
+"""Of a route's path and a body's fields: an answer of one route says nothing of another."""
 
 
 def keyed() -> MakeFingerprint:
     """Return what makes fingerprints, with a key of its own: nobody can make two bodies that have the same one."""
     key = os.urandom(32)
 
-    def fingerprint(fields: Fields) -> Fingerprint:
+    def fingerprint(path: str, fields: Fields) -> Fingerprint:
         found = hashlib.blake2b(key=key, digest_size=16)
+        found.update(f"{len(path)} {path}".encode())
         left = MOST
         for name in sorted(fields):
             if name not in LEFT_OUT:

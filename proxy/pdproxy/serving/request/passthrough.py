@@ -113,12 +113,16 @@ class Passthrough:
 
 
 class _Lost:
-    """The engines that disappear under one such request: see `dispatch.engines_lost`. `body`: as engines get it."""
+    """The engines that disappear under one such request: see `dispatch.engines_lost`. `body`: as engines get it.
 
-    def __init__(self, resources: ExchangeResources, headers: LegHeaders, body: bytes) -> None:
+    `computes`: whether an engine's core computes its prompt. Otherwise its answer says nothing of that core.
+    """
+
+    def __init__(self, resources: ExchangeResources, headers: LegHeaders, body: bytes, *, computes: bool) -> None:
         self._resources = resources
         self._headers = headers
         self._body = body
+        self._computes = computes
         self._fingerprint: Fingerprint | None = None
         self._permit: Permit | None = None
 
@@ -135,13 +139,13 @@ class _Lost:
 
     def began(self) -> None:
         """Its stream has begun."""
-        if self._resources.lost.remembers:
+        if self._computes and self._resources.lost.remembers:
             fields = fields_of(self._body)
             self._fingerprint = self._resources.lost.began(self._headers, fields, self._fingerprint)
 
     def answered(self) -> None:
         """It was answered."""
-        if self._resources.lost.remembers:
+        if self._computes and self._resources.lost.remembers:
             self._resources.lost.answered(self._headers, fields_of(self._body), self._fingerprint)
 
     async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
@@ -264,7 +268,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         leg_headers = LegHeaders(
             self.request_id, incoming.entry.path, headers, authorization, client=self.writer.client.name
         )
-        lost = self._lost = _Lost(resources, leg_headers, body.data)
+        lost = self._lost = _Lost(resources, leg_headers, body.data, computes=incoming.entry.computes)
         if resources.lost.remembers:
             await lost.admit()
         try:

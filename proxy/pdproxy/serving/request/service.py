@@ -136,8 +136,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         elif FIELD in parsed.fields:
             check(parsed.fields)
         if is_invocation:
-            self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
-            parsed = msgspec.structs.replace(parsed, model=self.model)
+            if (named := with_adapter(parsed.fields, incoming.adapter)) is not None:
+                self.model = named
+                parsed = msgspec.structs.replace(parsed, model=named)
         if service.routes is not None:
             parsed, service = self._routed(parsed, service.routes, rights)
         if rights is not None:
