@@ -98,6 +98,23 @@ def test_escapes_hide_nothing(at: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        r'"http:/\/10.0.0.1/x"',
+        r'"http:\//10.0.0.1/x"',
+        r'"http:\n//10.0.0.1/x"',
+        r'"HTTP:\t\r\n\/\/10.0.0.1/x"',
+        '"FILE:/etc/passwd"',
+        '"File:etc/passwd"',
+    ],
+)
+def test_spellings_hide_nothing(text: str) -> None:
+    """Where no key says that a URL follows: case, blanks that readers of URLs skip, and escapes of slashes."""
+    with pytest.raises(MediaUrlError):
+        check_media({"mm_processor_kwargs": msgspec.Raw(f'{{"images":[{text}]}}'.encode())}, OFF)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"messages": [{"role": "user", "content": f"what is at {FAR}? see image_url"}]},

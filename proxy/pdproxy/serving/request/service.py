@@ -135,10 +135,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             salt.put_into(parsed.fields)
         elif FIELD in parsed.fields:
             check(parsed.fields)
-        if is_invocation:
-            if (named := with_adapter(parsed.fields, incoming.adapter)) is not None:
-                self.model = named
-                parsed = msgspec.structs.replace(parsed, model=named)
+        if is_invocation and (named := with_adapter(parsed.fields, incoming.adapter)) is not None:
+            self.model = named
+            parsed = msgspec.structs.replace(parsed, model=named)
         if service.routes is not None:
             parsed, service = self._routed(parsed, service.routes, rights)
         if rights is not None:
