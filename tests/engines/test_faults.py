@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pdproxy.serving.dispatch.engines_lost import SOON
 from pdproxy.settings.limits import Deadlines
 
 from .client import Answer, Progress, ask
@@ -130,7 +131,10 @@ async def test_prefill_killed_before(fleet: Fleet, serve: START) -> None:
 
 
 async def test_decode_killed_before_its_first_token(fleet: Fleet, serve: START) -> None:
-    """D freezes with a request and dies: the other D answers it, and clients see only a delay."""
+    """D freezes with a request and dies: the other D answers it, and clients see only a delay.
+
+    The request has been there for longer than it would take to be the cause: else the last D would not get it.
+    """
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body(**USAGE) for _ in range(2)]  # least load gives one to each D
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]
@@ -139,6 +143,7 @@ async def test_decode_killed_before_its_first_token(fleet: Fleet, serve: START) 
     asked = [asyncio.create_task(ask(proxy.url, COMPLETIONS, body)) for body in bodies]
     done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
     assert len(done) == len(waiting) == 1, "both were answered: none of them went to the frozen D"
+    await asyncio.sleep(1.5 * SOON)
     victim.kill()
     killed = time.monotonic()
     seen = await asyncio.gather(*asked)

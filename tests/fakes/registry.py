@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.engine_networks import USUAL
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
+
+USUAL_HOSTS = HandleHosts(USUAL, lambda _: None)
+"""Which hosts handles may name without `engines.networks`, where no engine has settings."""
 
 
 def unused_client(url: str) -> EngineClient:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import msgspec
 import pytest
 
+from pdproxy.observe.events import HandleEnded, KvNoticed
 from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes.admin import BASE, admin
+from tests.fakes.client import request
+from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
 from tests.fakes.world import until, world
 from tests.proxy.test_connectors import COMPLETIONS, completion, same
 from tests.proxy.test_membership import started
+from tests.proxy.test_notifier import ours, speak
 
 METADATA = "169.254.169.254"
 
@@ -26,6 +31,20 @@ async def test_an_address_at_which_no_engine_may_be_is_not_added(url: str) -> No
         assert refused.status == 400
         assert "engines.networks can allow it" in refused.json["error"]["message"]
         assert (await api.ask("POST", f"/add_worker?url={url}&worker_type=decode")).status == 400
+        assert len(w.proxy.engines) == 2
+
+
+async def test_an_engine_is_not_added_with_a_name_that_others_resolve() -> None:
+    """Decode engines would get handles that name it."""
+
+    def near(settings: Settings) -> Settings:
+        return msgspec.structs.replace(settings, engines=EngineSettings(networks=("127.0.0.0/8",)))
+
+    async with world(adjust=near) as w, admin(w) as api:
+        new = {"url": "http://127.0.0.1:9", "role": "prefill", "facts": {"remote_host": "evil.example.com"}}
+        refused = await api.post("/engines", new)
+        assert refused.status == 400
+        assert "engines.networks" in refused.json["error"]["message"]
         assert len(w.proxy.engines) == 2
 
 
@@ -57,3 +76,28 @@ async def test_an_engine_that_names_another_host_moves_no_kv(connector: str) -> 
         await same(pair, COMPLETIONS, completion())
         assert not [one for one in (*pair.d.requests, *pair.d.releases) if METADATA.encode() in one.body]
         assert pair.loaded == 0
+
+
+async def test_a_notice_for_a_client_that_has_left_names_no_other_host() -> None:
+    """Nobody is asked to release KV at a host that no engine may name."""
+    clock = ManualClock()
+    async with pool("nixl", notices=False, deadlines={"abandoned_prefill": 7}, clock=clock) as pair:
+        address, orphans = pair.world.proxy.notices.socket.address, pair.world.proxy.custodian.orphans
+        assert address is not None
+        pair.p.faults.add("stall@handed_over")
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        await until(lambda: pair.p.engine.handles)
+        client.close()
+        await until(lambda: orphans.count)
+        named = {"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e", "remote_port": 80}
+        params = {**named, "remote_host": METADATA, "remote_request_id": "r", "tp_size": 1}
+        leg = pair.p.journal.requests[-1].header("x-request-id")
+        more = {"role": "P", "params": json.dumps(params).encode(), "prompt_ids": b"[1]", "tokens": 1}
+        assert leg is not None
+        await asyncio.to_thread(speak, address, ours("ready", leg, **more))
+        await until(lambda: [event for event in pair.world.events(KvNoticed) if event.result == "given_up"])
+        await until(lambda: not pair.world.proxy.custodian.snapshot()["held"][0])
+        await clock.reach(7)
+        assert pair.world.events(HandleEnded) == []
+        assert not [one for one in (*pair.d.requests, *pair.d.releases) if METADATA.encode() in one.body]

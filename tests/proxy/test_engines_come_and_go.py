@@ -346,4 +346,5 @@ async def test_an_engine_whose_files_are_wrong_leaves_no_file_behind(tmp_path: P
         assert repr(credentials) == before
         key.unlink()
         credentials.look()
+        credentials.look()
         assert credentials.shortcomings() == []

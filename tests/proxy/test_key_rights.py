@@ -179,6 +179,21 @@ async def test_an_invocation_with_an_adapter_names_its_model(tmp_path: Path) -> 
         assert (await ask(w, INVOCATIONS, completion(model="tiny"), wrong)).status == 403
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\t "])
+async def test_a_blank_adapter_names_no_model(tmp_path: Path, blank: str) -> None:
+    """Engines would serve their first model, whatever the body names: such a header counts as none, and goes to no engine."""
+    header = (ADAPTER[0], blank)
+    async with world(prefill=0, decode=0, aggregated=1, auth=auth(tmp_path, "models=other")) as w:
+        for body in (completion(model="other"), chat(model="other"), completion(model="other", n=2)):
+            assert (await ask(w, INVOCATIONS, body, header)).status == 403
+        assert not asked(w)
+        whole = {"input": "x", "model": "other"}  # one engine gets what is neither a chat nor a completion
+        seen = everyone(w, INVOCATIONS, fine)
+        assert (await w.ask(INVOCATIONS, whole, [*bearer("key-for-everything"), header])).status == 200
+        (got,) = seen
+        assert (dict(got.headers).get(ADAPTER[0]), "model" in got.json) == (None, False)
+
+
 async def test_routes_by_id_are_routes_of_responses(tmp_path: Path) -> None:
     """Nothing is stored there; a key for other routes does not learn that."""
     async with world(auth=auth(tmp_path, "routes=chat")) as w:
@@ -261,3 +276,7 @@ async def test_models_and_pools(tmp_path: Path) -> None:
         unknown = await w.world.ask(COMPLETIONS, completion(model="nope"), bearer("key-one"))
         assert unknown.status == 404
         assert unknown.json["error"]["message"] == "The model `nope` does not exist. Valid aliases: b."
+        for route in (COMPLETIONS, EMBED):
+            answer = await w.world.ask(route, {**completion(model="nope"), "input": "x"}, bearer("key-two"))
+            shown = "The model `nope` does not exist. Valid aliases: a, fast, b-fast."
+            assert answer.json["error"]["message"] == shown, "names of other pools are not shown"

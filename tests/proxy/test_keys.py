@@ -265,6 +265,22 @@ async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.
         assert [await status(w, key) for key in ("old", "both", "new")] == [401, 200, 200]
 
 
+async def test_a_file_that_is_cut_while_it_is_written_opens_nothing(tmp_path: Path) -> None:
+    """What stands behind a key bounds it: a key without its words, and a part of a key, are none."""
+    path, ends = tmp_path / "keys", "models=nothing max_tokens=1\n"
+    path.write_text(f"a:whole-key {ends}")
+    async with world(auth={"api_keys_file": str(path)}) as w:
+        assert [await status(w, key) for key in ("whole-key", "whole-")] == [403, 401]
+        for cut in ("a:whole-key", "a:whole-"):
+            path.write_text(cut)
+            w.look_at_files()
+            assert [await status(w, key) for key in ("whole-key", "whole-")] == [403, 401]
+            assert "no newline" in str((await w.get("/ready")).json["details"])
+        path.write_text(f"b:whole-key\na:whole- {ends}")
+        w.look_at_files()
+        assert [await status(w, key) for key in ("whole-key", "whole-")] == [200, 403]
+
+
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

@@ -11,6 +11,7 @@ import pytest
 
 from pdproxy.kit.errors import ConnectionLostError
 from pdproxy.observe.events import EngineLost
+from pdproxy.serving.dispatch import engines_lost
 from pdproxy.serving.dispatch.engines_lost import MOST_KEPT, EnginesLost
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.sim.server import SimServer
@@ -136,6 +137,27 @@ async def test_the_last_engine_of_a_role_is_not_risked(path: str) -> None:
         assert refused(await ask(w, body, path))
         assert dead(engines) == 1
         assert (await ask(w, completion())).text == TEXT
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_the_last_engine_gets_what_was_long_at_a_lost_one(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that disappears long behind the beginning of a request does so by itself: its client sees only a delay."""
+    monkeypatch.setattr(engines_lost, "SOON", -1.0)
+    body = killer() if path == COMPLETIONS else responses(input=MARK)
+    async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w:
+        engines = sims(w.aggregated)
+        armed(engines[:1])
+        for _ in range(2):  # they take turns
+            assert (await ask(w, body, path)).status == 200
+        assert dead(engines) == 1
+
+
+async def test_the_only_engine_of_a_role_gets_it_again() -> None:
+    """It was started again: nobody else can serve the request."""
+    async with world(0, 0, aggregated=1, limits=UNBROKEN, leaves=True) as w:
+        (engine,) = sims(w.aggregated)
+        engine.faults.add(f"restart@queued:holds={MARK}")
+        assert (await ask(w, killer())).status == 200
 
 
 async def test_the_last_prefill_engine_is_not_risked() -> None:
@@ -403,6 +425,6 @@ async def test_what_is_remembered_is_bounded() -> None:
         for number in range(MOST_KEPT + 5):
             headers = LegHeaders(str(number), COMPLETIONS, (), (), client=str(number))
             node.run_number = 10**6 + number
-            lost.broke(headers, node, ConnectionLostError("x"), streamed=False)
+            lost.broke(headers, node, ConnectionLostError("x"), lost._now(), streamed=False)
             await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
         assert (len(lost._suspects), len(lost._clients), len(lost._seen)) == (MOST_KEPT,) * 3

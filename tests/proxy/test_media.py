@@ -59,6 +59,36 @@ async def test_a_medium_by_url_is_refused(path: str, form: str) -> None:
         assert not seen
 
 
+@pytest.mark.parametrize("path", [CHAT, BATCH, INVOCATIONS, *PATHS])
+@pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url"])
+async def test_a_type_hides_no_medium(path: str, kind: str) -> None:
+    """A part with a `uuid` is a medium to engines, whatever its type."""
+    part = {"type": "x_call", "uuid": "u", kind: {"url": FAR}}
+    messages: Any = [{"role": "user", "content": [part]}]
+    async with world() as w:
+        seen = everyone(w, path, fine)
+        sent = body(path, FAR)
+        sent["input" if path == RESPONSES else "messages"] = [messages] if path == BATCH else messages
+        for more in ({}, {"documents": [{"content": [part]}]}, {"data_1": {"content": [part]}}):
+            answer = await w.ask(path, {**sent, **more})
+            assert (answer.status, "media.urls" in answer.json["error"]["message"]) == (400, True)
+        assert _nothing_sent(w)
+        assert not seen
+
+
+@pytest.mark.parametrize("path", [CHAT, INVOCATIONS, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("field", ["mm_processor_kwargs", "media_io_kwargs"])
+async def test_media_beside_a_text_are_looked_at(path: str, field: str) -> None:
+    async with world() as w:
+        seen = everyone(w, path, fine)
+        text: Any = [{"role": "user", "content": "x"}]
+        sent = {**body(path, FAR), "input" if path == RESPONSES else "messages": text, field: {"images": [FAR]}}
+        answer = await w.ask(path, sent)
+        assert (answer.status, "media.urls" in answer.json["error"]["message"]) == (400, True)
+        assert _nothing_sent(w)
+        assert not seen
+
+
 async def test_a_large_body_is_looked_at_in_a_reader_process() -> None:
     async with world() as w:
         for path in (CHAT, RESPONSES):

@@ -15,6 +15,7 @@ from pdproxy.settings.overload import Overload
 from pdproxy.settings.schema import Auth, Settings
 from pdproxy.web.app import create_app
 from pdproxy.web.operators import CLOSED
+from pdproxy.web.wrong_keys import AT_ONCE
 from tests.fakes.admin import admin
 from tests.fakes.client import Answer
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, world
@@ -116,6 +117,23 @@ async def test_health_checks_need_no_key_and_show_no_details() -> None:
         await w.probe()
         answer = await w.get("/ready")
         assert (answer.status, answer.json) == (503, {"ready": False})
+
+
+@pytest.mark.parametrize("path", ["/ready", "/ready/proxy", "/healthcheck"])
+async def test_keys_that_are_guessed_at_health_checks_are_counted(path: str) -> None:
+    """As everywhere else. The check is answered all the same; no key, another scheme, and a client's key are no guesses."""
+    wrong, basic = [("authorization", "Bearer wrong")], [("authorization", "Basic eDp5")]
+    async with world(auth=BOTH, operator_routes="auto") as w:
+        for headers in ([], basic, CLIENT, OPERATOR):
+            assert (await w.get(path, headers)).status == 200
+        assert w.metric("pdproxy_early_refusals_total", reason="wrong_key") == 0
+        for _ in range(AT_ONCE + 1):
+            answer = await w.get(path, wrong)
+            assert answer.status == 200
+            assert not {"details", "reason", "prefill_instances"} & set(answer.json)
+        assert w.metric("pdproxy_wrong_keys_total", listener="clients", answer="refused") == AT_ONCE
+        assert w.metric("pdproxy_wrong_keys_total", listener="clients", answer="throttled") == 1
+        assert w.metric("pdproxy_early_refusals_total", reason="wrong_key") == AT_ONCE + 1
 
 
 async def test_everything_is_shown_where_the_admin_api_listens() -> None:

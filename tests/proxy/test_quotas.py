@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from pdproxy.observe.events import RequestEnded
 from tests.fakes import scripts
 from tests.fakes.clock import ManualClock
-from tests.fakes.engine import prefill
+from tests.fakes.engine import Reply, prefill
+from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
 from tests.fakes.scripts import WORD
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 from tests.proxy.test_keys import bearer, renewed
@@ -157,3 +159,63 @@ async def test_what_an_engine_refuses_as_wrong_is_free(tmp_path: Path) -> None:
     async with world(auth=keys(tmp_path, "a:sk-a tpm=6000"), clock=clock) as w:
         assert (await w.ask(COMPLETIONS, completion(n=1_000_000), A)).status == 400
         assert left(w) == 6000
+
+
+LIE = 2**38
+LIES = {"prompt_tokens": LIE, "completion_tokens": LIE, "input_tokens": LIE, "output_tokens": LIE}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, completion(prompt="a")), (MESSAGES, message()), (EMBEDDINGS, {})]
+)
+@pytest.mark.parametrize("tpm", [2000, 600_000])
+async def test_no_engine_locks_a_key_out(tmp_path: Path, path: str, body: dict[str, object], tpm: int) -> None:
+    """Whatever it reports: the key waits for minutes, and no counter jumps."""
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, f"a:sk-a tpm={tpm}"), clock=clock) as w:
+        choice = {"index": 0, "text": "x", "finish_reason": "stop"}
+        lies = {"id": "x", "object": "text_completion", "model": "tiny", "choices": [choice], "usage": LIES}
+        if path == COMPLETIONS:
+            w.decode[0].script(scripts.whole(json.dumps(lies).encode()))
+        else:
+            everyone(w, path, scripts.whole(json.dumps({"usage": LIES}).encode()))
+        assert (await w.ask(path, body, A)).status == 200
+        ended = await w.ended()
+        assert -10 * tpm <= left(w) < 0
+        assert w.metric("pdproxy_tenant_tokens_total", tenant="a") < 2**22
+        assert (ended.prompt_tokens or 0) + (ended.completion_tokens or 0) < 2**22
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, chat(max_tokens=None)), (RESPONSES, responses(max_output_tokens=None))]
+)
+async def test_a_right_of_the_key_bounds_what_is_reserved(tmp_path: Path, path: str, body: dict[str, object]) -> None:
+    """A request without a limit gets the key's, and reserves no quarter of the minute then."""
+    asked = asyncio.Event()
+
+    async def silent(reply: Reply) -> None:
+        asked.set()
+        await reply.stall()
+
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=60000 max_tokens=100"), clock=clock) as w:
+        if path == CHAT:
+            w.decode[0].script(silent)
+        else:
+            everyone(w, path, silent)
+        client = await w.client()
+        client.post(path, body, A)
+        await asyncio.wait_for(asked.wait(), 30)
+        assert 60_000 - 100 - len(json.dumps(body)) < left(w) < 60_000 - 100
+        client.close()
+        await clock.through(until(lambda: w.events(RequestEnded)), 1.0)
+
+
+async def test_a_list_of_models_counts_in_the_limits_of_its_key(tmp_path: Path) -> None:
+    """Engines are asked for it. Keys without limits, and their own places, are left alone."""
+    async with world(auth=keys(tmp_path, "a:sk-a rpm=2 inflight=1\nb:sk-b"), clock=ManualClock()) as w:
+        answers = [await w.get("/v1/models", A) for _ in range(4)]
+        assert [answer.status for answer in answers] == [200, 200, 429, 429]
+        assert answers[-1].json["error"]["reason"] == "key_requests"
+        assert (await w.ask(COMPLETIONS, completion(), A)).status == 429
+        assert [(await w.get("/v1/models", B)).status for _ in range(3)] == [200] * 3

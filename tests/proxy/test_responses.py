@@ -87,6 +87,22 @@ async def test_no_engine_is_asked_to_store(given: dict[str, object]) -> None:
         assert seen[0].json == responses(store=False)
 
 
+@pytest.mark.parametrize("number", ["1." + "0" * 70, "1" + "0" * 70 + "e-70", "0." + "9" * 70])
+async def test_a_long_number_is_no_way_to_a_store(number: str) -> None:
+    """An engine reads these as true."""
+    data = json.dumps(responses(store="?")).replace('"?"', number)
+    assert json.loads(data)["store"] == 1
+    async with world() as w:
+        seen = everyone(w, RESPONSES, fine)
+        assert (await w.ask(RESPONSES, data.encode(), [("content-type", "application/json")])).status == 200
+        assert seen[0].json == responses(store=False)
+        answer = await w.ask(
+            RESPONSES, data.replace("store", "background").encode(), [("content-type", "application/json")]
+        )
+        assert answer.status == 200
+        assert "previous_response_id" in seen[1].json, "no engine runs it in the background"
+
+
 @pytest.mark.parametrize("given", [{"background": True}, {"background": "Y", "previous_response_id": "resp_known"}])
 async def test_no_engine_runs_a_request_in_the_background(given: dict[str, object]) -> None:
     """An engine with a store is asked for a response that it can't have; its 404 becomes an error that names the field."""

@@ -17,7 +17,7 @@ from tests.fakes import scripts
 from tests.fakes.admin import BASE, admin
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, prefill
-from tests.fakes.passed import MESSAGES, RESPONSES
+from tests.fakes.passed import MESSAGES, RESPONSES, fine
 from tests.fakes.world import COMPLETIONS, LONG, PROMPT, World, chat, completion, until, world
 
 BATCH = "/v1/chat/completions/batch"
@@ -155,6 +155,28 @@ async def test_requests_behind_another_one_are_refused_too(keys: Path) -> None:
         await ends_with(client)
         assert (await client.answer()).status == 401
         assert len(w.prefill[0].requests) == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
+async def test_requests_behind_another_one_whose_key_has_ended(keys: Path, path: str) -> None:
+    """They were read before the key's end, and their turn comes after it: none is served."""
+    keys.write_text("a:one until=2999-01-01T00:00:00Z\n")
+    async with world(auth={"api_keys_file": str(keys)}) as w:
+        go = asyncio.Event()
+        w.decode[0].script(scripts.after_word(go, scripts.one_more_word))
+        w.decode[0].admin[RESPONSES] = fine
+        client = await w.client()
+        behind = request("POST", path, completion(), bearer("one")) * 3
+        client.send(request("POST", COMPLETIONS, STREAM, bearer("one")) + behind)
+        await client.head()
+        await client.piece()
+        for one in w.workers:
+            one.credentials.keys.wall = lambda: 1e12
+        go.set()
+        await ends_with(client)
+        answer = await client.answer()
+        assert (answer.status, code(answer.body)) == (401, "key_expired")
+        assert sum(len(engine.requests) for engine in w.engines) == 2
 
 
 def events(*types: str) -> bytes:

@@ -189,9 +189,32 @@ async def test_auto_is_separate_where_there_are_several(tmp_path: Path) -> None:
         renewed(path, "a:sk-1\nb:sk-2")
         w.look_at_files()
         assert await salt(w, "sk-1") != await salt(w, "sk-2")
-        renewed(path, "a:sk-1")
+        separate = await salt(w, "sk-2")
+        renewed(path, "b:sk-2")
         w.look_at_files()
+        assert await salt(w, "sk-2") == separate, "engines still have what the other one has sent"
+
+
+@pytest.mark.parametrize(("first", "second"), [("a:sk-1", "b:sk-2"), ("sk-1", "sk-2")])
+async def test_auto_stays_separate_where_one_tenant_takes_the_place_of_another(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    """Their keys are never valid together, but the engines keep what the first one has sent."""
+    path = tmp_path / "keys"
+    async with world(auth=keys(tmp_path, first)) as w:
         await w.ask(COMPLETIONS, completion(), bearer("sk-1"))
+        assert set(salts(w)) == {None}
+        renewed(path, second)
+        w.look_at_files()
+        assert await salt(w, "sk-2") is not None
+
+
+async def test_another_key_of_the_same_name_is_no_other_tenant(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    async with world(auth=keys(tmp_path, "a:sk-1")) as w:
+        renewed(path, "a:sk-2")
+        w.look_at_files()
+        await w.ask(COMPLETIONS, completion(), bearer("sk-2"))
         assert set(salts(w)) == {None}
 
 

@@ -302,7 +302,9 @@ async def test_whoever_leaves_an_answer_that_shows_nothing_pays_for_its_limit(tm
 
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("status", [400, 500])
-async def test_a_failure_costs_the_prompt_and_a_refusal_nothing(tmp_path: Path, path: str, status: int) -> None:
+async def test_a_failure_costs_the_prompt_and_a_refusal_before_it_nothing(
+    tmp_path: Path, path: str, status: int
+) -> None:
     clock = ManualClock()
     async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock, limits={"attempts": 1}) as w:
         fails = scripts.whole(answers.error("no", "BadRequestError", status), status)
@@ -314,7 +316,64 @@ async def test_a_failure_costs_the_prompt_and_a_refusal_nothing(tmp_path: Path, 
         assert (await w.ask(path, body, A)).status == status
         prompt, completion_tokens = charged(w, await w.ended())
         assert completion_tokens == 0
-        assert (prompt > 0) is (status == 500)
+        assert (prompt > 0) is (status == 500 or path in (COMPLETIONS, CHAT)), "a prefill engine has computed those"
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, completion()),
+    (COMPLETIONS, completion(stream=True)),
+    (COMPLETIONS, completion(**LISTED)),
+    (COMPLETIONS, completion(stream=True, **LISTED)),
+    (BATCH, batch()),
+    (INVOCATIONS, chat()),
+    (INVOCATIONS, completion(**LISTED)),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+async def test_prompts_that_were_prefilled_are_paid_whoever_refuses_them_then(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """A client chooses what only the decode engine reads: a wrong grammar, too many logprobs. Each prompt is paid once."""
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, f"a:sk-a tpm={TPM}"), clock=clock) as w:
+        fails, asked = scripts.whole(answers.error("no", "BadRequestError", 400), 400), asyncio.Event()
+        prompts = len(body["messages"]) if path == BATCH else 2 if isinstance(body.get("prompt"), list) else 1
+        waiting = 0
+
+        async def refuse(reply: Reply) -> None:
+            nonlocal waiting
+            waiting += 1
+            if waiting == prompts:
+                asked.set()
+            await asked.wait()
+            await fails(reply)
+
+        w.decode[0].default = refuse
+        if path != COMPLETIONS:
+            everyone(w, path, fails)
+        assert (await w.ask(path, body, A)).status == 400
+        await w.quiet()
+        computed, _ = made(w.prefill)
+        assert computed > 0
+        assert charged(w, await w.ended()) == (computed, 0)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("wrong", [{"structured_outputs": {"regex": "("}}, {"max_tokens": 10**7}])
+async def test_every_connector_counts_what_was_refused_behind_its_prefill(
+    connector: str, wrong: dict[str, Any]
+) -> None:
+    """Also where the prefill engine makes the first token, and one engine is asked alone after the refusal."""
+    async with pool(connector) as pair:
+        path, body = SHAPES[0]
+        before = made_by([pair.p])
+        assert (await pair.ask(path, {**body, **wrong})).status == 400
+        ended = await pair.world.ended()
+        computed = made_by([pair.p])[0] - before[0]
+        assert ended.prompt_tokens is not None
+        assert computed > 0
+        assert 0 <= ended.prompt_tokens - computed <= 1, "with `lmcache-pd`, another engine may compute the last token"
 
 
 def limited(path: str, tokens: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, Options, nixl
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from pdproxy.wire.notices import Notice, NoticeEvent
+from tests.fakes.registry import USUAL_HOSTS
 from tests.sim.raw import turns
 
 LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
@@ -31,14 +32,14 @@ LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 def custodian(contract: Contract) -> Custodian:
     """A custodian without engines."""
     ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
-    return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock())
+    return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
 
 
 def shared(contract: Contract, records: SharedRecords, number: int = 0) -> SharedCustodian:
     """The custodian of a worker."""
     ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
     return SharedCustodian(
-        contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), area=records.area(number)
+        contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS, area=records.area(number)
     )
 
 

@@ -65,6 +65,15 @@ FAR = EngineNetworks([read_network("10.0.0.0/8")])
         ("64:ff9b::169.254.169.254", False),
         ("2002:a9fe:a9fe::1", False),
         ("::169.254.169.254", False),
+        ("::ffff:0:169.254.169.254", False),
+        ("2001:0:a00:1:0:ffff:5601:5601", False),
+        ("169.254.169.254.", False),
+        ("2852039166.", False),
+        ("\u2460\u2465\u2468.254.169.254", False),
+        ("169\u3002254.169.254", False),
+        ("engine.", True),
+        ("m\u00fcnchen", True),
+        ("\u00fc" * 300, True),
         ("2852039166", False),
         ("0xa9fea9fe", False),
         ("0251.0376.0251.0376", False),
@@ -92,7 +101,7 @@ def test_named_networks_are_all_that_there_are() -> None:
     assert FAR.why_not("127.0.0.1") == "not in engines.networks"
     assert FAR.why_not("name") is None, "it is looked at when it resolves"
     assert FAR.why_not_named("name"), "somebody else resolves it"
-    assert FAR.why_not_named("localhost") == "not in engines.networks"
+    assert FAR.why_not_named("localhost") == FAR.why_not_named("localhost.") == "not in engines.networks"
 
 
 # -- the settings
@@ -137,6 +146,27 @@ def test_settings_that_name_such_an_address(key: str, node: Node) -> None:
     (line,) = [one for one in _refused(node) if "engines.networks" in one]
     assert line.startswith(f"pools[0].nodes[0].{key}: ")
     assert not [one for one in _refused(node, ("169.254.0.0/16",)) if "engines.networks" in one]
+
+
+NAME = "evil.example.com"
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("facts.remote_host", lambda host: {"facts": Facts(remote_host=host)}),
+        ("facts.bootstrap", lambda host: {"facts": Facts(bootstrap=f"http://{host}:1")}),
+        ("receiver.host", lambda host: {"receiver": Receiver(host=host)}),
+    ],
+)
+def test_names_that_other_engines_resolve(key: str, more: Any) -> None:
+    """Nobody knows where they lead: with networks, only the name of the engine's own URL may be there."""
+    other, own = (Node(url="http://e:1", role="any", **more(host)) for host in (NAME, "E"))
+    named = ("10.0.0.0/8",)
+    (line,) = [one for one in _refused(other, named) if "engines.networks" in one]
+    assert line.startswith(f"pools[0].nodes[0].{key}: {NAME} is a name")
+    for node, networks in ((own, named), (other, ())):
+        assert not [one for one in _refused(node, networks) if "engines.networks" in one]
 
 
 def test_a_wrong_network() -> None:
@@ -263,6 +293,33 @@ def test_which_hosts_a_handle_may_name(networks: EngineNetworks, kv_host: str | 
 
 
 @pytest.mark.parametrize(
+    ("several", "allowed"),
+    [
+        (None, True),
+        ([], True),
+        (["10.0.0.1", "10.0.0.2"], True),
+        (["10.0.0.1", BAD], False),
+        ([2852039166], False),  # vLLM makes texts of them
+        (2852039166, False),
+        (BAD, False),
+        (["10.0.0.1"] * 257, False),
+    ],
+)
+@pytest.mark.parametrize("kv_host", [None, "10.0.0.9"])
+def test_a_handle_that_names_several_hosts(several: Any, allowed: bool, kv_host: str | None) -> None:
+    """MoRIIO's ranks on several machines. No setting replaces these hosts."""
+    params = msgspec.json.encode({"remote_host": "10.0.0.1", "remote_hosts": several})
+    found = hosts(USUAL, kv_host).checked(Handle(params, None, 1, "r", None), "http://e:1")
+    assert isinstance(found, Handle) == allowed
+
+
+@pytest.mark.parametrize("several", [b"[" * 100_000 + b"]" * 100_000, b'"\xff"'])
+def test_hosts_that_cannot_be_read(several: bytes) -> None:
+    handle = Handle(b'{"remote_hosts":%b}' % several, None, 1, "r", None)
+    assert "can't be read" in str(hosts().checked(handle, "http://e:1"))
+
+
+@pytest.mark.parametrize(
     ("registered", "address", "more"),
     [
         (p2p_nccl.registered, "{}:21001", {}),
@@ -320,4 +377,6 @@ def test_hosts_that_are_remembered_are_few(monkeypatch: pytest.MonkeyPatch) -> N
     looked = hosts()
     for number in range(10):
         looked.why_not(f"10.0.0.{number}", "http://e:1")
+        assert looked.why_not(str(number) * 256, "http://e:1")
     assert len(looked._known) <= 3
+    assert not [host for host in looked._known if len(host) > 255]

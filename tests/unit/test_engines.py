@@ -23,7 +23,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.nixl import NIXL
 from tests.fakes.clock import later_turns
-from tests.fakes.registry import registry, unused_client
+from tests.fakes.registry import USUAL_HOSTS, registry, unused_client
 
 SPLIT = (Role.PREFILL, Role.DECODE)
 P, D, E = NodeSpec("p", Role.PREFILL), NodeSpec("d", Role.DECODE), NodeSpec("e", Role.DECODE)
@@ -266,7 +266,7 @@ def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
     """A decode engine has read KV, and is started again before that is known: its new run has met nobody."""
     engines, ledger = registry(P, D)
     up(ledger, "p", "d")
-    kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock())
+    kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
     prefill, asked = engines["p"].node.run_number, engines["d"].node.run_number
     custody = kept.take(Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill))
     custody.spend(asked)

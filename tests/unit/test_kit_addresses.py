@@ -141,6 +141,8 @@ def test_where_packets_end(address: IPv4Address) -> None:
         f"64:ff9b:1::{address}",
         f"2002:{number >> 16:x}:{number & 0xFFFF:x}::1",
         f"::ffff:{address}",
+        f"::ffff:0:{address}",
+        f"2001:0:a00:1:0:ffff:{(number >> 16) ^ 0xFFFF:x}:{(number & 0xFFFF) ^ 0xFFFF:x}",
     ):
         assert goes_to(ip_address(carrier)) == address
     assert goes_to(address) == address

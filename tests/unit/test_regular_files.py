@@ -146,6 +146,7 @@ def test_when_it_is_read_again(place: Path, make: Callable[[Path], None], why: s
     place.unlink()
     make(place)
     followed.reload_if_changed()
+    followed.reload_if_changed()
     assert followed() == b"first"
     assert followed.failure is not None
     assert why in followed.failure

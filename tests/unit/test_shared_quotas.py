@@ -243,3 +243,21 @@ def test_sums_that_wrap() -> None:
     account = workers.all[0]._account("a", workers.limits["a"])
     assert account.tokens is not None
     assert account.tokens.level == 6000 - 8 * 100
+
+
+def test_no_report_takes_more_than_ten_minutes() -> None:
+    """In each worker; but a request that may use more by its own limit pays all of that."""
+    workers = Workers(2, a=KeyLimits(tpm=6000))
+    for most, seconds in ((100, 600), (90_000, 900)):
+        use = workers.enter(0)
+        assert use is not None
+        use.reserve(1, most)
+        use.end(2**38)
+        workers.now += seconds - 60
+        with pytest.raises(LimitError):
+            workers.enter(1)
+        workers.now += 61
+        late = workers.enter(1)
+        assert late is not None
+        late.end(0)
+        workers.now += 600

@@ -70,6 +70,15 @@ def test_no_body_of_many_items_is_quick(value: Any) -> None:
     assert not is_quick(body) or count_items(body, 10**9) <= MAX_QUICK_ITEMS
 
 
+@pytest.mark.parametrize("digits", ["0123456789" * 30, "9" * 300])
+def test_no_body_of_long_integers_is_quick(digits: str) -> None:
+    """Wherever the integer stands. Many short ones are."""
+    ids = f"{digits}," * 300
+    assert is_quick(f'{{"prompt":[{ids}1]}}'.encode())
+    for at in (0, len(ids)):
+        assert not is_quick(f'{{"prompt":[{ids[:at]}1{digits},{ids[at:]}1]}}'.encode())
+
+
 def test_values_are_counted_with_numbers() -> None:
     """Where each becomes an object."""
     check_values(b'[NaN,1,"a,b",{"a":2}]', 5)

@@ -49,6 +49,8 @@ def places(url: Any) -> list[dict[str, Any]]:
         user({"type": "image_url", "image_url": url}),
         user({"image_url": {"url": url}}),
         user({"image_url": url}),
+        user({"type": "x_call", "uuid": "u", "image_url": {"url": url}}),
+        user({"type": "x_tool_use", "uuid": "u", "video_url": url}),
         user({"type": "audio_url", "audio_url": {"url": url}}),
         user({"type": "video_url", "video_url": {"url": url, "fps": 2}}),
         user({"type": "input_image", "image_url": url}),
@@ -96,6 +98,23 @@ def test_escapes_hide_nothing(at: int) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        r'"http:/\/10.0.0.1/x"',
+        r'"http:\//10.0.0.1/x"',
+        r'"http:\n//10.0.0.1/x"',
+        r'"HTTP:\t\r\n\/\/10.0.0.1/x"',
+        '"FILE:/etc/passwd"',
+        '"File:etc/passwd"',
+    ],
+)
+def test_spellings_hide_nothing(text: str) -> None:
+    """Where no key says that a URL follows: case, blanks that readers of URLs skip, and escapes of slashes."""
+    with pytest.raises(MediaUrlError):
+        check_media({"mm_processor_kwargs": msgspec.Raw(f'{{"images":[{text}]}}'.encode())}, OFF)
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"messages": [{"role": "user", "content": f"what is at {FAR}? see image_url"}]},
@@ -107,6 +126,8 @@ def test_escapes_hide_nothing(at: int) -> None:
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": f'{{"url": "{FAR}"}}'}}]}]},
         {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {"url": FAR}}]}]},
         {"input": [{"type": "web_search_call", "action": {"type": "open_page", "url": FAR}}]},
+        {"input": [{"type": "code_interpreter_call", "code": FAR, "outputs": [{"type": "image", "url": FAR}]}]},
+        {"input": [{"type": "file_search_call", "results": [{"attributes": {"url": FAR}, "text": "x"}]}]},
         {"input": [{"content": [{"type": "output_text", "annotations": [{"type": "url_citation", "url": FAR}]}]}]},
         {"mm_processor_kwargs": {"fps": 2, "mode": "min_pixels"}},
         user({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),

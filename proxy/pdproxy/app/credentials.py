@@ -43,6 +43,8 @@ logger = logging.getLogger("pdproxy.files")
 
 LOOK_EVERY = 1.0
 """Seconds."""
+LOOK_AGAIN = 0.2
+"""Seconds until the next look at files that are changing."""
 SECRET_FILE = "tenants.secret_file"  # noqa: S105 - the setting's name
 EXPIRES_SOON = timedelta(days=2)
 """How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
@@ -107,6 +109,7 @@ class Credentials:
             found.add(("auth",), *self._in_force.wrong)
         self._notes_logged: list[str] = []
         found.raise_any()
+        self.keys.note_names()
 
     def __repr__(self) -> str:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
@@ -242,9 +245,10 @@ class Credentials:
             call()
 
     async def follow(self) -> None:
-        """Check all files once per second until cancelled."""
+        """Check all files once per second until cancelled, and more often while some are changing."""
         while True:
-            await asyncio.sleep(LOOK_EVERY)
+            changing = any(one.is_changing for one in self._followed)
+            await asyncio.sleep(LOOK_AGAIN if changing else LOOK_EVERY)
             self.look()
 
     def _follow_files(self) -> None:
@@ -266,7 +270,7 @@ class Credentials:
             return lambda: only
         check_key_file(setting, path, of_operators=of_operators)
         read = partial(read_valid_keys, setting, keys, path, self._pools, of_operators=of_operators)
-        return self._follow(setting, [path], read, secrets=[path])
+        return self._follow(setting, [path], read, secrets=[path], of_lines=True)
 
     def _combined(
         self,
@@ -284,6 +288,7 @@ class Credentials:
         """Have the keys as they are now count, and log what is new of what an operator should know."""
         before = self._in_force.wrong
         self._in_force = self._combined(self._valid_keys, self._valid_admin_keys, self._common_key)
+        self.keys.note_names()
         for one in self._in_force.wrong:
             if one not in before:
                 logger.error("%s: it does not open the admin API", one)
@@ -355,9 +360,15 @@ class Credentials:
         return (f"listen.tls.certificate: {self._certificate}: {said}",)
 
     def _follow(
-        self, setting: str, paths: Sequence[str | None], read: Callable[[], Any], *, secrets: Sequence[str | None]
+        self,
+        setting: str,
+        paths: Sequence[str | None],
+        read: Callable[[], Any],
+        *,
+        secrets: Sequence[str | None],
+        of_lines: bool = False,
     ) -> ReloadingFile[Any]:
-        followed = ReloadingFile(setting, [path for path in paths if path is not None], read)
+        followed = ReloadingFile(setting, [path for path in paths if path is not None], read, of_lines=of_lines)
         self._followed.append(followed)
         self._secrets |= {path: setting for path in secrets if path is not None}
         return followed

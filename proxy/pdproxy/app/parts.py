@@ -66,10 +66,16 @@ class Parts(Process):
         """Return the answer to `GET /v1/models`: the models of all pools and their aliases that a key is good for.
 
         Raises:
+            LimitError: the key is over one of its limits.
             OverloadedError: no engine is up.
             EngineError: no engine that is up gave a list that can be read.
         """
-        found = await asyncio.gather(*(self._cards_of(pool, authorization) for pool in self.pools))
+        use = self.quotas.enter(None if key is None else key.name)  # engines are asked
+        try:
+            found = await asyncio.gather(*(self._cards_of(pool, authorization) for pool in self.pools))
+        finally:
+            if use is not None:
+                use.end(0)
         listed = [one for one in found if not isinstance(one, PdproxyError)]
         if not listed:
             raise next(one for one in found if isinstance(one, PdproxyError))

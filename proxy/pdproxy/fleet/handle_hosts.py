@@ -7,7 +7,7 @@ handle that names another host is none: the prompt is served as if the engine ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,13 +21,20 @@ from pdproxy.transfer.turns import DecodeHandle
 
 
 class _Named(msgspec.Struct):
+    """`remote_hosts`: those of MoRIIO's ranks on several machines. Anything may be there: vLLM makes texts of it."""
+
     remote_host: str | None = None
+    remote_hosts: Any = None
 
 
 _named = msgspec.json.Decoder(_Named | None).decode
 _H = TypeVar("_H", Handle, DecodeHandle)
 MAX_KNOWN = 4096
 """Hosts that are remembered: an engine names one or two."""
+_MAX_HOSTS = 256
+"""Hosts of one handle."""
+_MAX_HOST = 255
+"""Characters of a host: those of the longest name (RFC 1035). A longer one is not remembered."""
 
 
 class HandleHosts:
@@ -46,7 +53,13 @@ class HandleHosts:
             named = _named(handle.params)
         except msgspec.MsgspecError:
             return handle  # of a contract whose handles name no host: those with one have read it as a text
-        host = None if named is None else named.remote_host
+        except (UnicodeDecodeError, RecursionError) as error:
+            return f"kv_transfer_params can't be read: {error}"
+        if named is None:
+            return handle
+        if named.remote_hosts and (found := self._why_not_all(named.remote_hosts, url)) is not None:
+            return found
+        host = named.remote_host
         if host is None or self._known.get(host, host) is None:  # None: known to be allowed
             return handle
         why = self.why_not(host, url)
@@ -54,13 +67,26 @@ class HandleHosts:
 
     def why_not(self, host: str, url: str) -> str | None:
         """Return why an engine may not name a host, None if it may. One that the settings replace may be any."""
-        if host in self._known:
+        why = self._refused(host, url)
+        return None if why is None or self._is_replaced(url) else why
+
+    def _why_not_all(self, hosts: Any, url: str) -> str | None:
+        texts = list(map(str, hosts)) if isinstance(hosts, list) else [str(hosts)]
+        if len(texts) > _MAX_HOSTS:
+            return f"it names more than {_MAX_HOSTS} hosts"
+        return next((why for host in texts if (why := self._refused(host, url)) is not None), None)
+
+    def _refused(self, host: str, url: str) -> str | None:
+        why: str | None
+        if len(host) > _MAX_HOST:
+            why = f"longer than {_MAX_HOST} characters"
+        elif host in self._known:
             why = self._known[host]
         else:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             why = self._known[host] = self._networks.why_not_named(host)
-        if why is None or self._is_replaced(url) or host == urlsplit(url).hostname:
+        if why is None or host == urlsplit(url).hostname:
             return None
         return f"it names the host {truncate(host, 64)!r}: {why}"
 

@@ -14,8 +14,8 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 _MAPPED = IPv6Network("::ffff:0:0/96")
-_TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48")
-"""IPv4 behind a translator (NAT64, RFC 6052 and 8215)."""
+_TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"), IPv6Network("::ffff:0:0:0/96")
+"""IPv4 behind a translator (NAT64, RFC 6052 and 8215; SIIT, RFC 2765)."""
 _COMPATIBLE = IPv6Network("::/96")
 """An old form of IPv4 addresses in IPv6 ones (RFC 4291, 2.5.5.1)."""
 _UNICAST = _COMPATIBLE[0], _COMPATIBLE[1]
@@ -134,6 +134,8 @@ def goes_to(address: Address) -> Address:
         return address.ipv4_mapped
     if address.sixtofour is not None:
         return address.sixtofour
+    if address.teredo is not None:
+        return address.teredo[1]  # the client's; the first one is a server on the way
     if inside(address, _TRANSLATED) or (address in _COMPATIBLE and address not in _UNICAST):
         return IPv4Address(int(address) & 0xFFFF_FFFF)
     return address

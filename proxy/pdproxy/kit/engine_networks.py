@@ -52,7 +52,7 @@ class EngineNetworks:
 
     def why_not_named(self, host: str) -> str | None:
         """Return the same for a host that somebody else resolves: where networks are named, no name is known to be in them."""
-        address = _LOCALHOST if host.lower() == "localhost" else _address(host)
+        address = _LOCALHOST if host.lower().removesuffix(".") == "localhost" else _address(host)
         if address is not None:
             return self._why_not(address)
         return "a name, of which nobody knows whether it is in engines.networks" if self._networks else None
@@ -70,7 +70,16 @@ USUAL = EngineNetworks()
 
 
 def _address(host: str) -> Address | None:
-    """Return the address that a host is, also in the forms that only the system reads: 127.1, 0x7f000001, 2130706433."""
+    """Return the address that a host is, also in the forms that only the system reads: 127.1, 0x7f000001, 2130706433.
+
+    And in those that resolvers make one of: with a dot at its end, and with digits and dots of other scripts.
+    """
+    host = host.removesuffix(".")
+    if not host.isascii():
+        try:
+            host = host.encode("idna").decode()
+        except UnicodeError:
+            return None
     found = read_address(host)
     if found is None:
         try:

@@ -43,7 +43,8 @@ LEASE = 480.0
 """Seconds for which a prefill engine keeps blocks, and lets a decode engine wait for a prompt that it does not have.
 vLLM's default for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
 _answered_decoder = msgspec.json.Decoder(dict[str, Any] | None)
-"""vLLM's own answers have null. What others answer overrides what the proxy knows."""
+"""vLLM's own answers have null. Others may add params, but change none that the proxy knows: an engine that has been taken over
+could name the address of any machine, or another engine's transfer."""
 _TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 _TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 
@@ -73,10 +74,10 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
         if choice.finish_reason != "length":
             return f"the prefill ended by {choice.finish_reason}, not by length: such KV is not kept"
     try:
-        overriding = _answered_decoder.decode(answer.kv_transfer_params)
+        more = _answered_decoder.decode(answer.kv_transfer_params)
     except UNREADABLE as error:
         return f"kv_transfer_params can't be read: {error}"
-    params = _params_of(dispatch, overriding)
+    params = _params_of(dispatch, more)
     if params is None:
         return "its bootstrap server has not named its engine id"
     return answered(answer, params, _name(dispatch), cached_tokens=answer.details().cached_tokens)
@@ -107,20 +108,19 @@ def prefill_params(request_id: str) -> dict[str, Any]:
 
 
 def decode_params(
-    request_id: str, engine_id: str, bootstrap: str, overriding: Mapping[str, object] | None = None
+    request_id: str, engine_id: str, bootstrap: str, more: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
     """Return the decode engine's params: the transfer's name and where it is, and who prefills.
 
-    `engine_id`: of the prefill engine's rank. `bootstrap`: the address of its bootstrap server. `overriding`: what the prefill
-    engine answered; it wins over what was known before, unless a value is empty. The flags that state who prefills win over both.
+    `engine_id`: of the prefill engine's rank. `bootstrap`: the address of its bootstrap server. `more`: what the prefill engine
+    answered; all other params win over what it says.
     """
     known = {
         "transfer_id": transfer_id(request_id),
         "remote_engine_id": engine_id,
         "remote_bootstrap_addr": bootstrap,
     }
-    newer = {name: value for name, value in (overriding or {}).items() if value or name not in known}
-    return {**known, **newer, **_TO_DECODE}
+    return {**(more or {}), **known, **_TO_DECODE}
 
 
 def _name(dispatch: Dispatch) -> str:
@@ -128,12 +128,12 @@ def _name(dispatch: Dispatch) -> str:
     return transfer_id(dispatch.leg_id)
 
 
-def _params_of(dispatch: Dispatch, overriding: dict[str, Any] | None = None) -> bytes | None:
-    """Return a decode engine's params as JSON, None if they would be incomplete. `overriding`: the prefill engine's answer."""
+def _params_of(dispatch: Dispatch, more: dict[str, Any] | None = None) -> bytes | None:
+    """Return a decode engine's params as JSON, None if they would be incomplete. `more`: the prefill engine's answer."""
     peer = dispatch.prefill_peer
     if dispatch.leg_id is None or peer is None or not peer.engine_id or not peer.address:
         return None
-    return msgspec.json.encode(decode_params(dispatch.leg_id, peer.engine_id, peer.address, overriding))
+    return msgspec.json.encode(decode_params(dispatch.leg_id, peer.engine_id, peer.address, more))
 
 
 NAME = "mooncake"

@@ -28,6 +28,7 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream import reach
+from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS, describe_os, describe_tls
 from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, names_in, read_metrics
 from pdproxy.wire.bootstrap import MAX_ANSWER, BootstrapAnswerError, Ranks, read_ranks
@@ -49,6 +50,8 @@ _IDS_PER_BYTE = 8
 _IDS = 1 << 20
 """Bytes of a prompt's ids. An id has up to eight bytes with its comma, and is made of one byte of the request or more. A chat
 template and images add ids."""
+_MOST_IDS = 32 << 20
+"""Bytes of a prompt's ids, however long the request: four million ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ class EngineAdmin:
     `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
     `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone, without its limit of 100
     connections for all engines. Probes and clients' requests limit them, and an engine that hangs must not hold up the probes of
-    others.
+    others. `budget`: for answers as long as a request, which are those with its token ids.
     """
 
     def __init__(
@@ -131,7 +134,9 @@ class EngineAdmin:
         tls: Callable[[str], ssl.SSLContext | None] = lambda _: None,
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
         networks: EngineNetworks = USUAL,
+        budget: AnswerBudget | None = None,
     ) -> None:
+        self._budget = budget or AnswerBudget()
         self._connector = connector or reach.connector(networks, limit=0)
         self.timeout = timeout
         self._key = key
@@ -182,9 +187,10 @@ class EngineAdmin:
         `authorization`: a header in place of the engine's key, "" for none. `max_bytes`: the limit on the answer; None: by the
         length of the body.
         """
-        max_bytes = max_bytes or _IDS + _IDS_PER_BYTE * len(body)
+        max_bytes = max_bytes or min(_IDS + _IDS_PER_BYTE * len(body), _MOST_IDS)
+        share = self._budget.share()  # it counts until the ids have been read
         answer = await self._request(
-            "POST", url, "/tokenize", body, authorization, timeout=timeout, max_bytes=max_bytes
+            "POST", url, "/tokenize", body, authorization, timeout=timeout, max_bytes=max_bytes, share=share
         )
         read = self._read("/tokenize", answer, _TokenIds)
         return TokenIds(bytes(read.tokens), read.count)
@@ -289,8 +295,12 @@ class EngineAdmin:
         max_bytes: int,
         plain: bool = False,
         more: Mapping[str, str] | None = None,
+        share: BudgetShare | None = None,
     ) -> bytes:
-        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`: without TLS; `more`: headers."""
+        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`: without TLS; `more`: headers.
+
+        `share`: of the budget in which the body counts, None if it is small.
+        """
         if self._session is None:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
@@ -320,7 +330,7 @@ class EngineAdmin:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout or self.timeout),
             ) as answer:
-                content = await _body(answer, path, max_bytes) if max_bytes else b""
+                content = await _body(answer, path, max_bytes, share) if max_bytes else b""
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{path} did not answer in {timeout or self.timeout:g} s",
@@ -354,12 +364,14 @@ class EngineAdmin:
             raise EngineError(f"{path} answered something else: {truncate(error)}") from None
 
 
-async def _body(answer: aiohttp.ClientResponse, path: str, max_bytes: int) -> bytes:
+async def _body(answer: aiohttp.ClientResponse, path: str, max_bytes: int, share: BudgetShare | None) -> bytes:
     """Read a body; raise EngineError for one that is too large, as soon as that is known."""
     body = bytearray()
     if (answer.content_length or 0) <= max_bytes:
         while chunk := await answer.content.readany():
             body += chunk
+            if share is not None:
+                share.grow(len(chunk))
             if len(body) > max_bytes:
                 break
         else:

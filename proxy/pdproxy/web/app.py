@@ -82,7 +82,15 @@ def create_app(answers: Answers) -> FastAPI:
 
     app.add_middleware(CORSMiddleware, **middleware_options(answers.cors))  # type: ignore[arg-type]
 
-    add_operation(app, answers.operation, answers.operators.admits)
+    def shows_all(request: Request) -> bool:
+        try:
+            return answers.operators.admits(request)
+        except UnauthorizedError as error:
+            if CONNECTION in (scope := request.scope):
+                answers.passthrough.identify.note_wrong(error, scope[CONNECTION], scope["headers"])
+            return False
+
+    add_operation(app, answers.operation, shows_all)
 
     @app.get(
         "/v1/models",

@@ -91,6 +91,19 @@ class ClientIdentifier:
         """Report a request that another one has found to have no valid key. Return what it is answered with."""
         return self._refused(error, self.address(connection, headers))
 
+    def note_wrong(self, error: UnauthorizedError, connection: Peer, headers: Headers) -> None:
+        """Report a request that has no key of operators, and is answered without one. A client's key is no guess."""
+        if error.code is None:
+            return  # its header holds no key
+        try:
+            self._keys.check(_first(headers, b"authorization"))
+        except UnauthorizedError:
+            known = False
+        else:
+            known = self._keys.wanted
+        if not known:
+            self.refused(error, connection, headers)
+
     def check_again(self, key: ValidKey | None) -> None:
         """Raise UnauthorizedError if a key that was found is not valid any more."""
         self._keys.admit(key, None)

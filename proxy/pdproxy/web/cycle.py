@@ -288,7 +288,7 @@ class GenerateCycle(ResponseCycle):
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=forward,
             body=body,
-            adapter=found.get(ADAPTER_HEADER) if self._route is _INVOCATIONS else None,
+            adapter=(found.get(ADAPTER_HEADER, b"").strip() or None) if self._route is _INVOCATIONS else None,
             client=self._address,
             key=None if self._key is None else self._key.name,
             hints=hints,

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pdproxy.kit.errors import ForbiddenError, UnauthorizedError
+from pdproxy.kit.errors import ForbiddenError
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import Audience, audience_of
 
@@ -43,16 +43,17 @@ class Operators:
         self._keys.check(_authorization(request))
 
     def admits(self, request: Request) -> bool:
-        """Return whether a request is an operator's, where others get less of the same answer."""
+        """Return whether a request is an operator's, where others get less of the same answer.
+
+        Raises:
+            UnauthorizedError: it shows a key that is no operator's.
+        """
         if not self._closed():
             return True
         given = _authorization(request)
         if given is None or not self._keys.wanted:
             return False
-        try:
-            self._keys.check(given)
-        except UnauthorizedError:
-            return False
+        self._keys.check(given)
         return True
 
     def guard(self, app: FastAPI) -> None:

@@ -8,6 +8,7 @@ object per item.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from itertools import accumulate
 
@@ -24,6 +25,8 @@ LARGE = 512 * 1024
 """Bytes above which no body is quick to read: text takes 1 ms per MiB, token ids 3 ms, a list of texts with escapes 10 ms."""
 MAX_QUICK_ITEMS = 12_000
 """Strings, arrays and objects of a body that is quick to read: up to 0.25 us each."""
+MAX_QUICK_DIGITS = 300
+"""Digits in a row of a body that is quick to read: the time to read an integer grows with their square, 0.2 ms for 4300."""
 MAX_FIELDS = 1024
 """Fields at a body's top level, of which vLLM knows fewer than a hundred. Each leg to an engine copies them all."""
 
@@ -31,6 +34,9 @@ _QUOTE = ord('"')
 _ALL_BUT_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{},')
 _ALL_BUT_BEGINNINGS = bytes(byte for byte in range(256) if byte not in b'"[{')
 _COMMAS = b","
+_ONLY_DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))
+_SAMPLES = re.compile(rb"[0-9]{3}")
+_MANY_DIGITS = b"0" * (MAX_QUICK_DIGITS + 1)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
@@ -74,7 +80,7 @@ class TooManyFieldsError(BadRequestError):
 def is_quick(body: Body) -> bool:
     """Return whether a body of plain JSON is surely read within a few milliseconds.
 
-    Brackets in strings are counted as well, so the count may be too high, but never too low.
+    Brackets and digits in strings are counted as well, so the count may be too high, but never too low.
     """
     size = len(body)
     if size <= SMALL:
@@ -82,7 +88,10 @@ def is_quick(body: Body) -> bool:
     if size > LARGE:
         return False
     found = body.translate(None, _ALL_BUT_BEGINNINGS)
-    return len(found) - found.count(_QUOTE) // 2 <= MAX_QUICK_ITEMS
+    if len(found) - found.count(_QUOTE) // 2 > MAX_QUICK_ITEMS:
+        return False
+    # Three samples lie in each run of too many digits. Few prompts have such samples: only those are searched whole.
+    return not _SAMPLES.search(body[:: MAX_QUICK_DIGITS // 3]) or _MANY_DIGITS not in body.translate(_ONLY_DIGITS)
 
 
 def count_items(body: Body, limit: int) -> int:

@@ -23,7 +23,9 @@ from pdproxy.wire.prompt_lists import prompts_in
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
 _LONGEST_BOOLEAN = 64
-"""Bytes of JSON."""
+"""Bytes of JSON. A longer number counts as true, since reading it could take long."""
+_NUMBER = b"-0123456789"
+"""How a number begins."""
 _LIMITS = {Dialect.RESPONSES: "max_output_tokens", Dialect.MESSAGES: "max_tokens"}
 """The field with an answer's limit."""
 _LONGEST_LIMIT = 20
@@ -161,8 +163,8 @@ def _boolean(fields: Fields, name: str) -> bool | None:
     if is_absent(fields, name):
         return False
     raw = fields[name]
-    if memoryview(raw).nbytes > _LONGEST_BOOLEAN:
-        return None
+    if (view := memoryview(raw)).nbytes > _LONGEST_BOOLEAN:
+        return True if view[0] in _NUMBER else None  # an engine reads 1.000...0 as 1
     try:
         value = msgspec.json.decode(raw)
     except msgspec.DecodeError:

@@ -32,7 +32,7 @@ from pdproxy.wire.fields import (
     plain_fields,
     read_field,
 )
-from pdproxy.wire.media import check_media
+from pdproxy.wire.media import MEDIA_KWARGS, check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
 from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, part, prompts_in
@@ -87,9 +87,9 @@ class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
-    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key;
-    `salt`: of its tenant's caches, None where tenants share them. `found`: the key (`serving.access.keys.ValidKey`), None without
-    one; `refusal`: why its sender is refused.
+    `adapter` is the value of `client_routes.ADAPTER_HEADER`, None for a blank one, which names no model. `client`: the client's
+    address; `key`: the name of its key; `salt`: of its tenant's caches, None where tenants share them. `found`: the key
+    (`serving.access.keys.ValidKey`), None without one; `refusal`: why its sender is refused.
     """
 
     route: Route
@@ -269,11 +269,9 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
             is_list, prompts, non_text = True, _batch(fields, conversations), False
         else:
             is_list, prompts, non_text = _messages(fields) if route is _CHAT else _prompts(fields, spans)
-        if non_text:
-            alone: Alone | None = Alone.NON_TEXT
+        if non_text or not MEDIA_KWARGS.isdisjoint(fields):
             check_media(fields, bounds.media)
-        else:
-            alone = _alone(fields, route)
+        alone = Alone.NON_TEXT if non_text else _alone(fields, route)
         if PROMPT_IDS in fields:
             if route is _BATCH:
                 raise UnusualError  # engines refuse it

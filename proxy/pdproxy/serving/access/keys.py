@@ -67,8 +67,8 @@ class Keys:
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
         self._counted = NO_KEYS
-        self._several = False
-        """Whether those that were counted last have several names."""
+        self._seen: set[str | bytes] = set()
+        """The names of all keys since the start, until there are several; of a key without a name, its digest."""
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -89,12 +89,19 @@ class Keys:
 
     @property
     def several(self) -> bool:
-        """Whether keys of several names are valid."""
+        """Whether keys of several names are valid, or were since the start: engines keep what a former tenant has sent."""
         if self._valid is None:
             return False
-        if (valid := self._valid()) is not self._counted:
-            self._counted, self._several = valid, len({key.name for key in valid.values()}) > 1
-        return self._several
+        if self._valid() is not self._counted:
+            self.note_names()
+        return len(self._seen) > 1
+
+    def note_names(self) -> None:
+        """Have the names of the keys that are valid now count. To be called when keys have changed: requests may come later."""
+        self._counted = valid = self.valid
+        if len(self._seen) <= 1:
+            named = self.limits()
+            self._seen |= {key.name if key.name in named else key.digest for key in valid.values()}
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
@@ -121,7 +128,7 @@ class Keys:
     def admit(self, found: ValidKey | None, refusal: PdproxyError | None) -> None:
         """Raise `refusal`, or UnauthorizedError if a key is wanted and `found` is none, or not valid any more.
 
-        Its body may have taken as long as a client wanted since the key was looked up.
+        Since the key was looked up, the body may have come slowly, or the request may have waited behind others.
         """
         if refusal is not None:
             raise refusal
@@ -129,8 +136,11 @@ class Keys:
             return
         if found is None:
             raise UnauthorizedError(_MISSING, code=None)
-        if found.digest not in self._valid():
+        now = self._valid().get(found.digest)
+        if now is None:
             raise RevokedError("key", "revoked")
+        if now.until is not None and now.is_over(self.wall()):
+            raise RevokedError("key", "expired")
 
     def priorities(self, name: str | None) -> tuple[int, int] | None:
         """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""

@@ -116,7 +116,7 @@ class Models:
             return Choice(0, model)
         found = self._known.get(model)
         if found is None:
-            found = self._find(model)
+            found = self._find(model, pools)
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             self._known[model] = found
@@ -140,14 +140,14 @@ class Models:
             found = [Choice(at, model) for at, fit in enumerate(fits) if fit >= 0 and fit == max(fits)]
         return found
 
-    def _find(self, model: str) -> list[Choice]:
+    def _find(self, model: str, pools: Collection[str] | None) -> list[Choice]:
         found = self._named(model)
         if not found and len(self.pools) == 1:
             return [Choice(0, model)]  # its engines answer for themselves
         if not found:  # perhaps a pool that was never up has it: it answers that it is not
             found = [Choice(at, model) for at, pool in enumerate(self.pools) if not pool.is_seen()][:1]
         if not found:
-            raise ModelNotFoundError(model, self._names())
+            raise ModelNotFoundError(model, self._names(pools))
         return found
 
     def _among(self, found: list[Choice], session: str | None) -> Choice:
@@ -167,11 +167,12 @@ class Models:
                 return one
         return next(one for one, weight in zip(reversed(serving), reversed(weights), strict=True) if weight)
 
-    def _names(self) -> list[str]:
-        """Return the names of models, without adapters, and the aliases."""
-        evidences = [node.evidence for pool in self.pools for node in pool.nodes() if node.evidence is not None]
+    def _names(self, pools: Collection[str] | None) -> list[str]:
+        """Return the names of models, without adapters, and the aliases. `pools`: of these alone, None: of all."""
+        shown = [pool for pool in self.pools if pools is None or pool.name in pools]
+        evidences = [node.evidence for pool in shown for node in pool.nodes() if node.evidence is not None]
         names = {name: None for one in evidences for name in sorted(one.models - one.adapters)}
-        names |= dict.fromkeys(name for _, name, _ in self.aliases())
+        names |= dict.fromkeys(name for pool in shown for name in pool.aliases)
         return [*names][:MAX_SHOWN]
 
 

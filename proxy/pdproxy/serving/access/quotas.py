@@ -3,7 +3,8 @@
 Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. A key with an empty bucket is refused
 before the body is parsed. A request that was read reserves tokens: its prompt, and the most that may be generated for it. If the
 bucket holds too few of them, the request is refused. At the end, what was used takes the place of what was reserved; if that was
-more, the bucket may be in debt, and the key waits until that is paid. What a key has used is kept by its name, so that a changed
+more, the bucket may be in debt, and the key waits until that is paid. An engine may report anything: no request costs more
+than ten minutes, unless it may use more by its own size and limit. What a key has used is kept by its name, so that a changed
 file of keys gives nobody a new minute.
 """
 
@@ -17,6 +18,10 @@ from pdproxy.settings.key_lines import KeyLimits
 _MINUTE = 60.0
 WITHOUT_LIMIT = 4
 """How many requests that name no limit may run at once: each reserves such a part of the key's minute."""
+MOST_MINUTES = 10
+"""Minutes of its key that a request costs at most, unless its own size and limit are more: engines may report any number."""
+_BYTES_PER_TOKEN = 4
+"""As estimates of prompts have it. No text has more tokens than bytes."""
 _SOON = 1.0
 """Seconds after which a refused request may be tried again, if requests that run have reserved what it needs."""
 _ROUNDED = 1e-3
@@ -93,12 +98,14 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucke
 class Use:
     """One request's use of its key's limits. Ended by one call of `end`. `now` returns the time of the buckets."""
 
-    __slots__ = ("_account", "_most", "_now", "_reserved")
+    __slots__ = ("_account", "_most", "_now", "_own", "_reserved")
 
     def __init__(self, account: Account, now: Callable[[], float]) -> None:
         self._account = account
         self._now = now
         self._reserved = self._most = 0.0
+        self._own = 0
+        """The most tokens that the request may use by its own size and limit."""
 
     def reserve(self, prompt: int, most: int | None) -> None:
         """Reserve the tokens of a prompt, and the most that may be generated for it; None: it has no limit.
@@ -114,6 +121,7 @@ class Use:
         tokens = account.tokens
         if tokens is None:
             return
+        self._own = _BYTES_PER_TOKEN * prompt + (most or 0)
         minute = float(tokens.per_minute)
         part = minute / WITHOUT_LIMIT
         self._most = part if most is None else float(min(most, tokens.per_minute))
@@ -135,7 +143,9 @@ class Use:
             self._account.tokens.level -= self._used(tokens, unseen) - self._reserved
 
     def _used(self, tokens: int, unseen: float) -> float:
-        return tokens + unseen * self._most if unseen else tokens
+        used = tokens + unseen * self._most if unseen else tokens
+        bucket = self._account.tokens
+        return used if bucket is None else min(used, max(self._own, MOST_MINUTES * bucket.per_minute))
 
 
 class Quotas:

@@ -153,9 +153,18 @@ class Attempt:
         for open_legs in self._suspected:
             open_legs.suspects += 1
 
-    def broke(self, lease: Lease, error: EngineError, *, streamed: bool = False, beside: bool = False) -> None:
-        """Note that a leg has failed: its engine may be lost. Arguments as of `EnginesLost.broke`."""
-        self.resources.lost.broke(self.request.headers, lease.node, error, streamed=streamed, beside=beside)
+    def broke(
+        self,
+        lease: Lease,
+        error: EngineError,
+        since: float | None = None,
+        *,
+        streamed: bool = False,
+        beside: bool = False,
+    ) -> None:
+        """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since` None: as the lease."""
+        since = lease.since if since is None else since
+        self.resources.lost.broke(self.request.headers, lease.node, error, since, streamed=streamed, beside=beside)
 
     # -- what engines have in their caches
 

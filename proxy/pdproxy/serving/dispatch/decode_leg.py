@@ -174,6 +174,7 @@ class DecodeLeg:
             attempt.broke(
                 self._lease,
                 error,
+                self._sent_at,
                 streamed=data_came and not whole,
                 beside=self.gave_up and self._leg is not None,
             )

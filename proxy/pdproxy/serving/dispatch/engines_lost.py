@@ -6,7 +6,8 @@ its core has died, and behind that it does not answer `/health`. An engine that 
 lost, nor is one that is drained.
 
     one request        may lose two engines, of all roles together; then its client gets an error
-    the last engine    of a role in which a request has lost an engine before any data, and was alone there, does not get it
+    the last engine    of several of a role does not get a request that has lost another one there, was alone at that engine,
+                       and had been sent to that engine just before: it may be the cause
     others beside it   the requests that were under way at the lost engine are tried again few at a time (`few_first`)
     the same again     behind two losses of its fingerprint, a request gets one engine, and no role's last one; behind three it
                        is refused
@@ -48,6 +49,8 @@ REFUSED_AT = LIMITED_AT = 3
 """Losses behind which a fingerprint is refused, and a client limited."""
 TOGETHER = 10.0
 """Seconds in which legs to one run of an engine break together."""
+SOON = 1.0
+"""Seconds behind its beginning in which a request that ends engines does so. Behind them, an engine disappears by itself."""
 KEPT = 600.0
 """Seconds behind its last loss for which a fingerprint or a client is remembered."""
 MOST_LEFT = 64
@@ -68,13 +71,13 @@ class Under(msgspec.Struct, eq=False):
     """What was lost under one request of a client; its prompts, if it has several, share it.
 
     `number`: no other has it. `unproven`: engines to which only the connection is known to be lost, each with whether data had
-    come; `engines`: those that were lost. `before`: losses that count from the beginning, since its fingerprint or its client has
-    some. `protected`: roles whose last engine it does not get. `limited`: whether its client is. `beside`: the last lost engine,
-    if other requests were under way there.
+    come, and whether that was `SOON`; `engines`: those that were lost. `before`: losses that count from the beginning, since its
+    fingerprint or its client has some. `protected`: roles whose last engine it does not get. `limited`: whether its client is.
+    `beside`: the last lost engine, if other requests were under way there.
     """
 
     number: int
-    unproven: list[tuple[_Lost, bool]] = []
+    unproven: list[tuple[_Lost, bool, bool]] = []
     engines: dict[_Lost, None] = {}
     before: int = 0
     protected: frozenset[Role] = frozenset()
@@ -191,8 +194,10 @@ class EnginesLost:
 
     # -- when a leg has failed
 
-    def broke(self, sender: Sender, node: Node, error: EngineError, *, streamed: bool, beside: bool = False) -> None:
-        """Note a leg that has failed, if its engine may be lost. `streamed`: data had come.
+    def broke(
+        self, sender: Sender, node: Node, error: EngineError, since: float, *, streamed: bool, beside: bool = False
+    ) -> None:
+        """Note a leg that has failed, if its engine may be lost. `since`: when it was sent; `streamed`: data had come.
 
         `beside`: the leg was ended only since the one beside it had failed, so that its own engine may be lost, too.
         """
@@ -213,7 +218,7 @@ class EnginesLost:
             _keep(self._seen, (node.url, node.run_number), seen)
         elif seen.under != under.number:
             self._has_several(seen, sender.client)
-        under.unproven.append((seen, streamed))
+        under.unproven.append((seen, streamed, now - since <= SOON))
 
     def left(self, sender: Sender, nodes: Iterable[Node], fields: Fields, known: Fingerprint | None) -> None:
         """Note that a client has left before any data: its request may still end the engines at which it was under way."""
@@ -282,12 +287,12 @@ class EnginesLost:
         """
         (under,) = sender.lost
         for one in list(under.unproven):
-            seen, streamed = one
+            seen, streamed, soon = one
             is_lost = await self._is_lost(seen)
             if one in under.unproven:  # else another prompt of the request has counted it meanwhile
                 under.unproven.remove(one)
                 if is_lost and seen not in under.engines:
-                    self._count(sender, under, seen, fields, known, streamed=streamed)
+                    self._count(sender, under, seen, fields, known, streamed=streamed, soon=soon)
         if len(under.engines) + under.before < MOST or not under.engines:
             return None
         number = len(under.engines)
@@ -335,6 +340,7 @@ class EnginesLost:
         known: Fingerprint | None,
         *,
         streamed: bool,
+        soon: bool,
     ) -> None:
         if under.beside is not None and under.beside.again is not None:
             under.beside.again.again()
@@ -345,7 +351,7 @@ class EnginesLost:
         losses = 0
         mark = known or (self._fingerprint(sender.path, fields) if fields else None)
         if is_second or not seen.several:
-            if not streamed:  # what has data is done with its prompt
+            if not streamed and (is_second or soon):  # what has data is done with its prompt
                 under.protected |= {seen.node.role}
             if mark is not None and (is_second or seen.suspect is None):
                 suspect = self._suspect(mark, 1 + shared, streamed=streamed)
@@ -404,9 +410,8 @@ class EnginesLost:
         for role in under.protected:
             nodes = [engine.node for engine in self._engines.values() if engine.node.role is role]
             answering = [node.url for node in nodes if node.available]
-            lost = any(seen.node.role is role for seen in under.engines)
             least = max(1, len(nodes) // 2) if under.limited else 1
-            if len(answering) <= least and (lost or len(nodes) > 1):
+            if len(answering) <= least and len(nodes) > 1:
                 found += answering
         return tuple(found)
 

@@ -96,6 +96,7 @@ class Exchange:
         "_number",
         "_permit",
         "_prefill_failed",
+        "_prefilled",
         "_request",
         "_served_alone",
         "_slot",
@@ -120,6 +121,8 @@ class Exchange:
         self._served_alone: Alone | None = None
         """Why one engine served the last attempt that had engines; None: it was split."""
         self._prefill_failed: Alone | None = None
+        self._prefilled = 0
+        """Tokens of the prompt, as a prefill engine of an attempt before has reported them; 0: none has."""
         self._until = 0.0
         """Until when it may wait for an engine that stands still, 0 before it does."""
         self._slot: RetrySlot | None = None
@@ -170,9 +173,9 @@ class Exchange:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's length as the prefill engine of the last attempt has reported it, 0 if it has not."""
+        """The prompt's length as the last prefill engine that made its KV has reported it, 0 if none has."""
         custody = None if self._attempt is None else self._attempt.custody
-        return 0 if custody is None else custody.handle.prompt_tokens
+        return (0 if custody is None else custody.handle.prompt_tokens) or self._prefilled
 
     def times(self) -> LegTimes:
         """Return what happened so far."""
@@ -383,6 +386,7 @@ class Exchange:
         `lost`: why no other engine is risked, None if one may be.
         """
         resources = self._dispatcher.resources
+        self._prefilled = self.prompt_tokens
         most, continues = resources.limits.attempts, resources.records is not None
         request, is_alone = self._request, self._alone is not None
         spares = spares_decode(resources, request, Alone.KV_FAILED)

@@ -20,14 +20,13 @@ def largest_answer(parsed: Parsed) -> int:
 
 def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch, run: int | None) -> PrefillRecord:
     """Return what custody needs to know of an attempt's prefill leg. `run`: the number of the run that was asked."""
-    transfer, url = attempt.resources.transfer, attempt.assignment.leases[0].node.url
-    contract, hosts = transfer.contract, transfer.hosts
+    contract, url = attempt.resources.transfer.contract, attempt.assignment.leases[0].node.url
     return PrefillRecord(
         url,
         parsed.model,
         attempt.request.headers.authorization,
         # Still in use after the attempt if the client has left: it refers to nothing else of the attempt.
-        lambda answer: hosts.checked(contract.handle(parsed, answer, dispatch), url),
+        lambda answer: contract.handle(parsed, answer, dispatch),
         contract.holder.pushed_to(attempt.answering_url),
         dispatch.leg_id,
         run,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Coroutine, Mapping
 
 from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
@@ -28,7 +29,7 @@ logger = logging.getLogger("pdproxy.kv")
 
 
 class Custodian:
-    """All live handles of one pool."""
+    """All live handles of one pool. `hosts`: which hosts the handles of abandoned legs may name."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class Custodian:
         observers: Observers,
         now: Callable[[], float],
         clock: Clock,
+        hosts: HandleHosts,
     ) -> None:
         self._deadlines = deadlines
         self._observers = observers
@@ -50,6 +52,7 @@ class Custodian:
         """Whether decode engines wait for a push under this contract."""
         self.loses_closed: Callable[[Handle], bool] = contract.holder.loses_closed
         self._at_host, self._engines = contract.at_host, engines
+        self._hosts = hosts
         self._usual_lease = contract.holder.lease or math.inf
         self.when_unread: Callable[[str, str], object] = lambda _, __: None
         """Called with the URLs of a prefill engine and of the decode engine that has reported that it could not read the KV."""
@@ -186,6 +189,11 @@ class Custodian:
                     gone(f"the lease on the KV at {custody.prefill} ended before it was loaded", False)
 
     def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
+        named = self._hosts.checked(handle, leg.prefill)
+        if isinstance(named, str):
+            logger.warning("KV at %s is not released: %s", leg.prefill, named)
+            leg.nothing_kept(named)
+            return
         if leg.promised is not None:
             leg.promised.made(handle)
             leg.promised.release()

@@ -12,7 +12,8 @@ from pdproxy.wire.request import Alone, Parsed, Prompt
 BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""
 MOST_TOKENS = 2**20
-"""Of a prompt: images in base64 are many bytes and few tokens."""
+"""Of a prompt: images in base64 are many bytes and few tokens. Also of what a prompt has besides its bytes (a chat template's
+words, a video behind a URL), and of an answer without a limit."""
 MOST_ANSWERS = 2**14
 """To one prompt: engines refuse more (vLLM's `VLLM_MAX_N_SEQUENCES`), so that nobody may wait or pay for them."""
 PRIORITY = b"x-vllm-priority"
@@ -26,7 +27,7 @@ class Demand(msgspec.Struct, frozen=True):
     """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0 for a route without any.
 
     `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the smallest is the most urgent.
-    `best_of`: answers that are generated for each one that it wants.
+    `best_of`: answers that are generated for each one that it wants. `longest`: the most tokens that its prompts may have.
     """
 
     prompt: int = 1
@@ -34,6 +35,7 @@ class Demand(msgspec.Struct, frozen=True):
     limit: int | None = None
     priority: int = 0
     best_of: int = 1
+    longest: int = MOST_TOKENS
 
     @property
     def most(self) -> int | None:
@@ -66,7 +68,8 @@ def demand_of(parsed: Parsed) -> Demand:
         best_of = -(-min(max(_number(fields["best_of"]) or 1, n), MOST_ANSWERS) // n)
     # Only an engine knows how many answers an unusual request has.
     limit = limit_of(parsed) if prompts or parsed.alone is not _UNUSUAL else None
-    return Demand(_bounded(tokens), answers, limit, priority, best_of)
+    longest = parsed.body_bytes + MOST_TOKENS * (len(prompts) or 1)
+    return Demand(_bounded(tokens), answers, limit, priority, best_of, longest)
 
 
 def tokens_of(prompt: Prompt) -> int:
@@ -111,7 +114,8 @@ def prioritized(
 
 def passed_demand(size: int, limit: int | None, *, generates: bool) -> Demand:
     """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`."""
-    return Demand(prompt=_bounded(size // BYTES_PER_TOKEN), answers=int(generates), limit=limit)
+    prompt, longest = _bounded(size // BYTES_PER_TOKEN), size + MOST_TOKENS
+    return Demand(prompt=prompt, answers=int(generates), limit=limit, longest=longest)
 
 
 def _number(raw: msgspec.Raw) -> int | None:

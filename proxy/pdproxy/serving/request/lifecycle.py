@@ -207,6 +207,7 @@ class Lifecycle:
                 request.add_up()
                 if error is not None:
                     meter.end(error, sent=request.first is not None, own_limit=own_limit)
+                meter.bound(request.demand)
             finally:
                 try:
                     if use is not None:

@@ -12,13 +12,15 @@ import msgspec
 from pdproxy.kit.errors import ClientLeftError, Fault, PdproxyError, RevokedError
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
+from pdproxy.serving.request.demand import MOST_TOKENS, Demand
 
 
 class Meter(msgspec.Struct, eq=False):
     """What one request has used, in tokens. Owned by one `RequestTotals`.
 
     `asked`: whether an engine was asked for anything that counts. `measured`: whether an engine has reported its usage, or some
-    of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them was seen.
+    of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them
+    was seen. `prefilled`: whether a prefill engine has reported a prompt, which it has computed then.
     """
 
     prompt: int = 0
@@ -26,6 +28,7 @@ class Meter(msgspec.Struct, eq=False):
     unseen: int = 0
     asked: bool = False
     measured: bool = False
+    prefilled: bool = False
 
     def add(self, exchange: Exchange, streams: Streams, prompt: int, answers: int) -> None:
         """Add what an exchange with these streams has used. `prompt`: the likely tokens of its prompt.
@@ -34,11 +37,22 @@ class Meter(msgspec.Struct, eq=False):
         """
         usage = streams.usage
         if usage is not None:
-            self.report(usage.prompt_tokens - streams.done, (usage.completion_tokens or 0) + streams.done)
+            self.report(max(usage.prompt_tokens - streams.done, 0), (usage.completion_tokens or 0) + streams.done)
         elif exchange.was_asked:
             last = streams.paths[-1] if streams.paths else None
             seen = 0 if last is None else streams.done + (last.tokens or last.events)
-            self.see(exchange.prompt_tokens or prompt, seen, answers if exchange.may_be_answered else 0)
+            if counted := exchange.prompt_tokens:
+                self.prefilled = True
+            self.see(counted or prompt, seen, answers if exchange.may_be_answered else 0)
+
+    def refuse(self, exchange: Exchange) -> None:
+        """Add an exchange that an engine has refused as wrong: its prompt, if a prefill engine has computed it before that.
+
+        The client chooses what only the decode engine reads, and so could have prompts computed for nothing.
+        """
+        if counted := exchange.prompt_tokens:
+            self.prompt += counted
+            self.asked = self.prefilled = True
 
     def report(self, prompt: int, completion: int) -> None:
         """Add what an engine reports."""
@@ -60,15 +74,32 @@ class Meter(msgspec.Struct, eq=False):
         """Keep what the client pays for. `sent`: whether a part of the answer was sent to it.
 
         A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
-        made. A client whose request is wrong pays nothing; if only a prompt of its list is wrong, it pays for the others, as far
-        as these are known. Of any other failure before the answer, a client pays for the prompt.
+        made. For a request that is wrong: see `end_wrong`. Of any other failure before the answer, a client pays for the prompt.
         """
         if sent or own_limit or isinstance(error, ClientLeftError | RevokedError):
             return
-        self.unseen = 0
-        if error.fault is not Fault.CLIENT:
-            self.completion = 0
+        if error.fault is Fault.CLIENT:
+            self.end_wrong()
+        else:
+            self.unseen = self.completion = 0
             self.measured = False
-        elif not self.measured:
+
+    def end_wrong(self) -> None:
+        """Keep what the client pays for a request that is wrong: nothing, unless engines have worked on it.
+
+        A prompt that was prefilled is paid, whoever refused it then. If one prompt of a list was refused, so are the others that
+        engines were asked for: their prefills go on.
+        """
+        self.unseen = 0
+        if not (self.measured or self.prefilled):
             self.prompt = 0
             self.asked = False
+
+    def bound(self, demand: Demand) -> None:
+        """Take no more tokens from engines' reports than the request may have used: a defect must not take a key's share away."""
+        if self.prompt > demand.longest:
+            self.prompt = demand.longest
+        answers = (demand.answers or 1) * demand.best_of
+        most = max(demand.limit or 0, MOST_TOKENS) * answers  # a response that calls tools has its limit several times
+        if self.completion > most:
+            self.completion = most

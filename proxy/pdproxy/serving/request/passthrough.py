@@ -155,7 +155,7 @@ class _Lost:
     async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""
         lost, headers = self._resources.lost, self._headers
-        lost.broke(headers, lease.node, error, streamed=streamed)
+        lost.broke(headers, lease.node, error, lease.since, streamed=streamed)
         if not headers.lost:
             return None
         drop_traceback(error)  # the client may leave while this waits

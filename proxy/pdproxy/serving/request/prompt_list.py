@@ -94,6 +94,8 @@ class PromptList:
             streams = self._totals.add(index, exchange)
             if answer is None or answer.status == 200:
                 self._totals.meter.add(exchange, streams, size, unseen)
+            else:
+                self._totals.meter.refuse(exchange)
         if answer is None:
             usage_event = exchange.usage_event
             if usage_event is not None:

@@ -135,9 +135,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             salt.put_into(parsed.fields)
         elif FIELD in parsed.fields:
             check(parsed.fields)
-        if is_invocation:
-            self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
-            parsed = msgspec.structs.replace(parsed, model=self.model)
+        if is_invocation and (named := with_adapter(parsed.fields, incoming.adapter)) is not None:
+            self.model = named
+            parsed = msgspec.structs.replace(parsed, model=named)
         if service.routes is not None:
             parsed, service = self._routed(parsed, service.routes, rights)
         if rights is not None:
@@ -296,8 +296,14 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         finally:
             self.first, self.status = request.first, request.status
             self._metered = True
-            meter = self.totals.meter = Meter()  # an engine has refused what was asked before
+            meter = Meter()
             request.measure(meter, self.demand)
+            if meter.asked:
+                self.totals.meter = meter  # each token counts once, also if it was computed before the refusal
+            else:
+                if self._exchange is not None:
+                    self.totals.meter.refuse(self._exchange)
+                self.totals.meter.end_wrong()
             times = msgspec.structs.replace(request.times(), why_alone=why_alone)
             self.totals.add_legs(len(self.totals.legs), times)
 
@@ -373,7 +379,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         exchange = self._exchange
         if exchange is not None:
             streams = self.totals.add(0, exchange)
-            if not self._metered and not 400 <= self.status < 500:
+            if self._metered:
+                return
+            if 400 <= self.status < 500:
+                self.totals.meter.refuse(exchange)
+            else:
                 demand = self.demand
                 self.totals.meter.add(exchange, streams, demand.prompt, 0 if self.stream else demand.answers)
 
