@@ -266,7 +266,7 @@ class EnginesLost:
                 self._has_several(seen, one.client)
         for one in leavers:
             if seen not in one.lost[0].engines:
-                self._count(one, one.lost[0], seen, {}, one.mark, streamed=False)
+                self._count(one, one.lost[0], seen, {}, one.mark, streamed=False, soon=True)
 
     def _has_several(self, seen: _Lost, client: bytes | str) -> None:
         """Another request has broken there: the loss counts for the fingerprint of none, and perhaps for no client."""
