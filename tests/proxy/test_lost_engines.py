@@ -153,9 +153,14 @@ async def test_the_last_engine_gets_what_was_long_at_a_lost_one(path: str, monke
 
 
 async def test_the_only_engine_of_a_role_gets_it_again() -> None:
-    """It was started again: nobody else can serve the request."""
+    """It was started again, although it did not answer for a moment: nobody else can serve the request."""
+
+    async def gone(_: str) -> bool:
+        return False
+
     async with world(0, 0, aggregated=1, limits=UNBROKEN, leaves=True) as w:
         (engine,) = sims(w.aggregated)
+        lost_of(w)._is_alive = gone
         engine.faults.add(f"restart@queued:holds={MARK}")
         assert (await ask(w, killer())).status == 200
 

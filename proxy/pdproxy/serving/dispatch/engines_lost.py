@@ -326,9 +326,14 @@ class EnginesLost:
             seen.until = 0.0
 
     def _take_out(self, node: Node) -> None:
-        """No other request has to find out that the engine is gone."""
+        """No other request has to find out that the engine is gone, where another engine of its role can serve them."""
         engine = self._engines.get(node.url)
-        if engine is not None and engine.node is node and self._ledger.mark_down(node.url, _GONE, self._now()):
+        if engine is None or engine.node is not node:
+            return
+        others = (one.node for one in self._engines.values() if one is not engine)
+        if not any(other.role is node.role and other.available for other in others):
+            return  # it may be back in a moment: requests try it as ever
+        if self._ledger.mark_down(node.url, _GONE, self._now()):
             self._observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=_GONE, state="down"))
 
     def _count(
