@@ -170,16 +170,18 @@ async def test_decode_ends_before_the_whole_answer(fleet: Fleet, serve: START, e
     """D dies before it has answered a request that is not streamed: the other D gives the whole answer.
 
     A terminated engine may answer 200 with half the text and `finish_reason: "abort"`, or not at all: it closes its port
-    and leaves the connection open.
+    and leaves the connection open. The request has been there for longer than it would take to be the cause.
     """
     proxy = serve(fleet.prefills, fleet.decodes)
-    bodies = [_body(ignore_eos=True, max_tokens=150) for _ in range(2)]
+    bodies = [_body(ignore_eos=True, max_tokens=1200) for _ in range(2)]
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]
     asked = [asyncio.create_task(ask(proxy.url, COMPLETIONS, body)) for body in bodies]
     deadline = time.monotonic() + PREFILL
     while not fleet.decodes[0].counters().sum("vllm:num_requests_running"):
         assert time.monotonic() < deadline, "the first D got no work"
         await asyncio.sleep(0.02)
+    await asyncio.sleep(1.5 * SOON)
+    assert fleet.decodes[0].counters().sum("vllm:num_requests_running"), "it was answered before"
     end(fleet.decodes[0])
     async with asyncio.timeout(60):
         seen = await asyncio.gather(*asked)
