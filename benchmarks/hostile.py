@@ -163,6 +163,7 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
         keys = Path(made.name, "keys")
         keys.write_text("\n".join([HONEST_KEY, *KEYS, *(f"other{number}" for number in range(OTHER_KEYS))]))
         env["PDPROXY_AUTH__API_KEYS_FILE"] = str(keys)
+        env["PDPROXY_LISTEN__OPERATOR_ROUTES"] = "everywhere"  # its metrics are read without a key
     unread, pipe = os.pipe() if kind.pipe else (None, None)
     process = subprocess.Popen(
         command, env=env, stdout=log, stderr=log if pipe is None else pipe, start_new_session=True, cwd=options.checkout
