@@ -16,6 +16,7 @@ from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.serving.dispatch import exchange
 from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.request import service
 from pdproxy.serving.stream.relay import Relay
@@ -100,7 +101,7 @@ def two_tokens(engines: Rig, patch: pytest.MonkeyPatch) -> None:
 def does_not_wait(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy asks D at once."""
 
-    async def kv_ready(self: Attempt) -> None:
+    async def kv_ready(self: Attempt, request: PromptRequest) -> None:
         return None
 
     patch.setattr(Attempt, "kv_ready", kv_ready)

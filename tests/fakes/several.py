@@ -27,6 +27,7 @@ from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.kit.switchboard import Switchboard
 from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, Dispatch
 
@@ -86,10 +87,10 @@ class Built:
         if self.several is not None:
             numbers = {id(pool.resources): at for at, proxy in enumerate(self.proxies) for pool in proxy.pools}
 
-            def named(attempt: Attempt, contract: Contract) -> Dispatch:
-                ids.name_worker(numbers[id(attempt.resources)])
+            def named(attempt: Attempt, contract: Contract, request: PromptRequest) -> Dispatch:
+                ids.name_worker(numbers[id(request.resources)])
                 try:
-                    return _NAMED(attempt, contract)
+                    return _NAMED(attempt, contract, request)
                 finally:
                     ids._worker = ""
 

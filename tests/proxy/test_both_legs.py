@@ -11,9 +11,8 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
-from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
-from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
-from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
+from pdproxy.serving.dispatch.both_legs import REFUSAL_GRACE
+from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded
-from pdproxy.serving.dispatch import decode_leg
-from pdproxy.serving.dispatch.decode_start import first_data
+from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.reply import Reply
 from tests.fakes.pool import pool
@@ -24,15 +23,17 @@ async def test_counts_of_an_answer_that_comes_while_the_decode_engines_is_proces
 ) -> None:
     """The decode engine's answer was read before the prefill engine's, and goes to the client behind it."""
 
-    async def processed_later(*args: Any, **options: Any) -> Any:
-        got = await first_data(*args, **options)
+    first_data = DecodeLeg._first_data
+
+    async def processed_later(leg: DecodeLeg) -> Any:
+        got = await first_data(leg)
         await asyncio.sleep(0.3)
         return got
 
     async with pool(PUSH, everybody={"enable_prompt_tokens_details": True}) as pair:
         await known(pair)
         pair.p.faults.add(Fault(kind="slow", at="head", args={"delay": 0.1}))
-        monkeypatch.setattr(decode_leg, "first_data", processed_later)
+        monkeypatch.setattr(DecodeLeg, "_first_data", processed_later)
         ours = await pair.ask(COMPLETIONS, completion(**fields))
         theirs = await pair.asked_plain(COMPLETIONS, completion(**fields))
         assert events(ours.body) == events(theirs.body)
@@ -46,8 +47,10 @@ async def test_a_prefill_that_fails_while_the_decode_engines_answer_is_processed
     """The decode engine had its KV, or needed none: its answer is the client's, and nothing is stuck."""
     answered = asyncio.Event()
 
-    async def processed_later(*args: Any, **options: Any) -> Any:
-        got = await first_data(*args, **options)
+    first_data = DecodeLeg._first_data
+
+    async def processed_later(leg: DecodeLeg) -> Any:
+        got = await first_data(leg)
         answered.set()
         await asyncio.sleep(0.3)
         return got
@@ -69,7 +72,7 @@ async def test_a_prefill_that_fails_while_the_decode_engines_answer_is_processed
         await known(pair)
         pair.p.faults.script(fails_then, fails_then)
         pair.d.faults.script(says)
-        monkeypatch.setattr(decode_leg, "first_data", processed_later)
+        monkeypatch.setattr(DecodeLeg, "_first_data", processed_later)
         assert (await pair.ask(COMPLETIONS, completion(stream=stream))).text == "a"
         await pair.world.quiet()
         assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from pdproxy.observe.events import HandleEnded
-from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE, ACCEPTED_UNSEEN
-from pdproxy.serving.dispatch.open_leg import OpenAnswer
+from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, ACCEPTED_UNSEEN, DecodeLeg
 from pdproxy.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
@@ -40,7 +39,7 @@ async def headers_came(w: World, expected: int = 200) -> None:
     def status() -> int:
         open_legs = [one.engines[w.decode[0].url].open_legs.legs for one in w.workers]
         leg = next((leg for legs in open_legs for leg in legs), None)
-        relay = leg._attempt.relay if isinstance(leg, OpenAnswer) else None
+        relay = leg.relay if isinstance(leg, DecodeLeg) else None
         return 0 if relay is None else relay.status
 
     await until(lambda: status() == expected)

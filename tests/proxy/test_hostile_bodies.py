@@ -148,7 +148,7 @@ class _Counted(Exchange):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it is, a few exist at once; choices are in order and each prompt is counted."""
-    monkeypatch.setattr("pdproxy.serving.dispatch.exchange.Exchange", _Counted)
+    monkeypatch.setattr("pdproxy.serving.request.prompt_list.Exchange", _Counted)
     _Counted.alive, _Counted.most, _Counted.made = weakref.WeakSet(), 0, 0
     prompts = [f"{PROMPT}{n}" for n in range(100)]
     async with world() as w:
@@ -168,7 +168,7 @@ async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypa
 
 async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were not begun never are."""
-    monkeypatch.setattr("pdproxy.serving.dispatch.exchange.Exchange", _Counted)
+    monkeypatch.setattr("pdproxy.serving.request.prompt_list.Exchange", _Counted)
     _Counted.alive, _Counted.most, _Counted.made = weakref.WeakSet(), 0, 0
 
     async def refuse_third(reply: Reply) -> None:

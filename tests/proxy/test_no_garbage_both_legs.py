@@ -11,8 +11,7 @@ import uvloop
 
 from pdproxy.fleet.works import Works
 from pdproxy.kit.errors import EngineTimeoutError, Wait
-from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
-from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
+from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
 from pdproxy.sim.reply import Reply
 from tests.fakes.client import request

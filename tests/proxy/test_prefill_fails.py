@@ -9,8 +9,11 @@ import pytest
 
 from pdproxy.observe.events import LegFailed
 from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.transfer.contract import Contract
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, Script, prefill, prefilled
+from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, until, world
 
 BROKEN: dict[str, Script] = {
@@ -220,15 +223,15 @@ async def test_ids_that_the_prefill_engine_does_not_say() -> None:
 async def test_an_attempt_that_cannot_be_prepared_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect of a contract is answered with 500, and the engines that were leased are free again."""
 
-    def fails(self: Attempt) -> None:
+    def fails(self: Attempt, contract: Contract, request: PromptRequest) -> None:
         raise RuntimeError("a defect")
 
-    async with world() as w:
+    async with pool("nixl-push") as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(Attempt, "prepare", fails)
-            assert (await w.ask(COMPLETIONS, completion())).status == 500
-        assert [node.requests for one in w.workers for node in one.ledger.nodes if node.requests] == []
-        assert (await w.ask(COMPLETIONS, completion())).status == 200
+            patch.setattr(Attempt, "_named_dispatch", fails)
+            assert (await pair.ask(COMPLETIONS, completion())).status == 500
+        assert [node.requests for one in pair.world.workers for node in one.ledger.nodes if node.requests] == []
+        assert (await pair.ask(COMPLETIONS, completion())).status == 200
 
 
 async def test_an_engine_that_was_not_asked_is_not_named() -> None:

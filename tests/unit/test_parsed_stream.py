@@ -13,7 +13,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, UnparsedError, W
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch.continuing import finish
-from pdproxy.serving.dispatch.decode_start import accepted
+from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.parsed_stream import ParsedStream
@@ -134,8 +134,9 @@ async def test_a_deadline_while_the_engine_shows_that_it_has_a_request(error: En
     relay = Relay(wants_usage=False)
     relay.head(200, list(HEAD))
     relay.first.cancel()
-    resources = SimpleNamespace(clock=Clock(), now=lambda: 0.0)
-    asked = asyncio.ensure_future(accepted(cast("Any", resources), "http://d", relay, 0.0, stream=True))
+    request = SimpleNamespace(parsed=SimpleNamespace(stream=True))
+    leg = SimpleNamespace(relay=relay, _resources=SimpleNamespace(clock=Clock()), _request=request, _sent_at=0.0)
+    asked = asyncio.ensure_future(DecodeLeg._is_accepted(cast("Any", leg)))
     while relay.first.cancelled():
         await asyncio.sleep(0)
     relay.failed(error)

@@ -58,7 +58,6 @@ class Fleet:
         assignment = self.ledger.assign((Role.PREFILL, Role.DECODE), Ask("m", 1, 0.0))
         assert assignment is not None
         attempt = Attempt(cast("Any", self.resources), cast("Any", self.request), assignment)
-        attempt.prepare()
         prompt, dispatch = self.parsed.prompts[0], attempt.dispatch
         handle = self.contract.promise(self.parsed, dispatch) if self.contract.promise is not None else None
         assert handle is not None

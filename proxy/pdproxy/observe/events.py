@@ -22,8 +22,8 @@ class Gaps(msgspec.Struct):
     total: float = 0.0
 
 
-class LegTimes(msgspec.Struct, frozen=True):
-    """The legs of one prompt's last attempt: engines by URL, durations in seconds, None if a phase did not happen.
+class LegTimes(msgspec.Struct):
+    """The legs of one prompt's last attempt so far: engines by URL, durations in seconds, None if a phase did not happen.
 
     `why_alone`: the rule or failure because of which one engine served it alone. `prefill_s`: from the prefill leg's start to its
     answer. Of a stream, `first_s`: from asking the engine that answers to its first data (after a prefill by another engine: the

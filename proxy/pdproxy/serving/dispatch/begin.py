@@ -1,4 +1,4 @@
-"""The beginning of an attempt: the engines that are leased for it, by an order of legs or by the pool's placement."""
+"""The beginning of an attempt: the engines that are leased for it, one or a pair, or as the pool's placement chooses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pdproxy.kit.errors import TooLateError
 from pdproxy.observe.events import Decided
 from pdproxy.scheduling.leases import Assignment, Verdict
+from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy.serving.dispatch.attempt import Attempt, Order
+from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.resources import ExchangeResources
@@ -18,6 +19,8 @@ from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Alone
 
+PAIR = (Role.PREFILL, Role.DECODE)
+"""The roles that a split prompt needs an engine of. The last one answers the client."""
 MAX_USER = 256
 """Bytes of a body's `user` that name a session. What follows makes no other session."""
 
@@ -25,41 +28,38 @@ MAX_USER = 256
 def begin(
     resources: ExchangeResources,
     request: PromptRequest,
-    order: Order,
     why_alone: Alone | None,
     without: Sequence[str],
     avoid: Sequence[str],
 ) -> Attempt | None:
-    """Lease the engines of an order, and make what the contract needs for them. `why_alone`: it has one engine for the prompt.
+    """Lease a pair of engines; or one, if `why_alone` says why it must serve the prompt alone.
 
     `without` are URLs of engines that must not get the prompt: one that serves alone is taken from them only if there are no
-    others. Those of `avoid` are used if no others can serve the prompt in this order. Return None if there are no engines for it.
+    others. Those of `avoid` are used if no others can serve the prompt in this way. Return None if there are no engines for it.
     """
-    if not order.roles:
-        assert why_alone is not None
+    if why_alone is not None:
         return _alone(resources, request, why_alone, without, avoid)
     if avoid:
-        assignment = _assigned(resources, request, order, without, avoid)
+        assignment = _assigned(resources, request, without, avoid)
     else:
-        assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
-    return None if assignment is None else _prepared(Attempt(resources, request, assignment))
+        assignment = resources.ledger.assign(PAIR, _ask(resources, request), without=without)
+    return None if assignment is None else Attempt(resources, request, assignment)
 
 
 async def begin_with_space(
     resources: ExchangeResources,
     request: PromptRequest,
-    order: Order,
     without: Sequence[str],
     avoid: Sequence[str],
 ) -> Attempt | None:
-    """As `begin`, where receive buffers are bounded: wait until the last engine has space for the prompt's KV.
+    """As `begin` for a pair, where receive buffers are bounded: wait until the decode engine has space for the prompt's KV.
 
     Raises:
         OverloadedError: no decode engine had space in time.
     """
 
     def choose(excluded: Sequence[str]) -> Assignment | None:
-        return _assigned(resources, request, order, excluded, avoid)
+        return _assigned(resources, request, excluded, avoid)
 
     return await _with_space(resources, request, choose, without)
 
@@ -99,7 +99,7 @@ async def begin_placed(
         _give_up(resources, placed)
         attempt = await _with_space(resources, request, choose, without)
     else:
-        attempt = None if placed is None else _made(resources, request, placed)
+        attempt = None if placed is None else Attempt(resources, request, placed)
     if attempt is not None:
         leases, assignment = attempt.assignment.leases, attempt.assignment
         decision = Decision(
@@ -144,36 +144,20 @@ async def _with_space(
         return chosen is not None
 
     assignment = await buffers.wait_for_space(count, choose_with_space, possible)
-    return None if assignment is None else _made(resources, request, assignment, space)
+    return None if assignment is None else Attempt(resources, request, assignment, space)
 
 
 def _assigned(
-    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str], avoid: Sequence[str]
+    resources: ExchangeResources, request: PromptRequest, without: Sequence[str], avoid: Sequence[str]
 ) -> Assignment | None:
     ask, ledger = _ask(resources, request), resources.ledger
-    assignment = ledger.assign(order.roles, ask, without=(*without, *avoid)) if avoid else None
-    return assignment or ledger.assign(order.roles, ask, without=without)
+    assignment = ledger.assign(PAIR, ask, without=(*without, *avoid)) if avoid else None
+    return assignment or ledger.assign(PAIR, ask, without=without)
 
 
 def _give_up(resources: ExchangeResources, assignment: Assignment) -> None:
     for lease in assignment.leases:
         resources.close(lease, Verdict.NEUTRAL)
-
-
-def _made(
-    resources: ExchangeResources, request: PromptRequest, assignment: Assignment, space: BufferSpace | None = None
-) -> Attempt:
-    attempt = Attempt(resources, request, assignment, space)
-    return attempt if len(assignment.leases) == 1 else _prepared(attempt)
-
-
-def _prepared(attempt: Attempt) -> Attempt:
-    try:
-        attempt.prepare()
-    except BaseException:
-        attempt.close()
-        raise
-    return attempt
 
 
 def _alone(

@@ -22,7 +22,7 @@ from pdproxy.serving.dispatch.cut import Cut, find_cut
 from pdproxy.serving.dispatch.parsed_stream import ParsedStream
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
-from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.stream.continued_writer import ContinuedWriter
 from pdproxy.serving.stream.failures import GivenUpError
 from pdproxy.serving.stream.fast_path import FastPath
@@ -35,7 +35,7 @@ from pdproxy.transfer.parsed_events import DERENDER, RENDER, ParsedEvents, why_n
 from pdproxy.wire import sse
 from pdproxy.wire.continuable import Continuable, Reason
 from pdproxy.wire.engine import Usage
-from pdproxy.wire.request import Route
+from pdproxy.wire.request import Parsed, Prompt, Route
 
 MAX_IDS = 65_536
 """Ids of an answer that another engine is given. More are not: writing them would hold up the event loop."""
@@ -44,27 +44,29 @@ _OF_IDS = b"0123456789, "
 _MAX_RENDERED = 1 << 20
 """Bytes of what an engine renders of a chat, without the prompt's ids."""
 
+Asked = tuple[Parsed, Prompt, LegHeaders, Callable[[], Relay]]
+"""What an engine is asked: the request, its prompt, the headers of its legs, and what makes the relays of its answers."""
 MakeParsed = Callable[[ResponseWriter, ContinuedEvents], ParsedStream]
 
 
 class Continuation:
-    """How another engine goes on with a stream: by `request`. `done`: tokens of the answer before that.
+    """How another engine goes on with a stream: by `asked`, another request. `done`: tokens of the answer before that.
 
     `parsed`: makes the writer of a stream whose events a parser makes.
     """
 
-    __slots__ = ("_events", "_held", "_stream", "_writer", "done", "parsed", "request")
+    __slots__ = ("_asked", "_events", "_held", "_stream", "_writer", "done", "parsed")
 
     def __init__(
         self,
-        request: PromptRequest,
+        asked: Asked,
         writer: ResponseWriter,
         last: LastEvent,
         cut: Cut,
         cached: int | None,
         parsed: MakeParsed | None = None,
     ) -> None:
-        self.request = request
+        self._asked: Asked | None = asked
         self.done = cut.done
         self.parsed = parsed
         self._stream: ParsedStream | None = None
@@ -73,7 +75,13 @@ class Continuation:
         self._events = ContinuedEvents(last.shown, is_chat=last.is_chat, done=cut.done, cached=cached)
 
     def __repr__(self) -> str:
-        return f"<Continuation behind {self.done} tokens by {self.request!r}>"
+        return f"<Continuation behind {self.done} tokens>"
+
+    def take_request(self) -> Asked:
+        """Return what the engine is asked, once: only the exchange keeps it then."""
+        asked, self._asked = self._asked, None
+        assert asked is not None
+        return asked
 
     def writer(self) -> ResponseWriter:
         """Return where the engine's stream goes. The client first gets the text that was held back from it."""
@@ -154,8 +162,7 @@ async def continuation(
     parsed, prompt = continued(kept, record.prompt_ids, ids[: cut.done], limit=limit)
     headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
     new_relay = record.new_relay if makes is None else partial(_showing_ids, record.new_relay)
-    following = PromptRequest(parsed, prompt, headers, new_relay, left=request.left - 1)
-    return Continuation(following, writer, last, cut, relay.filter.cached_tokens, makes)
+    return Continuation((parsed, prompt, headers, new_relay), writer, last, cut, relay.filter.cached_tokens, makes)
 
 
 async def _parsed(

@@ -8,26 +8,35 @@ sent data, so that until then another engine can be asked.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, KvGoneError, Wait
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    KvGoneError,
+    OwnBodyRefusedError,
+    Wait,
+)
+from pdproxy.kit.frames import drop_traceback
+from pdproxy.kit.one_shot_event import OneShotEvent
+from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.decode_answer import compare, failed, judge, kv_loaded
-from pdproxy.serving.dispatch.decode_request import (
-    alone_message,
-    count_cached,
-    decode_message,
-    new_relay,
-    sink,
-    with_cached_counts,
+from pdproxy.serving.dispatch.failure_class import (
+    error_kind,
+    error_text,
+    is_about_ours,
+    is_clients_fault,
+    is_of_kv,
+    is_unknown_model,
+    refused,
+    verdict_of,
 )
-from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, begun, first_data
-from pdproxy.serving.dispatch.decode_watch import counts_came_beside, pass_on
-from pdproxy.serving.dispatch.failure_class import verdict_of
-from pdproxy.serving.dispatch.open_leg import OpenAnswer
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
     Answered,
     AskAgain,
@@ -39,83 +48,128 @@ from pdproxy.serving.dispatch.recovery import (
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
+from pdproxy.serving.stream.id_sink import IdSink, RenamedReads
 from pdproxy.serving.stream.phase import StreamStarted
-from pdproxy.transfer.contract import PushedToDecode
+from pdproxy.serving.stream.splice_sink import SpliceSink
+from pdproxy.transfer.bodies import added_fields, alone_body
+from pdproxy.transfer.contract import Handle, PushedToDecode
+from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
-from pdproxy.upstream.connection import Leg, Message
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.upstream.connection import Leg, Message, Reads, Sink
+from pdproxy.wire import sse
+from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.usage import with_cache
+
+logger = logging.getLogger("pdproxy.kv")
 
 FINISH_GRACE = 1.0
 """Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
+COUNTS_GRACE = 1.0
+"""Seconds that an answer waits for the prefill engine's own answer, if the KV came before that."""
+ACCEPT_GRACE = 0.15
+"""After the client has left: seconds for the decode engine to show that it has the request (0.2 s with the clock's tick), and as
+many from a stream's headers to its first data."""
+ACCEPTED_UNSEEN = 1.0
+"""Seconds behind which an engine that is healthy has the request, if the answer is not streamed; and that it has to say so."""
+_LOOK = 1.0
+"""Seconds between two looks whether probes have found an engine down that sends nothing before its answer is whole."""
 
 
 class DecodeLeg:
-    """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone."""
+    """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone.
+
+    The watch over engines that stand still sees it as a `fleet.open_legs.OpenLeg`.
+    """
 
     __slots__ = (
         "_asking",
         "_attempt",
         "_client",
         "_custody",
+        "_data_came",
         "_ended_by",
         "_engine",
         "_expected",
         "_first_token_s",
-        "_first_token_timer",
+        "_in_silence",
+        "_kv_made_at",
         "_lease",
         "_leg",
         "_lost",
+        "_request",
+        "_resources",
         "_sent_at",
-        "_starts_in_silence",
+        "_timer",
         "_turn",
         "_url",
+        "_whole",
         "gave_up",
+        "prefill_over",
+        "prompt_bytes",
+        "relay",
+        "since",
     )
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, request: PromptRequest, attempt: Attempt) -> None:
+        self._request = request
+        self._resources = request.resources
         self._attempt = attempt
-        self._custody = attempt.custody
-        self._starts_in_silence = attempt.request.parsed.starts_in_silence
-        self._lease = attempt.assignment.leases[-1]
-        self._url = self._lease.node.url
-        self._engine = attempt.resources.engines.known[self._url]
+        self._custody = custody = attempt.custody
+        self._in_silence = request.parsed.starts_in_silence
+        """Whether the engine sends nothing before its answer is whole, or before reasoning that the client doesn't want is over."""
+        self._lease = lease = attempt.assignment.leases[-1]
+        self._url = lease.node.url
+        self._engine = request.resources.engines.known[self._url]
         self._client = self._engine.client
+        self.relay = request.relay = request.new_relay()
+        """The answer on its way to the client."""
+        if custody is not None:
+            self._show_cached_counts()
+        self.prompt_bytes = lease.prompt_bytes
+        self.since = 0.0
+        """When the leg began, in seconds of the clock."""
         self._leg: Leg | None = None
         self._sent_at = 0.0
-        """When the request was written, in monotonic seconds."""
+        """When the request was written, in seconds of the clock."""
         self._turn: OpenTurn | None = None
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
-        self._first_token_timer: Timer | None = None
-        self._first_token_s = attempt.resources.deadlines.first_token
+        self._timer: Timer | None = None
+        """Of the first data."""
+        self._first_token_s = 0.0
         """Seconds that it has for its first data, before it is asked whether its engine works."""
         self._asking: asyncio.Task[None] | None = None
         """The question whether its engine works, although its deadline has come."""
+        self._data_came = self._whole = False
+        """Whether the first data has come; and whether the answer has come to its end."""
         self._ended_by: EngineError | None = None
         """Why it was ended from outside, before any data."""
         self._lost = False
         """Whether that was the loss of the prefill engine before its push."""
         self.gave_up = False
         """Whether it ended because the prefill has failed."""
+        self.prefill_over: OneShotEvent | None = None
+        """Set once the prefill leg is over, if that runs at the same time."""
+        self._kv_made_at = 0.0
+        """When the prefill engine has answered, if it was asked at the same time; else 0."""
 
     def __repr__(self) -> str:
-        return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
+        return f"<DecodeLeg {self._url}, {self.relay!r}>"
 
     async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | ModelRefused | PrefillFailed:
         """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
 
         Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.
         """
-        attempt, resources, custody, url = self._attempt, self._attempt.resources, self._custody, self._url
-        started = resources.now()
+        request, resources, custody, url = self._request, self._resources, self._custody, self._url
+        self.since = resources.now()
         verdict = NEUTRAL
-        data_came = whole = False
-        legs, beside = self._engine.open_legs, 0
-        new_relay(attempt)
-        attempt.take(self._lease)
-        attempt.asked_url = self._url
-        open_leg = OpenAnswer(attempt, started, self._lease.prompt_bytes, self._end)
-        legs.add(open_leg)
+        open_legs, beside = self._engine.open_legs, 0
+        self._attempt.take(self._lease)
+        tried = request.tried
+        tried.decode = url
+        request.may_be_answered = self.prefill_over is None or self._kv_made_at > 0
+        open_legs.add(self)
         try:
             if custody is not None:
                 custody.is_for(url)
@@ -124,147 +178,106 @@ class DecodeLeg:
                     self._expect(custody.handle.prompt_tokens)
             first = await self._first_data()
             first_at = resources.now()
+            if self._timer is not None:
+                self._timer.cancel()
             if custody is not None and first_at >= custody.sure_until and await resources.lease_may_have_ended(custody):
                 custody.end(End.EXPIRED)
                 raise KvGoneError(f"the lease of the KV at {custody.prefill} ended before {url} had sent data")
-            data_came = True
-            asked_at = max(started, attempt.kv_made_at)
+            self._data_came = True
+            asked_at = max(self.since, self._kv_made_at)
             if isinstance(first, Answer):
-                whole = True
-                attempt.whole_s = first_at - asked_at if first.status == 200 else None
+                self._whole = True
+                if first.status == 200:
+                    tried.whole_s = first_at - asked_at
                 if custody is not None:
                     custody.decode_answered()
-                if (refusal := judge(attempt, self._url, first)) is not None:
+                if (refusal := self._refusal(first)) is not None:
                     return refusal
                 verdict = GOOD
-                kv_loaded(attempt, url, started)
-                over = attempt.prefill_over
-                if over is not None and first.status == 200 and await counts_came_beside(attempt, over):
-                    first = with_cached_counts(attempt, first)
-                compare(attempt, self._url)
-                if custody is not None and first.status == 200 and attempt.relay is not None:
-                    first = turn.whole(self._turn, first, attempt.request.parsed, attempt.relay)
+                self._kv_loaded()
+                if first.status == 200 and self.prefill_over is not None and await self._counts_came(self.prefill_over):
+                    first = self._with_cached_counts(first)
+                self._compare()
+                if self._turn is not None and first.status == 200:
+                    first = turn.whole(self._turn, first, request.parsed, self.relay)
                 return Answered(first)
-            attempt.first_s = first_at - asked_at
+            tried.first_s = first_at - asked_at
             if self._lease.trial or resources.ledger.placement is not None:
                 resources.ledger.began(self._lease, first_at)
-            legs.flowing += 1
-            beside = legs.flowing
+            open_legs.flowing += 1
+            beside = open_legs.flowing
             if custody is not None:
                 custody.end(End.LOADED)
-                kv_loaded(attempt, url, started)
-                resources.kv_took(custody.prefill, url, attempt.first_s)
-            if attempt.prefill_over is not None:
-                await counts_came_beside(attempt, attempt.prefill_over)
+                self._kv_loaded()
+                resources.kv_took(custody.prefill, url, tried.first_s)
+            if self.prefill_over is not None:
+                await self._counts_came(self.prefill_over)
             try:
-                await pass_on(attempt, self._leg, url)
+                await self._pass_on()
             finally:
-                attempt.decode_s = resources.now() - first_at
-            whole = True
+                tried.decode_s = resources.now() - first_at
+            self._whole = True
             verdict = GOOD
-            compare(attempt, self._url)
-            if self._turn is not None and attempt.relay is not None:
-                turn.streamed(self._turn, attempt.relay)
+            self._compare()
+            if self._turn is not None:
+                turn.streamed(self._turn, self.relay)
             return Answered(None)
         except asyncio.CancelledError:
-            if not data_came:
+            if not self._data_came:
                 await self._end_if_accepted()
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
-            attempt.broke(
-                self._lease,
-                error,
-                self._sent_at,
-                streamed=data_came and not whole,
-                beside=self.gave_up and self._leg is not None,
-            )
-            verdict = (
-                NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None and (not data_came or whole))
-            )
-            return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
+            streamed = self._data_came and not self._whole
+            sent_beside = self.gave_up and self._leg is not None
+            request.broke(self._lease, error, self._sent_at, streamed=streamed, beside=sent_beside)
+            if not self.gave_up:
+                verdict = verdict_of(error, with_kv=custody is not None and not streamed)
+            return self._failed(error)
         finally:
-            legs.remove(open_leg, ended_well=resources.now() if verdict is GOOD else None)
+            open_legs.remove(self, ended_well=resources.now() if verdict is GOOD else None)
             if self._leg is not None:
-                if whole:
+                if self._whole:
                     self._leg.let_finish(FINISH_GRACE)
                 else:
-                    late_close.close(self._leg, None if data_came else custody)
-            if self._first_token_timer is not None:
-                self._first_token_timer.cancel()
+                    late_close.close(self._leg, None if self._data_came else custody)
+            if self._timer is not None:
+                self._timer.cancel()
             if self._asking is not None:
                 self._asking.cancel()
                 self._asking = None  # its CancelledError refers to this leg
             if self._turn is not None:
-                turn.over(self._turn, self._attempt.relay)
+                turn.over(self._turn, self.relay)
             if custody is not None:
                 custody.on_gone = None  # it refers to this leg
                 if self._expected:
                     resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             if beside:
-                beside = (beside + legs.flowing) // 2
-                legs.flowing -= 1
-            resources.close(self._lease, verdict, attempt.relay, beside)
-
-    # -- while the prefill engine works, too
-
-    def kv_made(self) -> None:
-        """The prefill engine has answered: from now on, the first data has its deadline."""
-        resources, relay, custody = self._attempt.resources, self._attempt.relay, self._custody
-        if relay is None or custody is None:
-            return
-        count_cached(relay, custody)
-        self._expect(custody.handle.prompt_tokens)
-        if not self._starts_in_silence and awaits_data(relay):
-            self._first_data_within(resources.deadlines.first_token)
-
-    def _first_data_within(self, seconds: float) -> None:
-        """Begin the deadline of the first data, in place of the one before."""
-        if self._first_token_timer is not None:
-            self._first_token_timer.cancel()
-        self._first_token_s = seconds
-        self._first_token_timer = self._attempt.resources.clock.after(seconds, self._first_data_late)
-
-    def _first_data_late(self) -> None:
-        """The deadline has come. A stream's engine may be seen to work: then it gets as long again."""
-        relay = self._attempt.relay
-        if self._starts_in_silence or relay is None or (relay.status == 0 and self._leg is None):
-            self._end_late()
-        else:
-            self._asking = asyncio.get_running_loop().create_task(self._ask_engine(), name="does a silent engine work")
-
-    async def _ask_engine(self) -> None:
-        resources, custody = self._attempt.resources, self._custody
-        works = await resources.works(self._url, Wait.FIRST_TOKEN.value)
-        if works and custody is not None and custody.awaits_push and not custody.promised:
-            works = not await resources.is_push_lost(custody)
-        if works:
-            self._first_data_within(resources.deadlines.first_token)
-        else:
-            self._end_late()
-
-    def _end_late(self) -> None:
-        seconds = self._first_token_s
-        self._end(EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN))
-
-    def give_up(self) -> None:
-        """The prefill has failed: close the leg, unless data has come."""
-        self.gave_up = self._end(EngineError("the prefill has failed")) or self.gave_up
-
-    def _end(self, error: EngineError) -> bool:
-        """End the leg, unless data has come. Return whether this has ended it."""
-        relay = self._attempt.relay
-        if relay is None or not awaits_data(relay):
-            return False
-        self._ended_by = error
-        relay.failed(error)
-        return True
-
-    def _expect(self, tokens: int) -> None:
-        self._expected = tokens
-        self._attempt.resources.auditor.asked(self._engine, tokens)
+                beside = (beside + open_legs.flowing) // 2
+                open_legs.flowing -= 1
+            resources.close(self._lease, verdict, self.relay, beside)
 
     # -- asking
+
+    async def _first_data(self) -> Answer | StreamStarted:
+        """Send the request. Wait for its first data, or the whole of an unstreamed answer.
+
+        Raises:
+            EngineError: the leg failed before that.
+        """
+        request, custody, deadlines = self._request, self._custody, self._resources.deadlines
+        if self._in_silence:
+            self._look_later()
+        elif custody is not None and custody.promised:
+            # The prefill engine may be asked twice.
+            self._first_data_within(deadlines.first_token + 2 * deadlines.prefill)
+        else:
+            self._first_data_within(deadlines.first_token)
+        # Nothing here may refer to the request any longer than until it is written.
+        message = partial(self._message, request.parsed, request.prompt)
+        self._leg = await self._client.send(message, self._sink())
+        del message
+        return await self.relay.first
 
     def _message(self, parsed: Parsed, prompt: Prompt | None) -> Message:
         """Return the request, which is written in the same step: here the handle is given to the engine.
@@ -276,54 +289,348 @@ class DecodeLeg:
         """
         if self._ended_by is not None:  # it would wait for KV that does not come
             raise self._ended_by
-        attempt, custody = self._attempt, self._custody
-        self._sent_at = attempt.resources.now()
+        attempt, custody, headers = self._attempt, self._custody, self._request.headers
+        self._sent_at = self._resources.now()
         if custody is None:
-            return alone_message(attempt, self._client, parsed, prompt)
+            body = alone_body(attempt.parsed_for(self._url, parsed), prompt)
+            return self._client.request(headers.path, headers.headers, body)
         handle = custody.spend(self._lease.node.run_number)
-        if attempt.resources.turns is not None and not custody.promised:
-            self._turn = turn.opened(attempt, attempt.resources.turns, custody, handle, self._engine)
+        if (turns := self._resources.turns) is not None and not custody.promised:
+            self._turn = turn.opened(self._request, attempt, turns, custody, handle, self._engine)
         assert prompt is not None
-        return decode_message(attempt, self._client, parsed, prompt, handle)
+        leg = self._resources.transfer.contract.decode(parsed, prompt, handle, attempt.dispatch)
+        own = headers.headers if attempt.shared_id is None else headers.named(attempt.shared_id)
+        return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
-    async def _first_data(self) -> Answer | StreamStarted:
-        """Send the request, and wait for its first data.
+    def _sink(self) -> Sink:
+        """Return what gets the engine's answer: the relay, or what changes the answer on its way there.
 
         Raises:
-            EngineError: the leg failed before its first data.
+            KvGoneError: the handle has ended, whose first token the answer would begin with.
         """
-        attempt, custody, resources = self._attempt, self._custody, self._attempt.resources
-        request, in_silence = attempt.request, self._starts_in_silence
-        timeout = resources.deadlines.total if in_silence else resources.deadlines.first_token
-        if custody is not None and custody.promised and not in_silence:
-            timeout += 2 * resources.deadlines.prefill  # the prefill engine may be asked twice
-        relay, node = attempt.relay, self._lease.node
-        assert relay is not None
-        self._first_data_within(timeout)
-        # Nothing here may refer to the request any longer than until it is written.
-        message = partial(self._message, request.parsed, request.prompt)
-        self._leg = await self._client.send(message, sink(attempt, relay))
-        del message
-        return await first_data(resources, relay, node, in_silence=in_silence)
+        custody, shared, headers = self._custody, self._attempt.shared_id, self._request.headers
+        if custody is None:
+            return self.relay
+        if shared is not None:
+            return IdSink(self.relay, shared, headers.shown_id)
+        handle = custody.handle
+        if handle.first is None:
+            return self.relay
+        if not isinstance(handle, Handle):
+            raise KvGoneError(f"the KV at {custody.prefill} is gone")
+        return SpliceSink(self.relay, Splice(self._request.parsed, handle, headers.request_id))
 
-    # -- what came of it
+    # -- the deadline of the first data
 
-    async def _end_if_accepted(self) -> None:
-        """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""
-        custody, relay, resources = self._custody, self._attempt.relay, self._attempt.resources
-        if self._leg is None or custody is None or custody.state is None or relay is None:
-            return
-        holder = resources.transfer.contract.holder
-        if isinstance(holder, PushedToDecode):
-            if holder.release_body is None:
-                await begun(resources, relay, self._sent_at)
-            # What waits for the KV gets it, and what does not leaves it to the prefill engine's lease.
-            custody.end(End.ABORTED)
-            return
-        if await accepted(resources, self._url, relay, self._sent_at, stream=self._attempt.request.parsed.stream):
-            custody.end(End.ABORTED, in_silence=self._starts_in_silence)
+    def _first_data_within(self, seconds: float) -> None:
+        """Begin the deadline of the first data, in place of the one before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._first_token_s = seconds
+        self._timer = self._resources.clock.after(seconds, self._first_data_late)
+
+    def _first_data_late(self) -> None:
+        """The deadline has come. The engine may be seen to work: then it gets as long again."""
+        if self.relay.status == 0 and self._leg is None:
+            self._end_late()
+        else:
+            self._asking = asyncio.get_running_loop().create_task(self._ask_engine(), name="does a silent engine work")
+
+    async def _ask_engine(self) -> None:
+        resources, custody = self._resources, self._custody
+        works = await resources.works(self._url, Wait.FIRST_TOKEN.value)
+        if works and custody is not None and custody.awaits_push and not custody.promised:
+            works = not await resources.is_push_lost(custody)
+        if works:
+            self._first_data_within(resources.deadlines.first_token)
+        else:
+            self._end_late()
+
+    def _end_late(self) -> None:
+        text = f"{self._url} sent no data in {self._first_token_s:g} s"
+        self._end(EngineTimeoutError(text, wait=Wait.FIRST_TOKEN))
+
+    def _look_later(self) -> None:
+        """An engine that sends nothing for as long as a request may take can be stopped meanwhile, with its connection open. So
+        the leg fails once probes have found the engine down for `deadlines.between_tokens`.
+        """
+        wait = min(self._resources.deadlines.between_tokens, _LOOK)
+        self._timer = self._resources.clock.after(wait, self._look)
+
+    def _look(self) -> None:
+        down, most = self._lease.node.down_for(self._resources.now()), self._resources.deadlines.between_tokens
+        if down < most:
+            self._look_later()
+        else:
+            text = f"{self._url} has been down for {most:g} s"
+            self.relay.failed(EngineTimeoutError(text, wait=Wait.BETWEEN_TOKENS))
+
+    # -- ended from outside
+
+    def _end(self, error: EngineError) -> bool:
+        """End the leg, unless data has come. Return whether this has ended it."""
+        if self.relay.first.done():
+            return False
+        self._ended_by = error
+        self.relay.failed(error)
+        return True
+
+    def give_up(self) -> None:
+        """The prefill has failed: close the leg, unless data has come."""
+        self.gave_up = self._end(EngineError("the prefill has failed")) or self.gave_up
 
     def _kv_gone(self, why: str, prefill_lost: bool) -> None:
         """Fail the leg, unless data has come: its KV will not come, or the decode engine may read another prompt's KV."""
         if self._end(EngineError(why)):
             self.gave_up = self._lost = prefill_lost
+
+    async def _end_if_accepted(self) -> None:
+        """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""
+        custody, resources = self._custody, self._resources
+        if self._leg is None or custody is None or custody.state is None:
+            return
+        holder = resources.transfer.contract.holder
+        if isinstance(holder, PushedToDecode):
+            if holder.release_body is None:
+                await self._has_begun()
+            # What waits for the KV gets it, and what does not leaves it to the prefill engine's lease.
+            custody.end(End.ABORTED)
+        elif await self._is_accepted():
+            custody.end(End.ABORTED, in_silence=self._in_silence)
+
+    async def _has_begun(self) -> None:
+        """Wait until the engine has had `ACCEPT_GRACE` to begin with the request.
+
+        One that is closed before the engine's scheduler has seen it asks for no KV, and nothing else could free it.
+        """
+        clock = self._resources.clock
+        try:
+            async with clock.within(max(0.0, self._sent_at - clock.now() + ACCEPT_GRACE)):
+                await self.relay.first_again()
+        except EngineError as error:
+            drop_traceback(error)
+        except TimeoutError:
+            pass
+
+    async def _is_accepted(self) -> bool:
+        """Return whether the engine has the request. If it has, closing the leg frees the KV.
+
+        A stream shows it by its headers, unless an error follows: an engine may refuse a request in the stream. What shows
+        nothing behind its headers waits for its turn, or for KV. An answer that is not streamed shows nothing before its end.
+        Then the engine is asked for its health, if it has had `ACCEPTED_UNSEEN` seconds: one that stands still may not have read
+        the request.
+        """
+        relay, clock = self.relay, self._resources.clock
+        if not self._request.parsed.stream and clock.now() - self._sent_at > ACCEPTED_UNSEEN:
+            return await self._is_healthy()
+        try:
+            async with clock.within(ACCEPT_GRACE):
+                await relay.accepted.wait()
+        except TimeoutError:
+            return False
+        if relay.status != 200:
+            return False  # refused or lost: then the engine owns nothing
+        try:
+            async with clock.within(ACCEPT_GRACE):
+                await relay.first_again()
+        except EngineError as error:
+            drop_traceback(error)
+            return isinstance(error, EngineTimeoutError)  # a deadline on its silence ended it, as the client did
+        except TimeoutError:
+            pass
+        return True
+
+    async def _is_healthy(self) -> bool:
+        try:
+            async with self._resources.clock.within(ACCEPTED_UNSEEN):
+                return await self._resources.is_alive(self._url)
+        except TimeoutError:
+            return False
+
+    # -- as an open leg of its engine
+
+    def last_sign(self) -> float:
+        """Return when the last data came that went on to the client."""
+        fast_path = self.relay.fast_path
+        return fast_path.last if fast_path.events else 0.0
+
+    @property
+    def stalled_before(self) -> int:
+        """How many engines have stood still under its request before."""
+        return self._request.stalled
+
+    @property
+    def must_progress(self) -> bool:
+        """Whether its engine has the KV, and its client reads."""
+        return not self.relay.paused and (self._custody is None or self.relay.has_data)
+
+    @property
+    def waits_for(self) -> str | None:
+        """The prefill engine of its KV, before its first data."""
+        return None if self._custody is None or self.relay.has_data else self._custody.prefill
+
+    def source_lost(self, why: str) -> None:
+        """End it as one whose prefill has failed."""
+        custody = self._custody
+        if custody is not None and not custody.awaits_push:  # pushes are looked after by `kv.lost_pushes`
+            custody.source_lost(why)
+
+    def fail(self, error: EngineError) -> None:
+        """End it, before its first data or in the stream."""
+        if not self._end(error):
+            self.relay.failed(error)
+
+    # -- while the prefill engine works, too
+
+    def kv_made(self, at: float) -> None:
+        """The prefill engine has answered at that time: from now on, the first data has its deadline."""
+        custody = self._custody
+        assert custody is not None
+        self._kv_made_at = at
+        self._show_cached_counts()
+        if self.since:
+            self._request.may_be_answered = True
+            self._expect(custody.handle.prompt_tokens)
+            if not self._in_silence and not self.relay.first.done():
+                self._first_data_within(self._resources.deadlines.first_token)
+
+    def _expect(self, tokens: int) -> None:
+        self._expected = tokens
+        self._resources.auditor.asked(self._engine, tokens)
+
+    async def _counts_came(self, over: OneShotEvent) -> bool:
+        """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
+
+        `over` is set then. Return whether it has come: before the data, behind it, or at the same moment. The push comes before
+        it, but the answer is on its way by then.
+        """
+        custody = self._custody
+        if custody is None:
+            return False
+        try:
+            async with self._resources.clock.within(COUNTS_GRACE):
+                await over.wait()
+        except TimeoutError:
+            logger.info("%s has pushed KV, and not answered: the answer shows no counts of its cache", custody.prefill)
+        return not custody.promised
+
+    def _show_cached_counts(self) -> None:
+        """Have the answer's usage show what the prefill engine found in its cache, where the decode engine can't know it."""
+        assert self._custody is not None
+        counts, events = self._custody.handle, self.relay.filter
+        events.cached_tokens, events.created_cache_tokens = counts.cached_tokens, counts.created_cache_tokens
+
+    def _with_cached_counts(self, answer: Answer) -> Answer:
+        """Return a whole answer with those counts, which may have come behind it."""
+        assert self._custody is not None
+        cached, created = self._custody.handle.cached_tokens, self._custody.handle.created_cache_tokens
+        return Answer(answer.status, answer.headers, with_cache(answer.body, cached=cached, created=created))
+
+    # -- the stream
+
+    async def _pass_on(self) -> None:
+        """Pass a stream on to the client until it is over.
+
+        Raises:
+            EngineError: it failed after its first data.
+        """
+        request, resources, relay, url = self._request, self._resources, self.relay, self._url
+        custody, shared, leg = self._custody, self._attempt.shared_id, self._leg
+        reads: Reads | None = leg
+        direct = custody is None or custody.handle.first is None
+        if custody is not None and shared is not None:
+            # Reads may take the fast path only if the client's answer has the same lengths as the engine's.
+            direct = direct and len(shared) == len(request.headers.shown_id)
+            reads = None if leg is None else RenamedReads(leg, shared, request.headers.shown_id)
+        stream_to = request.stream_to
+        request.stream_flows()
+        relay.flow(stream_to(relay), reads, direct=direct)
+        del stream_to
+        request.keep_record()
+
+        def passed(wait: Wait) -> None:
+            resources.observers.notify(DeadlinePassed(wait.value, url))
+
+        works = partial(resources.works, url, Wait.BETWEEN_TOKENS.value)
+        await relay.watch(resources.clock, resources.deadlines.between_tokens, passed, works)
+
+    # -- what came of it
+
+    def _refusal(self, answer: Answer) -> AskAgain | CannotSplit | ModelRefused | None:
+        """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
+
+        Raises:
+            EngineError: another engine may do better.
+        """
+        custody, url = self._custody, self._url
+        if answer.status == 200:
+            if sse.is_aborted(answer.body):
+                raise EngineError(f"{url} gave the answer up half-way")
+            if self.relay.usage is None:
+                raise EngineError(f"{url} answered 200 with something that is no completion")
+            if custody is not None:
+                custody.end(End.LOADED)
+            return None
+        if not is_clients_fault(answer):
+            raise refused(url, answer)
+        if is_unknown_model(answer):
+            return ModelRefused(url, answer)
+        if answer.status == 400 and is_about_ours(answer, added_fields(self._request.parsed)):
+            raise OwnBodyRefusedError(f"{url} refused what the client has not sent: {error_text(answer.body)}")
+        if custody is None:
+            return AskAgain() if answer.status == 400 and self._attempt.added_is_refused(url) else None
+        if custody.handle.first is not None:
+            # This leg is not the client's own request: only an engine that gets that can say what is wrong with it.
+            return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
+        # 401 and 404 come from before the handler that releases KV.
+        if answer.status == 400:
+            error_type, param = error_kind(answer.body)
+            if self._resources.transfer.contract.holder.refusal_released(error_type, param):
+                custody.end(End.REFUSED)
+        return None
+
+    def _failed(self, error: EngineError) -> DecodeFailed | PrefillFailed:
+        """Decide what the failure of the leg means for the KV. Return its outcome."""
+        custody, url, lost = self._custody, self._url, self._lost
+        before_data, leave_out = not self._data_came or self._whole, None
+        if custody is not None:
+            has_handle = custody.was_asked and before_data and not (self.gave_up or lost)
+            if has_handle and is_of_kv(error, awaits_push=custody.awaits_push):
+                leave_out = self._kv_failed(custody.prefill, is_counted=custody.was_unread)
+            if isinstance(error, EngineUnreachableError):
+                custody.decode_answered()
+            if self.gave_up and custody.decode_waits:
+                custody.end(End.ABORTED)  # the prefill may still end: then its KV frees both sides
+            elif lost or isinstance(error, EngineTimeoutError):
+                custody.decode_was_late(accepted=self.relay.status == 200)
+            if lost:
+                return PrefillFailed(custody.prefill, Alone.PREFILL_FAILED, error)
+        wait = error.wait if isinstance(error, EngineTimeoutError | EngineUnreachableError) else None
+        if wait is not None and not self._data_came:
+            self._resources.observers.notify(DeadlinePassed(wait.value, url))
+        return DecodeFailed(url, error, not before_data, leave_out)
+
+    def _kv_failed(self, prefill: str, *, is_counted: bool = False) -> str:
+        """Count a prompt whose KV did not get from one engine to the other: once per request, which may be the cause itself.
+
+        `is_counted`: the engine has reported it, too. Return which of the two is left out if the prompt is tried again.
+        """
+        request = self._request
+        first = not request.kv_failed and not is_counted
+        request.kv_failed = True
+        return self._resources.transfers.failed(prefill, self._url, first=first)
+
+    def _kv_loaded(self) -> None:
+        """Count a prompt whose KV was loaded, where that may be news."""
+        custody, transfers = self._custody, self._resources.transfers
+        if custody is not None and custody.how is End.LOADED and transfers.known.suspects:
+            transfers.loaded(custody.prefill, self._url, self.since)
+
+    def _compare(self) -> None:
+        """Compare the prompt lengths that both engines reported; of one alone, what was expected of its cache."""
+        custody, usage = self._custody, self.relay.usage
+        if custody is None:
+            self._attempt.cached(self._url, usage)
+        elif usage is not None and not custody.promised:
+            counted = custody.handle.prompt_tokens
+            self._resources.auditor.compared(custody.prefill, self._url, counted, usage.prompt_tokens)

@@ -1,7 +1,8 @@
-"""One prompt's exchange with the engines: attempts, each on engines of its own, until the client has its answer.
+"""The course of one prompt: attempts with the engines, each on engines of its own, until the client has its answer.
 
-Chooses the order of an attempt's legs, runs its stages, and asks `recovery` what follows from their outcome. However an attempt
-ends, a cancelled task (the client left) included, its leases are closed once and no KV is left behind:
+`Exchange.run` is the course, from top to bottom. An attempt leases engines (`begin`), and runs its legs in an order (`orders`)
+until there is an outcome; `recovery` decides what follows from the outcome. However an attempt ends, a cancelled task (the client
+left) included, its leases are closed once and no KV is left behind:
 
     before the prefill's answer             the custodian adopts the leg: it awaits the answer and releases the KV
     before the decode engine is asked       the handle is released
@@ -14,22 +15,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone, StreamContinued
 from pdproxy.scheduling.split import why_alone
-from pdproxy.serving.dispatch import orders
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.decisions import decided, spelled
 from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.following import Following, Streams
-from pdproxy.serving.dispatch.orders import alone
-from pdproxy.serving.dispatch.orders.sequential import kv_ready
+from pdproxy.serving.dispatch.orders import ORDERS, one_engine
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
-from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import (
     Action,
     Answered,
@@ -59,61 +56,42 @@ from pdproxy.wire.request import Alone, Parsed, Prompt
 _NONE: tuple[str, ...] = ()
 
 
-class Dispatcher:
-    """Makes the exchanges of one process. `resources` are what they work with.
+class Exchange(PromptRequest):
+    """One prompt's exchange. Run once. With `prompt` None, a whole request that one engine serves alone.
 
-    Raises:
-        LookupError: the contract names an order that does not exist.
+    `left`: how often other engines may go on with its stream, None: as the limits say.
     """
-
-    def __init__(self, resources: ExchangeResources) -> None:
-        self.resources = resources
-        contract = resources.transfer.contract
-        order = orders.load(contract.order)
-        if not contract.needs_leg_id:  # then there are no notices, which no attempt waits for
-            order = replace(order, stages=tuple(stage for stage in order.stages if stage is not kv_ready))
-        self.order = order
-
-    def exchange(
-        self, parsed: Parsed, prompt: Prompt | None, headers: LegHeaders, new_relay: Callable[[], Relay]
-    ) -> Exchange:
-        """Return the exchange of one prompt; with `prompt` None, of a whole request that one engine serves alone."""
-        left = self.resources.limits.continuations
-        return Exchange(self, PromptRequest(parsed, prompt, headers, new_relay, left=left))
-
-
-class Exchange:
-    """One prompt's exchange. Run once."""
 
     __slots__ = (
         "_alone",
         "_asked",
-        "_attempt",
         "_avoid",
-        "_dispatcher",
         "_following",
         "_keep",
         "_number",
         "_permit",
         "_prefill_failed",
-        "_prefilled",
-        "_request",
         "_served_alone",
-        "_slot",
         "_until",
         "_without",
     )
 
-    def __init__(self, dispatcher: Dispatcher, request: PromptRequest) -> None:
-        self._dispatcher = dispatcher
-        self._request = request
-        self._attempt: Attempt | None = None
+    def __init__(
+        self,
+        resources: ExchangeResources,
+        parsed: Parsed,
+        prompt: Prompt | None,
+        headers: LegHeaders,
+        new_relay: Callable[[], Relay],
+        left: int | None = None,
+    ) -> None:
+        left = resources.limits.continuations if left is None else left
+        super().__init__(resources, parsed, prompt, headers, new_relay, left)
         self._number = 0
         self._asked = 0
         """Attempts that had engines."""
-        self._without: tuple[str, ...] = ()
-        self._avoid: tuple[str, ...] = ()
-        """Engines that may have failed, too: see `recovery.Retry`."""
+        self._without = self._avoid = _NONE
+        """Engines that must not get the next attempt; and those that may have failed, too: see `recovery.Retry`."""
         self._keep: str | None = None
         """The decode engine that is to get the next attempt: see `recovery.Retry`."""
         self._alone: Alone | None = None
@@ -121,24 +99,17 @@ class Exchange:
         self._served_alone: Alone | None = None
         """Why one engine served the last attempt that had engines; None: it was split."""
         self._prefill_failed: Alone | None = None
-        self._prefilled = 0
-        """Tokens of the prompt, as a prefill engine of an attempt before has reported them; 0: none has."""
         self._until = 0.0
         """Until when it may wait for an engine that stands still, 0 before it does."""
-        self._slot: RetrySlot | None = None
-        """Of the next attempt, if it is a retry."""
         self._permit: Permit | None = None
         """While its client's requests are served one after the other."""
         self._following: Following | None = None
         """What follows the failure of the stream, None before that."""
 
     def __repr__(self) -> str:
-        return f"<Exchange {self._request.headers.request_id} {self._attempt!r}>"
+        return f"<Exchange {self.headers.request_id}{' (dropped)' if self.is_dropped else ''}, {self.relay!r}>"
 
-    @property
-    def relay(self) -> Relay | None:
-        """The relay of the answer, None before an engine was asked for it."""
-        return None if self._attempt is None else self._attempt.relay
+    # -- what is known of it
 
     @property
     def streams(self) -> Streams:
@@ -161,51 +132,21 @@ class Exchange:
     @property
     def was_asked(self) -> bool:
         """Whether an engine was asked for anything."""
-        return self._attempt is not None
-
-    @property
-    def may_be_answered(self) -> bool:
-        """Whether an engine may have begun with the answer, in the last attempt: it was asked, and its KV was made."""
-        attempt = self._attempt
-        if attempt is None or attempt.asked_url is None:
-            return False
-        return attempt.prefill_over is None or attempt.kv_made_at > 0
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The prompt's length as the last prefill engine that made its KV has reported it, 0 if none has."""
-        custody = None if self._attempt is None else self._attempt.custody
-        return (0 if custody is None else custody.handle.prompt_tokens) or self._prefilled
+        return self.assignment is not None
 
     def times(self) -> LegTimes:
         """Return what happened so far."""
-        own = self._own_times()
-        return own if self._following is None else self._following.times(own)
-
-    def _own_times(self) -> LegTimes:
-        attempt = self._attempt
-        if attempt is None:
-            return LegTimes()
-        times = LegTimes(
-            prefill=attempt.prefill_url,
-            decode=attempt.asked_url,
-            why_alone=self._served_alone.value if self._served_alone else None,
-            prefill_s=attempt.prefill_s,
-            first_s=attempt.first_s,
-            decode_s=attempt.decode_s,
-            whole_s=attempt.whole_s,
-            overlap_s=attempt.overlap_s,
-            attempts=self._asked,
-        )
-        return times if not attempt.assignment.reason else decided(times, attempt.assignment)
+        return self.tried if self._following is None else self._following.times(self.tried)
 
     @property
     def decision(self) -> str | None:
         """Which engines were chosen for the last attempt, and why; None before there were any, or if the client does not ask."""
-        attempt, why_alone = self._attempt, self._served_alone
-        if attempt is None or not self._request.headers.hints.wants_decision:
+        assignment, why = self.assignment, self._served_alone
+        if assignment is None or not self.headers.hints.wants_decision:
             return None
-        return spelled(attempt.assignment, why_alone.value if why_alone else None)
+        return spelled(assignment, why.value if why else None)
+
+    # -- the course
 
     async def run(self, stream_to: Callable[[Relay], ResponseWriter]) -> Answer | None:
         """Serve the prompt. Return a whole answer; or None once a stream has been passed on to `stream_to(relay)`.
@@ -213,19 +154,16 @@ class Exchange:
         Raises:
             PdproxyError: before any data came, or in the stream.
         """
-        self._request.stream_to = stream_to
+        resources = self.resources
+        self.stream_to = stream_to
         del stream_to
         try:
             self._alone = self._why_alone()
-            if self._alone is None and self._dispatcher.resources.tokenizing is not None:
+            if self._alone is None and resources.tokenizing is not None:
                 self._alone = await self._tokenize()
-            if (prefixes := self._dispatcher.resources.prefixes) is not None:
-                request = self._request
-                request.beginning = await prefixes.known_by(request.parsed, request.prompt, request.ids)
-                del request
-            if (
-                self._dispatcher.resources.lost.remembers and self._slot is None
-            ):  # with a slot, it goes on with a stream
+            if resources.prefixes is not None:
+                self.beginning = await resources.prefixes.known_by(self.parsed, self.prompt, self.ids)
+            if resources.lost.remembers and self.slot is None:  # with a slot, it goes on with a stream
                 await self._admit()
             while True:
                 self._number += 1
@@ -233,17 +171,17 @@ class Exchange:
                 if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
                     return outcome.answer
                 if isinstance(outcome, Answered):
-                    if self._dispatcher.resources.lost.remembers:
+                    if resources.lost.remembers:
                         self._answered(outcome)
                     return outcome.answer
                 if isinstance(outcome, NoEngines) and self._alone is not None and await self._engines_changed():
                     continue
-                lost = await self._lost(outcome) if self._request.headers.lost else None
+                lost = await self._lost(outcome) if self.headers.lost else None
                 action = self._recover(outcome, lost)
                 if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail | Continue):
                     drop_traceback(outcome.error)  # the client may leave while this waits
-                    self._slot = self._slot or await self._dispatcher.resources.retry_slot(self._request.headers)
-                    action = action if self._slot is not None else Fail(self._dispatcher.resources.not_retried())
+                    self.slot = self.slot or await resources.retry_slot(self.headers)
+                    action = action if self.slot is not None else Fail(resources.not_retried())
                 if isinstance(action, Continue) and isinstance(outcome, DecodeFailed):
                     try:
                         await self._go_on(outcome)
@@ -257,19 +195,83 @@ class Exchange:
                     finally:
                         del outcome, action  # they hold the error, whose traceback holds this frame
         except asyncio.CancelledError:
-            if self._attempt is not None:
-                nodes = [lease.node for lease in self._attempt.assignment.leases]
-                request = self._request
-                self._dispatcher.resources.lost.left(request.headers, nodes, request.parsed.fields, request.fingerprint)
-                del request
+            if self.assignment is not None:
+                nodes = [lease.node for lease in self.assignment.leases]
+                resources.lost.left(self.headers, nodes, self.parsed.fields, self.fingerprint)
             raise
         finally:
-            self._request.drop()  # it refers to the caller of this exchange
-            if self._slot is not None:
-                self._slot.leave()
+            self.drop()  # it refers to the caller of this exchange
+            self.leave_slot()
             if self._permit is not None:
                 self._permit.leave()
-            self._drop_record()
+            self.drop_record()
+
+    def _why_alone(self) -> Alone | None:
+        """Return why one engine must serve the prompt, None to split it."""
+        parsed, prompt, resources = self.parsed, self.prompt, self.resources
+        if prompt is None:
+            return parsed.alone or Alone.UNUSUAL
+        ledger = resources.ledger
+        block_size = None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size
+        return why_alone(parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens)
+
+    async def _tokenize(self) -> Alone | None:
+        """Make the prompt's token ids. Return why one engine must serve the prompt after all, None to split it."""
+        resources = self.resources
+        assert self.prompt is not None
+        self.ids = await resources.ids(self.parsed, self.prompt, self.headers)
+        if resources.turns is not None:
+            self.key = key_of(self.parsed, self.prompt, self.ids)
+        return why_not_split(resources, self) if resources.transfer.contract.needs_ids else None
+
+    async def _try(self) -> Outcome:
+        """Lease engines and run their legs, until there is an outcome."""
+        resources, why_alone = self.resources, self._alone
+        transfer, ledger = resources.transfer, resources.ledger
+        without, avoid, forbidden = self._without, self._avoid, _NONE
+        if self.headers.lost:
+            forbidden = resources.lost.forbidden(self.headers)
+            without = (*without, *forbidden)
+        if self._keep is not None:
+            avoid = (*avoid, *ledger.other_decodes(self._keep))
+        if ledger.placement is not None:
+            attempt = await begin_placed(resources, self, why_alone, without, avoid)
+            if attempt is not None and attempt.prefill_url is None:
+                why_alone = why_alone or Alone.DECIDED
+        elif why_alone is None and transfer.buffers.bounded:
+            attempt = await begin_with_space(resources, self, without, avoid)
+        else:
+            attempt = begin(resources, self, why_alone, without, avoid)
+        if attempt is None:
+            error = None if self._alone is None else refusal(resources, self, self._alone)
+            return NoEngines() if error is None else Failed(error)
+        if forbidden and any(lease.node.url in forbidden for lease in attempt.assignment.leases):
+            attempt.close()
+            return Failed(resources.lost.protects())
+        self._begin(attempt, why_alone)
+        order = ORDERS[transfer.contract.order] if why_alone is None else one_engine
+        try:
+            return await order(self, attempt)
+        finally:
+            self.leave_slot()
+            attempt.close()
+
+    def _begin(self, attempt: Attempt, why_alone: Alone | None) -> None:
+        """Begin to note what comes of an attempt."""
+        assignment = self.assignment = attempt.assignment
+        self.relay, self.may_be_answered = None, False
+        self._asked += 1
+        why = None if why_alone is None else why_alone.value
+        self.tried = LegTimes(prefill=attempt.prefill_url, why_alone=why, attempts=self._asked)
+        if assignment.reason:
+            self.tried = decided(self.tried, assignment)
+        if self.stalled:
+            self.suspect(assignment)
+        if self.beginning is not None:
+            attempt.expect_cached(self)
+        if why is not None and why_alone is not self._served_alone:
+            self.resources.observers.notify(ServedAlone(why))
+        self._served_alone = why_alone
 
     # -- where engines were lost under requests
 
@@ -279,84 +281,19 @@ class Exchange:
         Raises:
             EnginesLostError: it is refused.
         """
-        lost, request = self._dispatcher.resources.lost, self._request
-        request.fingerprint = lost.admit(request.headers, request.parsed.fields)
-        self._permit = await lost.in_turn(request.headers, self._dispatcher.resources.deadlines.queue)
+        lost = self.resources.lost
+        self.fingerprint = lost.admit(self.headers, self.parsed.fields)
+        self._permit = await lost.in_turn(self.headers, self.resources.deadlines.queue)
 
     def _answered(self, outcome: Answered) -> None:
         if outcome.answer is None or outcome.answer.status == 200:
-            request = self._request
-            self._dispatcher.resources.lost.answered(request.headers, request.parsed.fields, request.fingerprint)
+            self.resources.lost.answered(self.headers, self.parsed.fields, self.fingerprint)
 
     async def _lost(self, outcome: Failure) -> EnginesLostError | None:
         """Return why no other engine is risked, None if one may be."""
         if isinstance(outcome, PrefillFailed | DecodeFailed):
             drop_traceback(outcome.error)  # the client may leave while this waits
-        request = self._request
-        return await self._dispatcher.resources.lost.judge(request.headers, request.parsed.fields, request.fingerprint)
-
-    # -- attempts
-
-    def _why_alone(self) -> Alone | None:
-        """Return why one engine must serve the prompt, None to split it."""
-        request, resources = self._request, self._dispatcher.resources
-        parsed, prompt, ledger = request.parsed, request.prompt, resources.ledger
-        if prompt is None:
-            return parsed.alone or Alone.UNUSUAL
-        block_size = None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size
-        return why_alone(parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens)
-
-    async def _tokenize(self) -> Alone | None:
-        """Make the prompt's token ids. Return why one engine must serve the prompt after all, None to split it."""
-        resources, request = self._dispatcher.resources, self._request
-        assert request.prompt is not None
-        request.ids = await resources.ids(request.parsed, request.prompt, request.headers)
-        if resources.turns is not None:
-            request.key = key_of(request.parsed, request.prompt, request.ids)
-        return why_not_split(resources, request) if resources.transfer.contract.needs_ids else None
-
-    async def _try(self) -> Outcome:
-        """Lease engines and run the stages of the order, until one of them has an outcome."""
-        dispatcher, why_alone = self._dispatcher, self._alone
-        resources, order = dispatcher.resources, dispatcher.order if why_alone is None else alone.ORDER
-        avoid = self._avoid
-        without, forbidden = self._without, _NONE
-        if self._request.headers.lost:
-            forbidden = resources.lost.forbidden(self._request.headers)
-            without = (*without, *forbidden)
-        if self._keep is not None:
-            avoid = (*avoid, *resources.ledger.other_decodes(self._keep))
-        if resources.ledger.placement is not None:
-            attempt = await begin_placed(resources, self._request, why_alone, without, avoid)
-            if attempt is not None and attempt.prefill_url is None:
-                order, why_alone = alone.ORDER, why_alone or Alone.DECIDED
-        elif order.roles and resources.transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, self._request, order, without, avoid)
-        else:
-            attempt = begin(resources, self._request, order, why_alone, without, avoid)
-        if attempt is None:
-            error = None if self._alone is None else refusal(resources, self._request, self._alone)
-            return NoEngines() if error is None else Failed(error)
-        if forbidden and any(lease.node.url in forbidden for lease in attempt.assignment.leases):
-            attempt.close()
-            return Failed(resources.lost.protects())
-        self._attempt = attempt
-        attempt.retry_slot, self._slot = self._slot, None
-        if self._request.stalled:
-            attempt.suspect()
-        attempt.sent()
-        self._asked += 1
-        if why_alone is not None and why_alone is not self._served_alone:
-            resources.observers.notify(ServedAlone(why_alone.value))
-        self._served_alone = why_alone
-        try:
-            for stage in order.stages:
-                outcome = await stage(attempt)
-                if outcome is not None:
-                    return outcome
-            raise AssertionError("the last stage of an order has an outcome")
-        finally:
-            attempt.close()
+        return await self.resources.lost.judge(self.headers, self.parsed.fields, self.fingerprint)
 
     async def _engines_changed(self) -> bool:
         """Wait for an engine that stands still, if no other can serve the prompt. Return whether it is to be tried once more.
@@ -364,16 +301,16 @@ class Exchange:
         Raises:
             OverloadedError: too many requests are being tried again then.
         """
-        resources, slot = self._dispatcher.resources, self._slot
+        resources, slot = self.resources, self.slot
         if slot is not None:
             slot.leave()  # others are tried again meanwhile
-            self._slot = None
+            self.slot = None
         self._until = self._until or resources.now() + resources.deadlines.queue
-        if not await resources.comebacks.wait(self._request.parsed.model, self._until):
+        if not await resources.comebacks.wait(self.parsed.model, self._until):
             return False
         if slot is not None:
-            self._slot = await resources.retry_slot(self._request.headers)
-            if self._slot is None:
+            self.slot = await resources.retry_slot(self.headers)
+            if self.slot is None:
                 raise resources.not_retried()
         self._number -= 1
         if self._alone is Alone.NO_PAIR:
@@ -385,21 +322,20 @@ class Exchange:
 
         `lost`: why no other engine is risked, None if one may be.
         """
-        resources = self._dispatcher.resources
-        self._prefilled = self.prompt_tokens
+        resources = self.resources
         most, continues = resources.limits.attempts, resources.records is not None
-        request, is_alone = self._request, self._alone is not None
-        spares = spares_decode(resources, request, Alone.KV_FAILED)
-        whole = resources.ledger.serves_alone(request.parsed.model, spares_decode=spares)
-        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, request.stalled, whole)
+        is_alone = self._alone is not None
+        spares = spares_decode(resources, self, Alone.KV_FAILED)
+        whole = resources.ledger.serves_alone(self.parsed.model, spares_decode=spares)
+        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, self.stalled, whole)
         action = after(outcome, progress)
         if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
-            request.stalled += outcome.error.may_be_cause
+            self.stalled += outcome.error.may_be_cause
             self._avoid += resources.suspected()
         if lost is not None:
             if isinstance(action, Continue):
                 resources.observers.notify(
-                    StreamContinued("refused", Reason.ENGINES_LOST.value, None, request.headers.request_id)
+                    StreamContinued("refused", Reason.ENGINES_LOST.value, None, self.headers.request_id)
                 )
             action = Fail(lost)
         if isinstance(action, Continue):
@@ -408,16 +344,14 @@ class Exchange:
         match outcome:
             case PrefillFailed(url, reason, error):
                 self._prefill_failed = reason
-                resources.report_failure(self._request.headers, url, "prefill", error, will_retry=will_retry)
+                resources.report_failure(self.headers, url, "prefill", error, will_retry=will_retry)
             case ModelRefused(url):
                 text = f"{url} does not have the model any more"
                 error = EngineRefusedError(text, status=outcome.answer.status, body=b"")
                 self._number -= 1  # this says nothing of the others, and the engine is asked for this model no more
-                resources.report_failure(
-                    self._request.headers, url, _phase_of(url, self._attempt), error, will_retry=True
-                )
+                resources.report_failure(self.headers, url, self._phase_of(url), error, will_retry=True)
             case DecodeFailed(url, error, _) if outcome.is_engines:
-                resources.report_failure(self._request.headers, url, "decode", error, will_retry=will_retry)
+                resources.report_failure(self.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
             return action
         self._keep = action.keep if isinstance(action, Retry) else None
@@ -430,36 +364,41 @@ class Exchange:
 
     def _is_elsewhere(self, refused: ModelRefused) -> bool:
         """Note that an engine has lost a model. Return whether another one that was not asked lists it, and can answer."""
-        ledger, model = self._dispatcher.resources.ledger, self._request.parsed.model
+        ledger, model = self.resources.ledger, self.parsed.model
         if model is None:
             return False
         ledger.lost_model(refused.url, model)
         return ledger.lists(model, (*self._without, refused.url))
 
+    def _phase_of(self, url: str) -> str:
+        return "prefill" if self.tried.prefill == url else "decode"
+
+    # -- when a stream has failed
+
     async def _go_on(self, failed: DecodeFailed) -> None:
         """Have another engine go on with a stream that has failed, to its end. Raises as `Following.run`."""
         assert self.relay is not None
-        following = self._following = Following(self._dispatcher.resources, self._request, self.relay, failed)
-        await following.run(self._next)
+        following = self._following = Following(self.resources, self.headers, failed)
+        await following.run(self, self.relay, failed, self._next)
 
-    def _next(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Exchange:
-        """Return the exchange that goes on with a stream. It keeps a record of its own, and leaves the slot."""
-        if not self._request.is_of_use:
-            self._drop_record()
-        exchange = Exchange(self._dispatcher, request)
-        exchange._slot = slot
+    def _next(
+        self,
+        parsed: Parsed,
+        prompt: Prompt,
+        headers: LegHeaders,
+        new_relay: Callable[[], Relay],
+        failed: str,
+        slot: RetrySlot,
+        *,
+        silent: bool,
+    ) -> Exchange:
+        """Return the exchange that goes on with the stream. It keeps a record of its own, and leaves the slot."""
+        if not self.is_of_use:
+            self.drop_record()
+        exchange = Exchange(self.resources, parsed, prompt, headers, new_relay, self.left - 1)
+        exchange.slot = slot
+        exchange.stalled, exchange.fingerprint = self.stalled, self.fingerprint
         # The engine that has failed may serve on: a broken connection is not its end.
-        exchange._avoid = (failed, *self._dispatcher.resources.suspected()) if silent else (failed,)
-        request.stalled = self._request.stalled
-        request.fingerprint = self._request.fingerprint
-        exchange._without = (failed,) if silent else ()
+        exchange._avoid = (failed, *self.resources.suspected()) if silent else (failed,)
+        exchange._without = (failed,) if silent else _NONE
         return exchange
-
-    def _drop_record(self) -> None:
-        record, self._request.record = self._request.record, None
-        if isinstance(record, Record) and (records := self._dispatcher.resources.records) is not None:
-            records.drop(record)
-
-
-def _phase_of(url: str, attempt: Attempt | None) -> str:
-    return "prefill" if attempt is not None and attempt.prefill_url == url else "decode"

@@ -16,7 +16,7 @@ from pdproxy.serving.dispatch.continuing import Continuation, cause_of, continua
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.recovery import DecodeFailed
-from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.stream.failures import GivenUpError
 from pdproxy.serving.stream.fast_path import FastPath
@@ -25,6 +25,7 @@ from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.continuable import Reason
 from pdproxy.wire.engine import Usage
+from pdproxy.wire.request import Parsed, Prompt
 
 
 class Streams(msgspec.Struct):
@@ -60,24 +61,30 @@ class Follower(Protocol):
 class MakeFollower(Protocol):
     """Makes the exchange that goes on with a stream."""
 
-    def __call__(self, request: PromptRequest, failed: str, slot: RetrySlot, *, silent: bool) -> Follower:
+    def __call__(
+        self,
+        parsed: Parsed,
+        prompt: Prompt,
+        headers: LegHeaders,
+        new_relay: Callable[[], Relay],
+        failed: str,
+        slot: RetrySlot,
+        *,
+        silent: bool,
+    ) -> Follower:
         """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent or goes down,
         even for a split prompt only if no engine can serve alone. It leaves the slot.
         """
 
 
 class Following:
-    """What follows the failure of one stream. Run once. `request` and `relay`: of the stream that has failed."""
+    """What follows the failure of one stream. Run once. `headers`: of the legs; `failed`: how the stream has failed."""
 
-    __slots__ = ("_cause", "_continuation", "_exchange", "_failed", "_pause", "_relay", "_request", "_resources")
+    __slots__ = ("_cause", "_continuation", "_exchange", "_headers", "_pause", "_resources")
 
-    def __init__(
-        self, resources: ExchangeResources, request: PromptRequest, relay: Relay, failed: DecodeFailed
-    ) -> None:
+    def __init__(self, resources: ExchangeResources, headers: LegHeaders, failed: DecodeFailed) -> None:
         self._resources = resources
-        self._request = request
-        self._relay = relay
-        self._failed: DecodeFailed | None = failed
+        self._headers = headers
         self._cause = cause_of(failed.error)
         self._pause: float | None = None
         """Seconds without data, None before the data goes on."""
@@ -87,21 +94,18 @@ class Following:
     def __repr__(self) -> str:
         return f"<Following after {self._cause}: {self._exchange!r}>"
 
-    async def run(self, exchange_of: MakeFollower) -> None:
-        """Have another engine go on with the stream to its end, or end it if only its end is missing.
+    async def run(self, request: PromptRequest, relay: Relay, failed: DecodeFailed, exchange_of: MakeFollower) -> None:
+        """Have another engine go on with the stream of `relay` to its end, or end it if only its end is missing.
 
         Raises:
             PdproxyError: the error of the engine that failed, if none goes on; or of the last one that did.
         """
-        resources, failed = self._resources, self._failed
-        assert failed is not None
-        self._failed = None  # its error refers to the frames that refer to this
-        record = self._request.record
-        if finish(self._relay, record if isinstance(record, Record) else None):
+        record = request.record
+        if finish(relay, record if isinstance(record, Record) else None):
             self._report(failed, will_retry=True)
             self._notify("finished", self._cause)
             return
-        reason = await self._why_not(failed, exchange_of)
+        reason = await self._why_not(request, relay, failed, exchange_of)
         if reason is None:
             return
         if self._exchange is None:
@@ -110,23 +114,25 @@ class Following:
         try:
             raise failed.error
         finally:
-            del failed, resources
+            del failed
 
-    async def _why_not(self, failed: DecodeFailed, exchange_of: MakeFollower) -> Reason | None:
+    async def _why_not(
+        self, request: PromptRequest, relay: Relay, failed: DecodeFailed, exchange_of: MakeFollower
+    ) -> Reason | None:
         """Have another engine go on, if one can. Return why none does, None once the stream is over."""
         resources, since = self._resources, self._resources.now()
         within = resources.clock.within(resources.deadlines.continuation)
         try:
             async with within:
                 silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)  # or is going down
-                found = await continuation(resources, self._request, self._relay, failed.url, silent=silent)
+                found = await continuation(resources, request, relay, failed.url, silent=silent)
                 if isinstance(found, Reason):
                     return found
-                if (slot := await resources.retry_slot(self._request.headers)) is None:
+                if (slot := await resources.retry_slot(self._headers)) is None:
                     return Reason.RETRY_BUDGET
                 self._report(failed, will_retry=True)
                 self._continuation = found
-                self._exchange = exchange_of(found.request, failed.url, slot, silent=silent)
+                self._exchange = exchange_of(*found.take_request(), failed.url, slot, silent=silent)
 
                 def begin(_relay: Relay) -> ResponseWriter:
                     within.disarm()
@@ -139,7 +145,7 @@ class Following:
                 await found.end()
                 return None
         except asyncio.CancelledError:
-            writer = self._relay.output
+            writer = relay.output
             is_wanted = writer is not None and not writer.gone and writer.ended_by is None
             if self._pause is None and is_wanted:  # `deadlines.total`, or the shutdown
                 if self._exchange is None:
@@ -161,12 +167,10 @@ class Following:
                 self._continuation.close()
 
     def _report(self, failed: DecodeFailed, *, will_retry: bool) -> None:
-        headers = self._request.headers
-        self._resources.report_failure(headers, failed.url, "decode", failed.error, will_retry=will_retry)
+        self._resources.report_failure(self._headers, failed.url, "decode", failed.error, will_retry=will_retry)
 
     def _notify(self, result: str, reason: str, seconds: float | None = None) -> None:
-        request_id = self._request.headers.request_id
-        self._resources.observers.notify(StreamContinued(result, reason, seconds, request_id))
+        self._resources.observers.notify(StreamContinued(result, reason, seconds, self._headers.request_id))
 
     # -- both streams together
 

@@ -27,21 +27,25 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL
-from pdproxy.scheduling.nodes import PREFILL
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_unknown_model, refused, verdict_of
-from pdproxy.serving.dispatch.open_leg import OpenPrefillLeg
-from pdproxy.serving.dispatch.prefill_record import largest_answer, record_of
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, ModelRefused, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
+from pdproxy.serving.kv.ready import Expected
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.upstream.connection import Message
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Alone
+from pdproxy.wire.request import Alone, Parsed
+
+_MAX_ANSWER = 256 << 10
+_MAX_ANSWER_PER_BYTE = 16
+"""Bytes of a prefill's answer: a constant, and a number per byte of the request. A token id has up to 8 bytes and is made of one
+byte of the prompt or more; block ids of eight groups take half of that. A larger answer is not about this prompt."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -56,7 +60,7 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class PrefillLeg:
-    """One prefill leg of an attempt. Run once.
+    """One prefill leg of an attempt. Run once. The watch over engines that stand still sees it as a `fleet.open_legs.OpenLeg`.
 
     Where both legs run at once, the attempt has a custody before: the KV was promised. The leg may outlive the attempt then.
     """
@@ -72,6 +76,8 @@ class PrefillLeg:
         "_peers",
         "_pending",
         "_prompt",
+        "_request",
+        "_resources",
         "_run",
         "_sent_ids",
         "_turn",
@@ -80,24 +86,36 @@ class PrefillLeg:
         "dispatch",
         "handed_on",
         "promised",
+        "prompt_bytes",
         "sent",
+        "since",
+        "stalled_before",
     )
+    must_progress = True
+    waits_for = None
 
-    def __init__(self, attempt: Attempt) -> None:
-        resources, request = attempt.resources, attempt.request
+    def __init__(self, request: PromptRequest, attempt: Attempt) -> None:
+        resources = self._resources = request.resources
+        contract, dispatch = resources.transfer.contract, attempt.dispatch
+        self._request = request
         self._attempt = attempt
         self._parsed, self._prompt = request.parsed, request.prompt
         self.promised: Custody | None = None
         """The custody of KV that was promised to a decode engine."""
-        self._lease = attempt.assignment[PREFILL]
-        self._url = self._lease.node.url
+        self._lease = lease = attempt.assignment.leases[0]
+        self._url = lease.node.url
         self._run: int | None = None
         """The number of the engine's run when the request was written, None before."""
         engine = resources.engines.known[self._url]
         self._client: EngineClient = engine.client
         self._open_legs = engine.open_legs
+        self.since = 0.0
+        """When the leg began, in seconds of the clock."""
+        self.prompt_bytes = lease.prompt_bytes
+        self.stalled_before = request.stalled
+        """How many engines have stood still under its request before."""
         # Of the run that is asked: an answer of an earlier run must not be taken for one of the next.
-        self._peers = engine.run.peers if resources.transfer.contract.peer_in is not None else None
+        self._peers = engine.run.peers if contract.peer_in is not None else None
         self._pending: Pending | None = None
         self._verdict = NEUTRAL
         self._adopted = False
@@ -106,14 +124,12 @@ class PrefillLeg:
         self._asked_again = False
         self.sent: OneShotEvent | None = None
         """Set once the request was sent, if somebody waits for that."""
-        self.dispatch = dispatch = attempt.dispatch
-        self._sent_ids: TokenIds | None = (
-            dispatch.ids
-            if resources.transfer.contract.needs_ids
-            else resources.ids_to_send(self._url, request.parsed, dispatch.ids)
-        )
-        if self._sent_ids is None and dispatch.ids is not None:
-            self.dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
+        self.dispatch = dispatch
+        self._sent_ids: TokenIds | None = dispatch.ids
+        if dispatch.ids is not None and not contract.needs_ids:
+            self._sent_ids = resources.ids_to_send(self._url, request.parsed, dispatch.ids)
+            if self._sent_ids is None:
+                self.dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
         self._turn: TurnBefore | None = None
 
     def __repr__(self) -> str:
@@ -125,20 +141,20 @@ class PrefillLeg:
         If a notice may bring the handle, the first of notice and answer is used. After a notice, the answer is awaited in the
         background.
         """
-        resources = self._attempt.resources
+        resources = self._resources
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
-        open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, self._end, self._attempt.request.stalled)
-        self._open_legs.add(open_leg)
+        self.since = resources.now()
+        self._open_legs.add(self)
         try:
             if resources.turns is not None:
-                self._turn = await turn_before(self._attempt, resources.turns, self._sent_ids)
+                self._turn = await turn_before(self._request, self._attempt, resources.turns, self._sent_ids)
             while True:
                 try:
                     answer = await self._in_time(seconds)
                     return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
                 except EngineError as error:
-                    self._attempt.broke(self._lease, error)
+                    self._request.broke(self._lease, error)
                     if not self._may_ask_again(error):
                         raise
                     self._ask_again(error)
@@ -156,10 +172,10 @@ class PrefillLeg:
         except EngineError as error:
             self._verdict = verdict_of(error)
             if self._pending is not None and not isinstance(error, EngineRefusedError):
-                resources.custodian.orphans.remember(self._attempt.with_notices(self._record()))
+                resources.custodian.orphans.remember(self._attempt.with_notices(self.record()))
             return self._failed(error)
         finally:
-            self._open_legs.remove(open_leg, ended_well=resources.now() if self._verdict is GOOD else None)
+            self._open_legs.remove(self, ended_well=resources.now() if self._verdict is GOOD else None)
             if self._turn is not None:
                 self._turn.over(asked=self._pending is not None)
             if not self._adopted:
@@ -172,7 +188,7 @@ class PrefillLeg:
         waits = self.promised is not None and self.promised.decode_waits
         if not waits or self._asked_again or isinstance(error, EngineUnreachableError | EngineTimeoutError):
             return False
-        holder = self._attempt.resources.transfer.contract.holder
+        holder = self._resources.transfer.contract.holder
         return holder.prefill_again(error.status if isinstance(error, EngineRefusedError) else None)
 
     def _ask_again(self, error: EngineError) -> None:
@@ -180,14 +196,13 @@ class PrefillLeg:
         if self._pending is not None:
             self._pending.close()
             self._pending = None
-        attempt = self._attempt
-        attempt.resources.report_failure(attempt.request.headers, self._url, "prefill", error, will_retry=True)
+        self._resources.report_failure(self._request.headers, self._url, "prefill", error, will_retry=True)
         drop_traceback(error)
 
     def abandon(self) -> None:
         """Leave the leg to the custodian, which awaits its answer: nobody else waits for it any more."""
         if not self._adopted:
-            self._adopt(partial(self._attempt.resources.close, self._lease, self._verdict))
+            self._adopt(partial(self._resources.close, self._lease, self._verdict))
 
     def drop(self) -> None:
         """Close the leg before its answer: the engine then keeps nothing, and no decode engine waits for its KV."""
@@ -200,11 +215,21 @@ class PrefillLeg:
         if self._peers is not None:
             self._peers.forget()
 
-    # -- asking
+    # -- as an open leg of its engine
 
-    def _end(self, error: EngineError) -> None:  # its engine stands still
+    def last_sign(self) -> float:
+        """Return that none has come: it shows nothing before its whole answer."""
+        return 0.0
+
+    def source_lost(self, why: str) -> None:
+        """It waits for no KV that its end depends on."""
+
+    def fail(self, error: EngineError) -> None:
+        """End it: its engine stands still."""
         if self._pending is not None:
             self._pending.fail(error)
+
+    # -- asking
 
     def _message(self) -> Message:
         """Return the leg's request, which is written in the same step: here the engine is given the KV of the turn before.
@@ -215,14 +240,14 @@ class PrefillLeg:
         promised = self.promised
         if promised is not None and (promised.how is not None or (self._asked_again and not promised.decode_waits)):
             raise KvGoneError(f"the KV of {self._url} is not needed any more")
-        attempt, contract = self._attempt, self._attempt.resources.transfer.contract
         self._run = self._lease.node.run_number
         if self._turn is not None:
             self.dispatch = with_turn(self.dispatch, self._turn.spend())
+        dispatch, headers = self.dispatch, self._request.headers
         assert self._prompt is not None
-        leg = contract.prefill(attempt.parsed_for(self._url, self._parsed), self._prompt, self.dispatch)
-        leg_id, headers = self.dispatch.leg_id, attempt.request.headers
-        own = headers.headers if leg_id is None else headers.named(leg_id)
+        parsed = self._attempt.parsed_for(self._url, self._parsed)
+        leg = self._resources.transfer.contract.prefill(parsed, self._prompt, dispatch)
+        own = headers.headers if dispatch.leg_id is None else headers.named(dispatch.leg_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
     async def _in_time(self, seconds: float) -> Answer | Handle:
@@ -231,10 +256,11 @@ class PrefillLeg:
         Raises:
             TimeoutError: neither came in time, and the engine is not seen to work.
         """
-        resources = self._attempt.resources
+        resources = self._resources
+        most = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._parsed.body_bytes
         try:
             async with resources.clock.within(seconds):
-                self._pending = await self._client.ask(self._message, max_bytes=largest_answer(self._parsed))
+                self._pending = await self._client.ask(self._message, max_bytes=most)
                 if self.sent is not None:
                     self.sent.set()
                 return await self._answer_or_handle()
@@ -245,32 +271,31 @@ class PrefillLeg:
                         return await self._answer_or_handle()
             raise
 
-    async def _answer_or_handle(self) -> Answer | Handle:
+    def _answer_or_handle(self) -> Awaitable[Answer | Handle]:
         """Wait for the answer, or for the handle if a notice brings that first."""
         assert self._pending is not None
-        answer = await self._first()
+        notice = self._attempt.handle_notice
+        return self._pending.answered() if notice is None else self._answer_or_notice(self._pending, notice)
+
+    async def _answer_or_notice(self, pending: Pending, notice: Expected) -> Answer | Handle:
+        answer = await pending.answered_or(notice.done)
         if answer is not None:
             return answer
-        return self._handle_in_notice() or await self._pending.answered()
+        return self._handle_in(notice) or await pending.answered()
 
-    def _first(self) -> Awaitable[Answer | None]:
-        assert self._pending is not None
-        notice = self._attempt.handle_notice
-        return self._pending.answered() if notice is None else self._pending.answered_or(notice.done)
-
-    def _handle_in_notice(self) -> Handle | None:
-        expected, contract = self._attempt.handle_notice, self._attempt.resources.transfer.contract
-        if expected is None or expected.notice is None or contract.handle_from_notice is None:
+    def _handle_in(self, notice: Expected) -> Handle | None:
+        transfer = self._resources.transfer
+        if notice.notice is None or transfer.contract.handle_from_notice is None:
             return None
-        found = contract.handle_from_notice(expected.notice)
-        named = None if found is None else self._attempt.resources.transfer.hosts.checked(found, self._url)
+        found = transfer.contract.handle_from_notice(notice.notice)
+        named = None if found is None else transfer.hosts.checked(found, self._url)
         return named if isinstance(named, Handle) else None
 
     # -- what came of it
 
     def _noticed(self, handle: Handle) -> Prefilled:
         """Take custody of a handle that a notice brought. The engine may finish its answer, which is not needed any more."""
-        resources = self._attempt.resources
+        resources = self._resources
         assert self._pending is not None
         self._verdict = GOOD
         end = partial(resources.close, self._lease, self._verdict)
@@ -279,7 +304,7 @@ class PrefillLeg:
         return Prefilled(self._take(handle), handle)
 
     def _read(self, answer: Answer) -> Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed:
-        url = self._url
+        url, request = self._url, self._request
         if self._turn is not None and self._turn.has_failed(answer.status):
             return AskAgain()
         if answer.status != 200:
@@ -300,18 +325,19 @@ class PrefillLeg:
             raise EngineError(f"{url} answered a prefill with something that is not a completion")
         if "abort" in [choice.finish_reason for choice in read.choices]:
             raise EngineError(f"{url} gave the prefill up")
-        contract = self._attempt.resources.transfer.contract
-        handle = self._attempt.resources.transfer.hosts.checked(contract.handle(self._parsed, read, self.dispatch), url)
+        transfer = self._resources.transfer
+        contract, hosts = transfer.contract, transfer.hosts
+        handle = hosts.checked(contract.handle(self._parsed, read, self.dispatch), url)
         if contract.peer_in is not None and (peer := contract.peer_in(read, self.dispatch)) is not None:
             assert self._peers is not None
-            if peer.host is None or (why := self._attempt.resources.transfer.hosts.why_not(peer.host, url)) is None:
+            if peer.host is None or (why := hosts.why_not(peer.host, url)) is None:
                 self._peers.learn(peer)
             else:
                 handle = why
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
-            if not self._attempt.request.kv_failed:
-                self._attempt.request.kv_failed = True
-                self._attempt.resources.transfers.not_made(url)
+            if not request.kv_failed:
+                request.kv_failed = True
+                self._resources.transfers.not_made(url)
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
         self._verdict = GOOD
         self._attempt.cached(url, read.usage)
@@ -322,27 +348,61 @@ class PrefillLeg:
         self, error: EngineError, reason: Alone = Alone.PREFILL_FAILED, *, keeper: str | None = None
     ) -> PrefillFailed:
         if isinstance(wait := getattr(error, "wait", None), Wait):
-            self._attempt.resources.observers.notify(DeadlinePassed(wait.value, self._url))
+            self._resources.observers.notify(DeadlinePassed(wait.value, self._url))
         return PrefillFailed(self._url, reason, error, keeper)
 
     # -- custody
 
     def _take(self, handle: Handle) -> Custody:
-        resources = self._attempt.resources
+        resources = self._resources
         if self._turn is not None:
             self._turn.prefilled(handle)
-        resources.ids_served(self._url, self._parsed, self.dispatch.ids, self._sent_ids, handle.token_ids)
+        if resources.tokenizing is not None:
+            resources.tokenizing.check.served(
+                self._url, self._parsed, self.dispatch.ids, self._sent_ids, handle.token_ids
+            )
+        self._request.prefilled = handle.prompt_tokens or self._request.prefilled
         if self.promised is not None:
             self.promised.made(handle)
             return self.promised
-        return resources.custodian.take(handle, self._record())
+        return resources.custodian.take(handle, self.record())
 
-    def _record(self) -> PrefillRecord:
-        return record_of(self._attempt, self._parsed, self.dispatch, self._run)
+    def record(self) -> PrefillRecord:
+        """Return what custody needs to know of the leg."""
+        return _record(self._request, self._attempt, self._parsed, self.dispatch, self._run)
+
+    def promise(self) -> Custody | None:
+        """Begin the custody of KV that the contract promises before the engine is asked. None if it can promise none."""
+        contract = self._resources.transfer.contract
+        handle = None if contract.promise is None else contract.promise(self._parsed, self.dispatch)
+        if handle is None:
+            return None
+        record = _record(self._request, self._attempt, self._parsed, self.dispatch, self._lease.node.run_number)
+        self.promised = self._resources.custodian.promise(handle, record)
+        self._attempt.dispatch = self.dispatch  # both engines must work on the same prompt
+        self._attempt.keep(self.promised)
+        return self.promised
 
     def _adopt(self, end: Callable[[], None]) -> None:
         """Hand the leg to the custodian, which awaits its answer and releases what it holds."""
         if self._pending is not None:
-            record = self._attempt.hand_on(self._record())
-            self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
+            record = self._attempt.hand_on(self.record())
+            self._resources.custodian.orphans.adopt(self._pending, record, end)
             self._adopted = self.handed_on = True
+
+
+def _record(
+    request: PromptRequest, attempt: Attempt, parsed: Parsed, dispatch: Dispatch, run: int | None
+) -> PrefillRecord:
+    contract, leases = request.resources.transfer.contract, attempt.assignment.leases
+    return PrefillRecord(
+        leases[0].node.url,
+        parsed.model,
+        request.headers.authorization,
+        # Still in use after the attempt if the client has left: it refers to nothing else of the attempt.
+        lambda answer: contract.handle(parsed, answer, dispatch),
+        contract.holder.pushed_to(leases[-1].node.url),
+        dispatch.leg_id,
+        run,
+        promised=attempt.custody,
+    )

@@ -1,15 +1,22 @@
-"""What each attempt to serve a prompt needs of it."""
+"""One prompt as its legs see it: what engines are asked, where the answer goes, and what is known of it so far.
+
+`dispatch.exchange` takes the prompt through its attempts. Each leg reads here what it needs, and notes here what came of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
+from pdproxy.fleet.open_legs import OpenLegs
+from pdproxy.kit.errors import EngineError
+from pdproxy.observe.events import LegTimes
+from pdproxy.scheduling.leases import Assignment, Lease
 from pdproxy.scheduling.prefix.prompts import Beginning
 from pdproxy.serving.dispatch.fingerprint import Fingerprint
 from pdproxy.serving.dispatch.record import Record
-from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
+from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.tokens.ids import TokenIds
@@ -25,51 +32,158 @@ def _no_writer(_: Relay) -> ResponseWriter:
     raise RuntimeError("the request was dropped")
 
 
-class PromptRequest(msgspec.Struct, eq=False):
-    """One prompt (or, with `prompt` None, a whole request for one engine alone), and where its answer goes.
+class PromptRequest:
+    """One prompt; or, with `prompt` None, a whole request for one engine alone.
 
-    `ids` are the prompt's token ids, None while they are not known; `key`: what finds the turn that it continues
-    (`dispatch.turn`), None if that is not known or not wanted; `beginning`: what indexes of engines' caches know the prompt by,
-    None if nothing asks them; `stream_to` returns the writer for a relay's stream. Once a stream
-    flows, nothing of this is needed: `drop` then frees the client's body. So nothing else may keep a reference to its parts.
-
-    `kv_failed`: whether a prompt's KV did not get to a decode engine: only the first such failure of a request counts, since
-    the request itself may be the cause.
-
-    `left`: how often other engines may still go on with the stream; `record`: what they need for that, or why they can't;
-    None before the stream flows, or if that is off.
-
-    `stalled`: how many engines have stood still under it so far, perhaps because of it.
-
-    `fingerprint`: None while nothing asks for it (`dispatch.engines_lost`).
+    Once a stream flows, no engine needs the client's body any more, and it is dropped. So nothing else may refer to its parts.
     """
 
-    parsed: Parsed
-    prompt: Prompt | None
-    headers: LegHeaders
-    new_relay: Callable[[], Relay]
-    stream_to: Callable[[Relay], ResponseWriter] = _no_writer
-    ids: TokenIds | None = None
-    key: bytes | None = None
-    beginning: Beginning | None = None
-    left: int = 0
-    record: Record | Reason | None = None
-    stalled: int = 0
-    kv_failed: bool = False
-    fingerprint: Fingerprint | None = None
+    __slots__ = (
+        "_suspects",
+        "assignment",
+        "beginning",
+        "fingerprint",
+        "headers",
+        "ids",
+        "key",
+        "kv_failed",
+        "left",
+        "may_be_answered",
+        "new_relay",
+        "parsed",
+        "prefilled",
+        "prompt",
+        "record",
+        "relay",
+        "resources",
+        "slot",
+        "stalled",
+        "stream_to",
+        "tried",
+    )
 
-    def __repr__(self) -> str:
-        return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
+    def __init__(
+        self,
+        resources: ExchangeResources,
+        parsed: Parsed,
+        prompt: Prompt | None,
+        headers: LegHeaders,
+        new_relay: Callable[[], Relay],
+        left: int,
+    ) -> None:
+        self.resources = resources
+        self.parsed = parsed
+        self.prompt = prompt
+        self.headers = headers
+        self.new_relay = new_relay
+        self.stream_to: Callable[[Relay], ResponseWriter] = _no_writer
+        """Returns the writer for a relay's stream."""
+        self.ids: TokenIds | None = None
+        """The prompt's token ids, None while they are not known."""
+        self.key: bytes | None = None
+        """What finds the turn that the prompt continues (`dispatch.turn`), None if that is not known or not wanted."""
+        self.beginning: Beginning | None = None
+        """What indexes of engines' caches know the prompt by, None if nothing asks them."""
+        self.left = left
+        """How often other engines may still go on with the stream."""
+        self.record: Record | Reason | None = None
+        """What others need to go on with the stream, or why they can't; None before the stream flows, or if that is off."""
+        self.stalled = 0
+        """How many engines have stood still under the prompt so far, perhaps because of it."""
+        self.kv_failed = False
+        """Whether its KV did not get to a decode engine. Only the first such failure counts: the prompt may be the cause."""
+        self.fingerprint: Fingerprint | None = None
+        """None while nothing asks for it (`dispatch.engines_lost`)."""
+        self.slot: RetrySlot | None = None
+        """The place of an attempt behind the first one, until its first data."""
+        self._suspects: tuple[OpenLegs, ...] = ()
+        # -- what came of it
+        self.assignment: Assignment | None = None
+        """The engines of the last attempt; the last of them answers the client."""
+        self.tried = LegTimes()
+        """The legs of the last attempt so far."""
+        self.relay: Relay | None = None
+        """The relay of the last attempt's answer, None before an engine was asked for it."""
+        self.prefilled = 0
+        """Tokens of the prompt, as the last prefill engine that has made its KV reported them; 0: none has."""
+        self.may_be_answered = False
+        """Whether an engine may have begun with the answer, in the last attempt: it was asked, and its KV was made."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether no further leg may be made from it."""
+        return self.parsed is _DROPPED
 
     @property
     def is_of_use(self) -> bool:
-        """Whether the record is still of use while another engine goes on: what it makes is parsed with that."""
+        """Whether the record is still of use while another engine goes on: what that engine makes is parsed with it."""
         return isinstance(self.record, Record) and self.record.chat != b""
 
     def drop(self) -> None:
         """Drop everything but the headers and the record. No further leg may be made from it."""
         self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None
         self.key = self.beginning = None
+
+    # -- the attempt under way
+
+    def suspect(self, assignment: Assignment) -> None:
+        """Note at engines, until their data, that the prompt may stop them: another one has stood still under it."""
+        known = self.resources.engines.known
+        self._suspects = tuple(known[lease.node.url].open_legs for lease in assignment.leases)
+        for open_legs in self._suspects:
+            open_legs.suspects += 1
+
+    def leave_slot(self) -> None:
+        """The attempt has its first data, or is over: others may be tried again."""
+        if self.slot is not None:
+            self.slot.leave()
+            self.slot = None
+        if self._suspects:
+            for open_legs in self._suspects:
+                open_legs.suspects -= 1
+            self._suspects = ()
+
+    def broke(
+        self,
+        lease: Lease,
+        error: EngineError,
+        since: float | None = None,
+        *,
+        streamed: bool = False,
+        beside: bool = False,
+    ) -> None:
+        """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since` None: as the lease."""
+        since = lease.since if since is None else since
+        self.resources.lost.broke(self.headers, lease.node, error, since, streamed=streamed, beside=beside)
+
+    # -- while the stream flows
+
+    def stream_flows(self) -> None:
+        """Drop what only another attempt would need. Plan what is kept instead."""
+        records, lost = self.resources.records, self.resources.lost
+        if lost.remembers:
+            self.fingerprint = lost.began(self.headers, self.parsed.fields, self.fingerprint)
+        if records is not None:
+            self.record = Reason.NONE_LEFT if self.left < 1 else records.planned(self.parsed, self.new_relay)
+        self.drop()
+        self.leave_slot()
+
+    def keep_record(self) -> None:
+        """Keep what another engine needs to go on with the stream, which flows now."""
+        record, records, relay = self.record, self.resources.records, self.relay
+        if relay is None:
+            return
+        begun, relay.beginning = relay.beginning, UNKNOWN
+        if records is None or not isinstance(record, Record):
+            return
+        record.is_parsed = begun.is_parsed
+        self.record = records.keep(record, begun.prompt_ids)
+
+    def drop_record(self) -> None:
+        """Keep that no more."""
+        record, self.record = self.record, None
+        if isinstance(record, Record) and (records := self.resources.records) is not None:
+            records.drop(record)
 
 
 _DROPPED = Parsed(Route.COMPLETIONS, {}, None, True, False, False, (), None, 0)

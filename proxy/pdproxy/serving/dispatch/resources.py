@@ -120,13 +120,6 @@ class ExchangeResources:
         """Return the ids that a prefill engine is sent, None where it makes them itself."""
         return ids if self.tokenizing is None else self.tokenizing.check.sent(url, parsed, ids)
 
-    def ids_served(
-        self, url: str, parsed: Parsed, ids: TokenIds | None, sent: TokenIds | None, served: bytes | None
-    ) -> None:
-        """Check the ids of the prompt that a prefill engine has served, by its own answer."""
-        if self.tokenizing is not None:
-            self.tokenizing.check.served(url, parsed, ids, sent, served)
-
     def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None, beside: int = 0) -> None:
         """End a lease. Report it if this takes the engine out of use.
 

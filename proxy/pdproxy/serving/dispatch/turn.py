@@ -8,6 +8,7 @@ from msgspec import structs
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.tokenizing import MAX_BYTES
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.kept_turns import SCOPE_BYTES, Reuse, TurnRecord, scope_of
@@ -115,16 +116,15 @@ class TurnBefore:
             self._turns.left(reuse)
 
 
-async def turn_before(attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBefore:
+async def turn_before(request: PromptRequest, attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBefore:
     """Return the KV of the turn before for the attempt's prefill leg, if there is any.
 
     `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not be what the KV is of.
     """
-    request = attempt.request
     node, prompt = attempt.assignment.leases[0].node, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
     reuse = await turns.take(request.key, node) if exact and request.key is not None else None
-    return TurnBefore(turns, reuse, node.run_number, attempt.resources.now)
+    return TurnBefore(turns, reuse, node.run_number, request.resources.now)
 
 
 def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
@@ -132,9 +132,10 @@ def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
     return dispatch if params is dispatch.turn else structs.replace(dispatch, turn=params)
 
 
-def opened(attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, engine: Engine) -> OpenTurn | None:
+def opened(
+    request: PromptRequest, attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, engine: Engine
+) -> OpenTurn | None:
     """Begin the turn whose decode engine is asked now with `handle`, None if it will keep no KV of it."""
-    request = attempt.request
     if not handle.params:
         return None
     record = TurnRecord(
@@ -145,7 +146,7 @@ def opened(attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, eng
         remote_request_id=handle.remote_request_id,
         model=request.parsed.model,
         authorization=request.headers.authorization,
-        prompt=_served(attempt, handle),
+        prompt=_served(request, handle),
         prompt_tokens=handle.prompt_tokens,
         may_stop=not is_absent(request.parsed.fields, "stop"),
     )
@@ -157,9 +158,9 @@ def opened(attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, eng
     return turn
 
 
-def _served(attempt: Attempt, handle: Handle) -> bytes | None:
+def _served(request: PromptRequest, handle: Handle) -> bytes | None:
     """Return the key of the prompt on which the engines have worked, None if it is not known or can't be compared."""
-    request, served = attempt.request, handle.token_ids
+    served = handle.token_ids
     key, prompt, ids = request.key, request.prompt, request.ids
     if key is None or served is None or prompt is None:
         return None

@@ -41,7 +41,7 @@ class Meter(msgspec.Struct, eq=False):
         elif exchange.was_asked:
             last = streams.paths[-1] if streams.paths else None
             seen = 0 if last is None else streams.done + (last.tokens or last.events)
-            if counted := exchange.prompt_tokens:
+            if counted := exchange.prefilled:
                 self.prefilled = True
             self.see(counted or prompt, seen, answers if exchange.may_be_answered else 0)
 
@@ -50,7 +50,7 @@ class Meter(msgspec.Struct, eq=False):
 
         The client chooses what only the decode engine reads, and so could have prompts computed for nothing.
         """
-        if counted := exchange.prompt_tokens:
+        if counted := exchange.prefilled:
             self.prompt += counted
             self.asked = self.prefilled = True
 

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.errors import EngineRefusedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback
-from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
-from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.serving.dispatch.exchange import Exchange
+from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.demand import tokens_of
 from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
 from pdproxy.serving.request.totals import RequestTotals
@@ -34,7 +34,7 @@ class PromptList:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        resources: ExchangeResources,
         parsed: Parsed,
         leg_headers: LegHeaders,
         output: ResponseWriter,
@@ -43,14 +43,14 @@ class PromptList:
     ) -> None:
         self.creation_time = CreationTime()
         self.answer = MergedAnswer(
-            dispatcher.resources.answer_budget.share(what="the engines sent answers"),
+            resources.answer_budget.share(what="the engines sent answers"),
             chats=parsed.route is Route.BATCH,
         )
         self.usage_events: dict[int, bytes] = {}
         """The usage events of streams, by the index of their prompt in the list."""
         self.forced_usage = False
         """Whether an engine sent its usage without being asked for it: the client gets it."""
-        self._dispatcher = dispatcher
+        self._resources = resources
         self._parsed = parsed
         self._leg_headers = leg_headers
         self._begin = begin
@@ -75,7 +75,7 @@ class PromptList:
     async def _one(self, index: int) -> None:
         parsed, prompt = self._parsed.exchange_of(index)
         size, unseen = tokens_of(self._parsed.prompts[index]), 0 if parsed.stream else 1
-        exchange = self._dispatcher.exchange(parsed, prompt, self._leg_headers, lambda: self._relay(index))
+        exchange = Exchange(self._resources, parsed, prompt, self._leg_headers, lambda: self._relay(index))
         del parsed, prompt  # the exchange drops them once no engine needs them
         channel = self._stream.channel()
 
@@ -115,9 +115,9 @@ class PromptList:
             creation_time=self.creation_time,
             takes_ids=self._parsed.adds_ids,
             shows_ids=shows_ids(self._parsed),
-            budget=self._dispatcher.resources.answer_budget,
-            templates=self._dispatcher.resources.templates,
-            now=self._dispatcher.resources.now,
+            budget=self._resources.answer_budget,
+            templates=self._resources.templates,
+            now=self._resources.now,
         )
 
 

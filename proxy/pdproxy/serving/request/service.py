@@ -27,7 +27,7 @@ from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import ENTRIES
-from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
+from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.failure_class import is_clients_fault
 from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
@@ -90,7 +90,6 @@ class Service:
         self.keys = keys
         self.quotas = quotas
         self.bodies = bodies
-        self.dispatcher = Dispatcher(resources)
         self.lifecycle = Lifecycle(resources, admission, quotas)
 
     def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
@@ -191,7 +190,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             now=service.resources.now,
             comment=partial(_engine_comment, self.writer, self.request_id) if parsed.stream else None,
         )
-        self._exchange = service.dispatcher.exchange(parsed, prompt, leg_headers, new_relay)
+        self._exchange = Exchange(service.resources, parsed, prompt, leg_headers, new_relay)
         return self._serve_one
 
     def _routed(self, parsed: Parsed, routes: Routes[Service], rights: KeyRights | None) -> tuple[Parsed, Service]:
@@ -241,7 +240,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             if self.first is None:
                 self._begin(headers)
 
-        prompts = PromptList(self._service.dispatcher, parsed, leg_headers, output, begin, self.totals)
+        prompts = PromptList(self._service.resources, parsed, leg_headers, output, begin, self.totals)
         comments = self._comments(lambda: prompts.events)
         try:
             await prompts.run()

@@ -129,6 +129,12 @@ class Relay:
         """The answer's token counts, None before they came."""
         return self.filter.usage
 
+    @property
+    def has_data(self) -> bool:
+        """Whether the first data has come, or the whole answer."""
+        first = self.first
+        return first.done() and not first.cancelled() and first.exception() is None
+
     # -- for the caller
 
     def first_again(self) -> asyncio.Future[Answer | StreamStarted]:

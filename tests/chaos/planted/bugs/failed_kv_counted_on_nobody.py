@@ -10,9 +10,9 @@ BUG = Bug(
     ),
     changes=(
         Change(
-            "serving/dispatch/decode_answer.py",
-            "    return attempt.resources.transfers.failed(prefill, decode, first=first)\n",
-            "    return decode\n",
+            "serving/dispatch/decode_leg.py",
+            "        return self._resources.transfers.failed(prefill, self._url, first=first)\n",
+            "        return self._url\n",
         ),
     ),
 )

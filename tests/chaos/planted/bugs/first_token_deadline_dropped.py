@@ -11,8 +11,8 @@ BUG = Bug(
     changes=(
         Change(
             "serving/dispatch/decode_leg.py",
-            "        self._first_data_within(timeout)\n        # Nothing",
-            "        self._first_data_within(resources.deadlines.total)\n        # Nothing",
+            "            self._first_data_within(deadlines.first_token)\n        # Nothing",
+            "            self._first_data_within(deadlines.total)\n        # Nothing",
         ),
     ),
 )

@@ -23,21 +23,21 @@ BUG = Bug(
             "serving/dispatch/decode_leg.py",
             """\
         del message
-        return await first_data(resources, relay, node, in_silence=in_silence)
+        return await self.relay.first
 """,
             """\
         try:
-            return await first_data(resources, relay, node, in_silence=in_silence)
+            return await self.relay.first
         except StaleConnectionError:
-            relay = new_relay(attempt)
-            self._leg = await self._client.send(message, sink(attempt, relay), fresh=True)
-            return await first_data(resources, relay, node, in_silence=in_silence)
+            self.relay = request.relay = request.new_relay()
+            self._leg = await self._client.send(message, self._sink(), fresh=True)
+            return await self.relay.first
 """,
         ),
         Change(
             "serving/dispatch/decode_leg.py",
-            "from pdproxy.kit.errors import EngineError, EngineTimeoutError, KvGoneError, Wait",
-            "from pdproxy.kit.errors import EngineError, EngineTimeoutError, KvGoneError, StaleConnectionError, Wait",
+            "    OwnBodyRefusedError,\n",
+            "    OwnBodyRefusedError,\n    StaleConnectionError,\n",
         ),
     ),
 )

@@ -7,9 +7,9 @@ BUG = Bug(
     rules=("each engine is in use again",),
     changes=(
         Change(
-            "serving/dispatch/decode_answer.py",
-            "        transfers.loaded(custody.prefill, decode, since)\n",
-            "        transfers.loaded(custody.prefill, decode, -1.0)\n",
+            "serving/dispatch/decode_leg.py",
+            "            transfers.loaded(custody.prefill, self._url, self.since)\n",
+            "            transfers.loaded(custody.prefill, self._url, -1.0)\n",
         ),
     ),
 )

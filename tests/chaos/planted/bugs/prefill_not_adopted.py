@@ -9,7 +9,7 @@ BUG = Bug(
         Change(
             "serving/dispatch/prefill_leg.py",
             """\
-            self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
+            self._resources.custodian.orphans.adopt(self._pending, record, end)
 """,
             """\
             record.nothing_kept("nobody awaits it")

@@ -7,7 +7,7 @@ BUG = Bug(
     rules=("gauges go back to 0",),
     changes=(
         Change(
-            "serving/dispatch/exchange.py",
+            "serving/dispatch/prompt_request.py",
             """\
             records.drop(record)
 """,

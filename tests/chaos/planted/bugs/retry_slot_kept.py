@@ -7,9 +7,9 @@ BUG = Bug(
     rules=("gauges go back to 0",),
     changes=(
         Change(
-            "serving/dispatch/attempt.py",
+            "serving/dispatch/prompt_request.py",
             """\
-            self.retry_slot.leave()
+            self.slot.leave()
 """,
             "",
         ),

@@ -7,9 +7,6 @@ Custody begins before the first leg. The failure of one leg ends the other at on
                                             then the decode leg is closed, and another pair is tried under a new id
     the decode engine refuses or fails      the prefill leg is closed, if nothing waits for its KV; else the custodian awaits it
     the client leaves                       the decode leg is closed, and the custodian awaits the prefill's answer
-
-The prefill leg comes first where the contract can't name the prefill engine to the decode engine yet, and where the prompt may
-be too long for the prefill engine alone.
 """
 
 from __future__ import annotations
@@ -20,14 +17,10 @@ from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import KvGoneError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
-from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.split import may_be_too_long
-from pdproxy.serving.dispatch.attempt import Attempt, Order
+from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
-from pdproxy.serving.dispatch.decode_start import has_data
-from pdproxy.serving.dispatch.orders import sequential
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
-from pdproxy.serving.dispatch.prefill_record import record_of
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
     Answered,
     AskAgain,
@@ -45,49 +38,8 @@ REFUSAL_GRACE = 1.0
 _Result = Prefilled | Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed
 
 
-async def both(attempt: Attempt) -> Outcome | None:
-    """Have the prompt prefilled and answered at the same time."""
-    resources, parsed = attempt.resources, attempt.request.parsed
-    contract = resources.transfer.contract
-    prefill = PrefillLeg(attempt)
-    promised = None
-    if contract.promise is not None and not _prefill_alone_may_refuse(attempt):
-        promised = contract.promise(parsed, prefill.dispatch)
-    if promised is None:
-        return await _prefill_first(attempt, prefill)
-    attempt.dispatch = prefill.dispatch  # both engines must work on the same prompt
-    run = attempt.assignment.leases[0].node.run_number
-    custody = resources.custodian.promise(promised, record_of(attempt, parsed, attempt.dispatch, run))
-    attempt.keep(custody)
-    return await _Both(attempt, prefill, custody).run()
-
-
-def _prefill_alone_may_refuse(attempt: Attempt) -> bool:
-    """Return whether the prompt may be too long for the prefill engine alone: the decode engine would wait for its KV."""
-    leases = attempt.assignment.leases
-    prefill, decode = leases[0].node.evidence, leases[-1].node.evidence
-    longest = None if prefill is None else prefill.max_model_len
-    if longest is None or decode is None or (decode.max_model_len is not None and decode.max_model_len <= longest):
-        return False
-    request = attempt.request
-    assert request.prompt is not None
-    tokens = None if request.ids is None else request.ids.count
-    template_tokens = attempt.resources.ledger.template_tokens
-    return may_be_too_long(request.parsed, request.prompt, tokens, longest, template_tokens)
-
-
-async def _prefill_first(attempt: Attempt, prefill: PrefillLeg) -> Outcome | None:
-    """Have the prompt prefilled, then answered."""
-    outcome = await sequential.prefill(attempt, prefill)
-    for stage in sequential.BEHIND_PREFILL:
-        if outcome is not None:
-            break
-        outcome = await stage(attempt)
-    return outcome
-
-
-class _Both:
-    """The two legs of an attempt. Run once."""
+class BothLegs:
+    """The two legs of an attempt that run at once. Run once. `custody`: of the KV that `prefill` has promised."""
 
     __slots__ = (
         "_attempt",
@@ -100,15 +52,16 @@ class _Both:
         "_prefill",
         "_prefill_over",
         "_prefill_sent",
+        "_request",
         "_started",
     )
 
-    def __init__(self, attempt: Attempt, prefill: PrefillLeg, custody: Custody) -> None:
+    def __init__(self, request: PromptRequest, attempt: Attempt, prefill: PrefillLeg, custody: Custody) -> None:
+        self._request = request
         self._attempt = attempt
         self._custody = custody
         self._prefill = prefill
-        prefill.promised = custody
-        self._decode = DecodeLeg(attempt)
+        self._decode = DecodeLeg(request, attempt)
         self._failure: Answered | AskAgain | CannotSplit | ModelRefused | PrefillFailed | Exception | None = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
@@ -116,9 +69,9 @@ class _Both:
         """Why there is no KV, if only the end of the decode leg shows whether that matters."""
         self._is_prefill_open = False
         """Whether the prefill leg was under way when the decode leg was over."""
-        self._started = attempt.resources.now()
-        self._prefill_sent = self._prefill.sent = OneShotEvent()
-        self._prefill_over = attempt.prefill_over = OneShotEvent()
+        self._started = request.resources.now()
+        self._prefill_sent = prefill.sent = OneShotEvent()
+        self._prefill_over = self._decode.prefill_over = OneShotEvent()
 
     async def run(self) -> Outcome:
         """Run both legs. Return the decode leg's outcome; the prefill leg's, if that has ended both."""
@@ -150,7 +103,7 @@ class _Both:
             drop_traceback(failure.error)  # the decode engine had what it needs: nobody else handles it
         if isinstance(outcome, DecodeFailed):
             if self._is_prefill_open:
-                self._attempt.broke(self._attempt.assignment.leases[0], outcome.error, beside=True)
+                self._request.broke(self._attempt.assignment.leases[0], outcome.error, beside=True)
             if not outcome.data_sent:
                 self._prefill.forget_peers()
         return outcome
@@ -175,24 +128,22 @@ class _Both:
             self._prefill_over.set()
 
     def _process(self, got: _Result) -> None:
-        attempt = self._attempt
+        request, resources = self._request, self._request.resources
         if isinstance(got, Prefilled):
-            attempt.kv_made_at = attempt.resources.now()
-            attempt.prefill_s = attempt.overlap_s = attempt.kv_made_at - self._started
-            self._decode.kv_made()
+            now = resources.now()
+            request.tried.prefill_s = request.tried.overlap_s = now - self._started
+            self._decode.kv_made(now)
             return
         if not isinstance(got, PrefillFailed):
             # What one engine refuses the other mostly refuses, too: its answer is the client's, and it does not wait for the KV.
             self._failure, self._no_kv_later = got, "it refused the prompt"
-            self._give_up = attempt.resources.clock.after(REFUSAL_GRACE, self._decode.give_up)
+            self._give_up = resources.clock.after(REFUSAL_GRACE, self._decode.give_up)
             return
-        if attempt.relay is not None and has_data(attempt.relay):
+        if self._decode.relay.has_data:
             # The decode engine has its KV, or needs none, though nobody may have looked at its answer yet.
             self._no_kv_later = got.error.message
             if not isinstance(got.error, KvGoneError):
-                attempt.resources.report_failure(
-                    attempt.request.headers, got.url, "prefill", got.error, will_retry=False
-                )
+                resources.report_failure(request.headers, got.url, "prefill", got.error, will_retry=False)
             drop_traceback(got.error)
             return
         self._no_kv(got.error.message)
@@ -214,6 +165,3 @@ class _Both:
         else:
             self._prefill.abandon()
         leg.cancel()
-
-
-ORDER = Order(roles=(Role.PREFILL, Role.DECODE), stages=(both,))
