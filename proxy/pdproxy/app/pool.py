@@ -23,6 +23,7 @@ from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_transfers, build_turns
 from pdproxy.fleet.bootstrap import Bootstraps
+from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.kv_events import Index
@@ -193,6 +194,7 @@ class PoolParts:
             lost=lost,
             outliers=outliers,
             transfers=transfers,
+            down_watch=DownWatch(engines, clock, lambda: deadlines.between_tokens),
             works=works.on_all,
             is_push_lost=late_pushes.is_lost,
             lease_may_have_ended=EndedLeases(engines.known, admin.scrape).may_have,

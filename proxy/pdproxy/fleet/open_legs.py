@@ -17,6 +17,10 @@ class OpenLeg(Protocol):
     """Of the prompt that the engine computes for it; 0 where it gets the KV."""
 
     @property
+    def in_silence(self) -> bool:
+        """Whether its engine sends nothing now, for as long as it works, so that only probes show that it is down."""
+
+    @property
     def stalled_before(self) -> int:
         """How many engines have stood still under its request before, perhaps because of it."""
 

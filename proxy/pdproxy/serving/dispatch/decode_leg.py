@@ -71,8 +71,6 @@ ACCEPT_GRACE = 0.15
 many from a stream's headers to its first data."""
 ACCEPTED_UNSEEN = 1.0
 """Seconds behind which an engine that is healthy has the request, if the answer is not streamed; and that it has to say so."""
-_LOOK = 1.0
-"""Seconds between two looks whether probes have found an engine down that sends nothing before its answer is whole."""
 
 
 class DecodeLeg:
@@ -116,7 +114,7 @@ class DecodeLeg:
         self._attempt = attempt
         self._custody = custody = attempt.custody
         self._in_silence = request.parsed.starts_in_silence
-        """Whether the engine sends nothing before its answer is whole, or before reasoning that the client doesn't want is over."""
+        """Whether nothing comes before the answer is whole, or before reasoning that the client does not want is over."""
         self._lease = lease = attempt.assignment.leases[-1]
         self._url = lease.node.url
         self._engine = request.resources.engines.known[self._url]
@@ -267,7 +265,7 @@ class DecodeLeg:
         """
         request, custody, deadlines = self._request, self._custody, self._resources.deadlines
         if self._in_silence:
-            self._look_later()
+            self._resources.down_watch.watch()  # its deadline is that of the request
         elif custody is not None and custody.promised:
             # The prefill engine may be asked twice.
             self._first_data_within(deadlines.first_token + 2 * deadlines.prefill)
@@ -349,21 +347,6 @@ class DecodeLeg:
     def _end_late(self) -> None:
         text = f"{self._url} sent no data in {self._first_token_s:g} s"
         self._end(EngineTimeoutError(text, wait=Wait.FIRST_TOKEN))
-
-    def _look_later(self) -> None:
-        """An engine that sends nothing for as long as a request may take can be stopped meanwhile, with its connection open. So
-        the leg fails once probes have found the engine down for `deadlines.between_tokens`.
-        """
-        wait = min(self._resources.deadlines.between_tokens, _LOOK)
-        self._timer = self._resources.clock.after(wait, self._look)
-
-    def _look(self) -> None:
-        down, most = self._lease.node.down_for(self._resources.now()), self._resources.deadlines.between_tokens
-        if down < most:
-            self._look_later()
-        else:
-            text = f"{self._url} has been down for {most:g} s"
-            self.relay.failed(EngineTimeoutError(text, wait=Wait.BETWEEN_TOKENS))
 
     # -- ended from outside
 
@@ -453,6 +436,11 @@ class DecodeLeg:
         """Return when the last data came that went on to the client."""
         fast_path = self.relay.fast_path
         return fast_path.last if fast_path.events else 0.0
+
+    @property
+    def in_silence(self) -> bool:
+        """Whether its engine sends nothing now though it works."""
+        return self._in_silence and not self.relay.first.done()
 
     @property
     def stalled_before(self) -> int:

@@ -91,6 +91,8 @@ class PrefillLeg:
         "since",
         "stalled_before",
     )
+    in_silence = False
+    """A late answer has a deadline, and the engine is asked then whether it works."""
     must_progress = True
     waits_for = None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
@@ -81,6 +82,7 @@ class ExchangeResources:
     lost: EnginesLost
     outliers: Outliers
     transfers: Transfers
+    down_watch: DownWatch
     works: Callable[[str, str], Awaitable[bool]]
     """Returns whether the engine of a URL is seen to work although a leg is silent; the second argument names the wait."""
     is_push_lost: Callable[[Custody], Awaitable[bool]]

@@ -12,7 +12,18 @@ from pdproxy.kit.errors import EngineError
 class OpenPassedLeg:
     """Such a leg, while it is entered as a context, by the task that works for it. Raises what it was ended with."""
 
-    __slots__ = ("_error", "_legs", "_limit", "ended_well", "paused", "prompt_bytes", "sign", "since", "stalled_before")
+    __slots__ = (
+        "_error",
+        "_legs",
+        "_limit",
+        "ended_well",
+        "in_silence",
+        "paused",
+        "prompt_bytes",
+        "sign",
+        "since",
+        "stalled_before",
+    )
 
     waits_for = None
 
@@ -26,6 +37,8 @@ class OpenPassedLeg:
         self.prompt_bytes = prompt_bytes
         self.sign = 0.0
         """When its last data came."""
+        self.in_silence = False
+        """Whether it waits for an answer, or for the beginning of one."""
         self.paused = False
         """Whether its client does not read."""
         self.ended_well: float | None = None

@@ -7,9 +7,8 @@ can be asked. The request's steps are those of `lifecycle`.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 
 from pdproxy.kit.errors import (
@@ -383,23 +382,31 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def _try(
         self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg, without: Collection[str]
     ) -> Verdict:
-        url, deadlines = lease.node.url, self._service.resources.deadlines
+        url, resources = lease.node.url, self._service.resources
+        deadlines = resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
         answer: Answer | None = None
         try:
-            async with self._answered_within(lease, seconds):
-                method = self._incoming.entry.methods[0]
-                leg = await self._service.legs.send(method, url, leg_headers.path, leg_headers.headers, body.data)
-                if not (leg.streamed and leg.status == 200):
-                    answer = Answer(leg.status, leg.headers, await leg.read())
-                    if body.own is not None and is_schema_refusal(answer):
-                        leg.close()
-                        leg = await self._service.legs.send(
-                            method, url, leg_headers.path, leg_headers.headers, body.own
-                        )
-                        if leg.status == answer.status:
-                            answer = Answer(leg.status, leg.headers, await leg.read())
+            # A machine that is down closes no connection.
+            open_leg.in_silence = True
+            resources.down_watch.watch()
+            try:
+                async with resources.clock.within(seconds):
+                    method = self._incoming.entry.methods[0]
+                    leg = await self._service.legs.send(method, url, leg_headers.path, leg_headers.headers, body.data)
+                    if not (leg.streamed and leg.status == 200):
+                        answer = Answer(leg.status, leg.headers, await leg.read())
+                        if body.own is not None and is_schema_refusal(answer):
+                            leg.close()
+                            leg = await self._service.legs.send(
+                                method, url, leg_headers.path, leg_headers.headers, body.own
+                            )
+                            if leg.status == answer.status:
+                                answer = Answer(leg.status, leg.headers, await leg.read())
+            except TimeoutError:
+                raise EngineTimeoutError(f"{url} did not answer in {seconds:g} s", wait=Wait.FIRST_TOKEN) from None
+            open_leg.in_silence = False
             if answer is None:
                 await self._relay(leg, lease, open_leg)
                 return Verdict.GOOD
@@ -481,33 +488,6 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     def _engines(self) -> Sequence[str]:
         """Return the URLs that no client may see."""
         return [*self._service.resources.engines.known]
-
-    @asynccontextmanager
-    async def _answered_within(self, lease: Lease, seconds: float) -> AsyncIterator[None]:
-        """Limit the wait for an engine. Less if probes find it down: a machine that is down closes no connection.
-
-        Raises:
-            EngineTimeoutError: the engine did not answer in time.
-        """
-        resources, node, clock = self._service.resources, lease.node, self._service.resources.clock
-        max_down = resources.deadlines.between_tokens
-        try:
-            async with clock.within(seconds), asyncio.timeout(None) as limit:
-
-                def look() -> None:
-                    if node.down_for(resources.now()) >= max_down:
-                        limit.reschedule(0.0)  # at once
-                    else:
-                        timers.append(clock.after(max_down / 4, look))  # noqa: F821
-
-                timers = deque([clock.after(max_down / 4, look)], maxlen=1)
-                try:
-                    yield
-                finally:
-                    timers[0].cancel()
-                    del look  # it refers to itself
-        except TimeoutError:
-            raise EngineTimeoutError(f"{node.url} did not answer in {seconds:g} s", wait=Wait.FIRST_TOKEN) from None
 
     async def answer_error(self, error: PdproxyError) -> None:
         """Answer an error in the route's dialect: with its status, or as the last event of a stream that was begun."""
