@@ -177,7 +177,7 @@ class Model:
         if pool.unlike:
             limit, shape = None, (shape[0], math.ceil(self._chance.lognormvariate(math.log(shape[1]), pool.unlike)))
         try:
-            async with self.clock.within(time if asks else 3600.0):
+            with self.clock.within(time if asks else 3600.0):
                 place = await self.admission.enter(
                     self._clients[name], Demand(shape[0], 1, limit), began + time if asks else None
                 )

@@ -18,16 +18,15 @@ async def test_a_deadline_interrupts_what_takes_longer() -> None:
     """A block is ended by TimeoutError, not before its time."""
     clock, loop = Clock(), asyncio.get_running_loop()
     started = loop.time()
-    with pytest.raises(TimeoutError):
-        async with clock.within(0.12):
-            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError), clock.within(0.12):
+        await asyncio.Event().wait()
     assert loop.time() - started >= 0.12
 
 
 async def test_what_is_done_in_time_goes_on() -> None:
     """A block that is left leaves no timer behind, and its task is not interrupted later."""
     clock = Clock()
-    async with clock.within(TICK):
+    with clock.within(TICK):
         pass
     await asyncio.sleep(4 * TICK)
     assert repr(clock) == "<Clock 0 timers>"
@@ -39,7 +38,7 @@ async def test_a_deadline_that_is_disarmed_interrupts_nothing() -> None:
     clock = ManualClock()
     within = clock.within(3)
     within.disarm()
-    async with within:
+    with within:
         await clock.advance(1)
         within.disarm()
         within.disarm()
@@ -53,7 +52,7 @@ async def test_a_cancellation_from_elsewhere_is_no_deadline() -> None:
     clock = Clock()
 
     async def work() -> None:
-        async with clock.within(0.01):
+        with clock.within(0.01):
             await asyncio.Event().wait()
 
     task = asyncio.ensure_future(work())
@@ -70,9 +69,9 @@ async def test_blocks_within_blocks() -> None:
     for outer, inner, ended in ((0.05, 100.0, "outer"), (100.0, 0.05, "inner")):
         seen = ""
         try:
-            async with clock.within(outer):
+            with clock.within(outer):
                 try:
-                    async with clock.within(inner):
+                    with clock.within(inner):
                         await asyncio.Event().wait()
                 except TimeoutError:
                     seen = "inner"
@@ -86,9 +85,8 @@ async def test_blocks_within_blocks() -> None:
 
 async def test_an_error_is_not_hidden() -> None:
     """What a block raises comes out, and its return value is its own."""
-    with pytest.raises(KeyError):
-        async with Clock().within(1):
-            raise KeyError
+    with pytest.raises(KeyError), Clock().within(1):
+        raise KeyError
 
 
 async def test_a_loop_that_was_held_up_reads_before_it_judges() -> None:
@@ -97,7 +95,7 @@ async def test_a_loop_that_was_held_up_reads_before_it_judges() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
-        async with clock.within(0.1):
+        with clock.within(0.1):
             waiting = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, 1))
             await asyncio.sleep(0)
             theirs.send(b"x")
@@ -120,7 +118,7 @@ async def test_a_loop_that_is_held_up_again_and_again_reads_before_it_judges() -
             else:
                 theirs.send(b"x")
 
-        async with clock.within(0.1):
+        with clock.within(0.1):
             loop.call_soon(hold_up, 4)
             assert await loop.sock_recv(ours, 1) == b"x"
 
@@ -136,8 +134,9 @@ async def test_a_loop_that_is_always_held_up_still_reaches_its_deadlines() -> No
 
     loop.call_soon(hold_up)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(60), clock.within(2 * TICK):
-            await asyncio.Event().wait()
+        async with asyncio.timeout(60):
+            with clock.within(2 * TICK):
+                await asyncio.Event().wait()
     busy = False
 
 
@@ -159,7 +158,7 @@ async def test_a_manual_clock_calls_timers_in_order_and_lets_the_loop_run() -> N
 
     async def sleeper(seconds: float) -> None:
         try:
-            async with clock.within(seconds):
+            with clock.within(seconds):
                 await asyncio.Event().wait()
         except TimeoutError:
             seen.append(f"{clock.now() - begun:.0f}")
@@ -187,9 +186,8 @@ async def test_a_manual_clock_reaches_one_wait_by_its_seconds() -> None:
     assert seen == [7]
 
     async def wait() -> str:
-        with pytest.raises(TimeoutError):
-            async with clock.within(50):
-                await asyncio.Event().wait()
+        with pytest.raises(TimeoutError), clock.within(50):
+            await asyncio.Event().wait()
         return "over"
 
     assert await clock.through(wait()) == "over"

@@ -60,7 +60,7 @@ class Setup:
 class Leg:
     """A leg that ends when it is told to."""
 
-    since, prompt_bytes, stalled_before, must_progress, waits_for = 0.0, 0, 0, True, None
+    since, prompt_bytes, stalled_before, in_silence, must_progress, waits_for = 0.0, 0, 0, False, True, None
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.errors: list[EngineError] = []

@@ -80,7 +80,7 @@ class Detection:
         """Ask all engines until each has answered, or for `deadline` seconds."""
         asking = [asyncio.create_task(self._ask_until_answered(url), name=f"asks {url}") for url in self._engines]
         try:
-            async with self._clock.within(deadline):
+            with self._clock.within(deadline):
                 await asyncio.gather(*asking)
         except TimeoutError:
             return

@@ -17,7 +17,7 @@ LOOK = 1.0
 
 
 class DownWatch:
-    """Looks at the legs of all engines of one pool, while any is in silence. `longest`: how many seconds its engine may be down."""
+    """Looks at the legs of all engines of one pool, while any is in silence. `longest`: seconds that an engine may be down."""
 
     def __init__(self, engines: EngineRegistry, clock: Clock, longest: Callable[[], float]) -> None:
         self._engines = engines

@@ -353,7 +353,7 @@ class Source:
         found, too_old, first, taken = _Pass.DONE, False, True, 0
         while True:
             try:
-                async with clock.within(self._parts.deadline if first else QUIET):
+                with clock.within(self._parts.deadline if first else QUIET):
                     answer = await replay.next()
             except TimeoutError:
                 if first:

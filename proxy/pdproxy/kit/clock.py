@@ -143,7 +143,7 @@ class Within(msgspec.Struct, eq=False):
     _timer: Timer | None = None
     _cancelling: int = 0
 
-    async def __aenter__(self) -> None:
+    def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -160,7 +160,7 @@ class Within(msgspec.Struct, eq=False):
         self._late = True
         self._task.cancel()
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         task, self._task = self._task, None  # which refers to its error, whose frames may refer to this
@@ -175,6 +175,5 @@ class Within(msgspec.Struct, eq=False):
 
 async def sleep(clock: Clock, seconds: float) -> None:
     """Wait, by a clock."""
-    with contextlib.suppress(TimeoutError):
-        async with clock.within(seconds):
-            await asyncio.Event().wait()
+    with contextlib.suppress(TimeoutError), clock.within(seconds):
+        await asyncio.Event().wait()

@@ -133,7 +133,7 @@ class Workers:
     ) -> None:
         """Wait for work whose caller has left."""
         try:
-            async with self._clock.within(seconds):
+            with self._clock.within(seconds):
                 await asyncio.wait([work])
         except TimeoutError:
             self._overdue()

@@ -254,7 +254,7 @@ class EngineClient:
         for last in (False, True):
             pending = Pending(self._budget.share(MAX_RELEASE_ANSWER))
             try:
-                async with self._clock.within(timeout):
+                with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))
                     return await pending.answered()
             except StaleConnectionError as stale:
@@ -315,7 +315,7 @@ class EngineClient:
 
     async def _in_turn(self) -> tuple[list[str], list[str]]:
         try:
-            async with self._clock.within(self._connect_timeout):
+            with self._clock.within(self._connect_timeout):
                 return await self._addresses.in_turn()
         except TimeoutError:
             raise EngineUnreachableError(
@@ -331,7 +331,7 @@ class EngineClient:
         handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
             check(self._networks, address)
-            async with self._clock.within(timeout):
+            with self._clock.within(timeout):
                 transport, connection = await loop.create_connection(
                     lambda: EngineConnection(self.url, self._free, self._lost),
                     address,

@@ -43,7 +43,7 @@ class Comebacks:
         changed = asyncio.get_running_loop().create_future()
         self._waiting[changed] = None
         try:
-            async with self._clock.within(until - self._clock.now()):
+            with self._clock.within(until - self._clock.now()):
                 await changed
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ENGINE.value))

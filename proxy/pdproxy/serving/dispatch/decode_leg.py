@@ -388,7 +388,7 @@ class DecodeLeg:
         """
         clock = self._resources.clock
         try:
-            async with clock.within(max(0.0, self._sent_at - clock.now() + ACCEPT_GRACE)):
+            with clock.within(max(0.0, self._sent_at - clock.now() + ACCEPT_GRACE)):
                 await self.relay.first_again()
         except EngineError as error:
             drop_traceback(error)
@@ -407,14 +407,14 @@ class DecodeLeg:
         if not self._request.parsed.stream and clock.now() - self._sent_at > ACCEPTED_UNSEEN:
             return await self._is_healthy()
         try:
-            async with clock.within(ACCEPT_GRACE):
+            with clock.within(ACCEPT_GRACE):
                 await relay.accepted.wait()
         except TimeoutError:
             return False
         if relay.status != 200:
             return False  # refused or lost: then the engine owns nothing
         try:
-            async with clock.within(ACCEPT_GRACE):
+            with clock.within(ACCEPT_GRACE):
                 await relay.first_again()
         except EngineError as error:
             drop_traceback(error)
@@ -425,7 +425,7 @@ class DecodeLeg:
 
     async def _is_healthy(self) -> bool:
         try:
-            async with self._resources.clock.within(ACCEPTED_UNSEEN):
+            with self._resources.clock.within(ACCEPTED_UNSEEN):
                 return await self._resources.is_alive(self._url)
         except TimeoutError:
             return False
@@ -496,7 +496,7 @@ class DecodeLeg:
         if custody is None:
             return False
         try:
-            async with self._resources.clock.within(COUNTS_GRACE):
+            with self._resources.clock.within(COUNTS_GRACE):
                 await over.wait()
         except TimeoutError:
             logger.info("%s has pushed KV, and not answered: the answer shows no counts of its cache", custody.prefill)

@@ -87,15 +87,16 @@ class Derendering:
         ]
         asked = sorted(able, key=lambda one: (one.url == without, one.requests))
         try:
-            async with self._clock.within(self.deadline), self._places:
-                return await first_answer(
-                    asked,
-                    lambda node: self._ask(node.url, path, body, authorization, max_bytes),
-                    self._clock,
-                    self.deadline,
-                    Wait.BETWEEN_TOKENS,
-                    self._observers,
-                )
+            with self._clock.within(self.deadline):
+                async with self._places:
+                    return await first_answer(
+                        asked,
+                        lambda node: self._ask(node.url, path, body, authorization, max_bytes),
+                        self._clock,
+                        self.deadline,
+                        Wait.BETWEEN_TOKENS,
+                        self._observers,
+                    )
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.BETWEEN_TOKENS.value))
             return None

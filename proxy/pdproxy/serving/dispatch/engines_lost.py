@@ -312,7 +312,7 @@ class EnginesLost:
 
     async def _ask(self, seen: _Lost, known: OneShotEvent) -> None:
         try:
-            async with self._clock.within(ASK):
+            with self._clock.within(ASK):
                 seen.is_lost = not await self._is_alive(seen.node.url)
             if seen.is_lost:
                 self._count_leavers(seen)

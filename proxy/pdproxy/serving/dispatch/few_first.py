@@ -67,7 +67,7 @@ class FewFirst:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
             try:
-                async with self._clock.within(seconds):
+                with self._clock.within(seconds):
                     await turn
             except TimeoutError:
                 if not self._has(turn):

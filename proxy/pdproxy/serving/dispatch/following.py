@@ -123,7 +123,7 @@ class Following:
         resources, since = self._resources, self._resources.now()
         within = resources.clock.within(resources.deadlines.continuation)
         try:
-            async with within:
+            with within:
                 silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)  # or is going down
                 found = await continuation(resources, request, relay, failed.url, silent=silent)
                 if isinstance(found, Reason):

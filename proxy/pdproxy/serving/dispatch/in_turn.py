@@ -28,7 +28,7 @@ async def first_answer(
     asked = nodes[:MOST]
     for node in asked:
         try:
-            async with clock.within(seconds / len(asked)):
+            with clock.within(seconds / len(asked)):
                 return await ask(node)
         except (EngineError, OverloadedError):
             continue

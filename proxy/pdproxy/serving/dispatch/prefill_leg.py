@@ -261,16 +261,15 @@ class PrefillLeg:
         resources = self._resources
         most = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._parsed.body_bytes
         try:
-            async with resources.clock.within(seconds):
+            with resources.clock.within(seconds):
                 self._pending = await self._client.ask(self._message, max_bytes=most)
                 if self.sent is not None:
                     self.sent.set()
                 return await self._answer_or_handle()
         except TimeoutError:
             while self._pending is not None and await resources.works(self._url, Wait.PREFILL.value):
-                with suppress(TimeoutError):
-                    async with resources.clock.within(seconds):
-                        return await self._answer_or_handle()
+                with suppress(TimeoutError), resources.clock.within(seconds):
+                    return await self._answer_or_handle()
             raise
 
     def _answer_or_handle(self) -> Awaitable[Answer | Handle]:

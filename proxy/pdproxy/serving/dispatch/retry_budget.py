@@ -86,7 +86,7 @@ class RetryBudget:
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            async with self._clock.within(self._seconds):
+            with self._clock.within(self._seconds):
                 await turn
         except TimeoutError:
             if self._has(turn):

@@ -111,7 +111,7 @@ class Tokenizing:
 
     async def _in_time(self, seconds: float, work: Awaitable[_Result]) -> _Result:
         try:
-            async with self._clock.within(seconds):
+            with self._clock.within(seconds):
                 return await work
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))

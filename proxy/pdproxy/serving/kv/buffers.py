@@ -116,14 +116,15 @@ class ReceiveBuffers:
             OverloadedError: there was no space in `timeout` seconds.
         """
         try:
-            async with self._clock.within(self.timeout), self._queue:
-                while True:
-                    self._freed.clear()
-                    full = self.full(count)
-                    chosen = choose(full)
-                    if chosen is not None or not full or not possible():
-                        return chosen
-                    await self._until_freed()
+            with self._clock.within(self.timeout):
+                async with self._queue:
+                    while True:
+                        self._freed.clear()
+                        full = self.full(count)
+                        chosen = choose(full)
+                        if chosen is not None or not full or not possible():
+                            return chosen
+                        await self._until_freed()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
             message = f"no decode engine had space for the prompt's KV in {self.timeout:g} s"

@@ -304,9 +304,8 @@ class Custody:
         over = asyncio.Event()
         self.when_over(over.set)
         self.release()
-        with suppress(TimeoutError):
-            async with self._custodian.clock.within(timeout):
-                await over.wait()
+        with suppress(TimeoutError), self._custodian.clock.within(timeout):
+            await over.wait()
         return self.how is End.RELEASED
 
     @property

@@ -196,7 +196,7 @@ class Orphans:
 
     async def _outlived(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
         try:
-            async with self._clock.within(timeout):
+            with self._clock.within(timeout):
                 await pending.answered()
         except TimeoutError:
             return
@@ -211,7 +211,7 @@ class Orphans:
         self, pending: Pending, leg: PrefillRecord, orphan: _Orphan, timeout: float, done: Callable[[], None]
     ) -> None:
         try:
-            async with self._clock.within(timeout):
+            with self._clock.within(timeout):
                 answer = await pending.answered()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))

@@ -120,7 +120,7 @@ class KvReady:
         begun = self._now()
         try:
             if not expected.done.done():
-                async with self._clock.within(timeout):
+                with self._clock.within(timeout):
                     await asyncio.shield(expected.done)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.KV_READY.value, node))

@@ -264,7 +264,7 @@ class ReleaseByReading(Release):
             return True
         resources = self._resources
         try:
-            async with resources.clock.within(resources.deadlines.kv_ready):
+            with resources.clock.within(resources.deadlines.kv_ready):
                 await asyncio.shield(kept.expected.done)
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.KV_READY.value, kept.prefill))

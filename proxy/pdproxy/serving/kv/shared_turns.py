@@ -115,7 +115,7 @@ class SharedTurns(Turns):
         self._claims[claim] = answer, turn
         self._siblings.pass_on(owner, self._topic, encode(Claim(self._number, claim, turn.number)))
         try:
-            async with self._clock.within(PATIENCE):
+            with self._clock.within(PATIENCE):
                 return "given" if await answer else "gone"
         except TimeoutError:
             self._give_up(claim)

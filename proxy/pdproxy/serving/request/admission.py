@@ -200,7 +200,7 @@ class Admission:
         self._clients.evict_slow(client, self.over_share)  # a client is over its share only while others wait
         self._queue.fill()  # this request may have displaced the large one that the others waited for
         try:
-            async with self._clock.within(patience):
+            with self._clock.within(patience):
                 await place.wake
         except TimeoutError:
             self._give_up(place)

@@ -91,7 +91,7 @@ class BodyReader:
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
         end = self._clock.now() + self._seconds
         try:
-            async with self._clock.within(self._seconds):
+            with self._clock.within(self._seconds):
                 return await self.workers.ask(client, msgspec.msgpack.encode(question), body, end)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))

@@ -182,7 +182,7 @@ class Lifecycle:
             if request.timeout is not None and request.timeout < total:
                 deadline = request.received + request.timeout
                 total = max(deadline - resources.now(), 0.0)
-            async with resources.clock.within(total):
+            with resources.clock.within(total):
                 place = await self._admission.enter(request.writer.client, request.demand, deadline)
                 request.admitted = resources.now()
                 await serve()

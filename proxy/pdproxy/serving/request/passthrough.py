@@ -392,7 +392,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             open_leg.in_silence = True
             resources.down_watch.watch()
             try:
-                async with resources.clock.within(seconds):
+                with resources.clock.within(seconds):
                     method = self._incoming.entry.methods[0]
                     leg = await self._service.legs.send(method, url, leg_headers.path, leg_headers.headers, body.data)
                     if not (leg.streamed and leg.status == 200):
@@ -450,7 +450,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             else:
                 wait, seconds = Wait.FIRST_TOKEN, max(first_by - now(), 0)
             try:
-                async with resources.clock.within(seconds):
+                with resources.clock.within(seconds):
                     data = await leg.chunk()
             except TimeoutError:
                 if await resources.works(url, wait.value):
