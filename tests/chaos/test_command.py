@@ -11,13 +11,13 @@ import sys
 import pytest
 
 from pdproxy.cli.main import main
-from pdproxy.lab.chaos import run as runner
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.setup import CONNECTORS
-from pdproxy.sim.facts import ConnectorName
+from pdproxy_lab.sim.facts import ConnectorName
+from tests.chaos import run as runner
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
 from tests.chaos.many import KINDS
+from tests.chaos.options import Options
+from tests.chaos.setup import CONNECTORS
 
 SEEN = {Options().connector, *(kind.get("connector") for kind in KINDS)}
 

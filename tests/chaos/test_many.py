@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.setup import unsuitable
 from tests.chaos import many
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
+from tests.chaos.setup import unsuitable
 
 FINE = Result([], "digest", {"right": 3, "error event 502": 1}, {"kill": 2}, cpu=2.0)
 

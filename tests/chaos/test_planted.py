@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
 from tests.chaos.planted import __main__ as script
 from tests.chaos.planted import hunt as hunting
 from tests.chaos.planted.bug import PACKAGE, Bug, Change, GoneError, all_bugs, copy_package

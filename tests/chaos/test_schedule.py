@@ -6,9 +6,9 @@ from typing import get_args
 
 import msgspec
 
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.schedule import ANSWERS, NOTICES, Call, Client, Fault, Trouble, schedule
-from pdproxy.sim.faults.book import parse
+from pdproxy_lab.sim.faults.book import parse
+from tests.chaos.options import Options
+from tests.chaos.schedule import ANSWERS, NOTICES, Call, Client, Fault, Trouble, schedule
 
 
 def test_leaving_items_out_changes_no_other() -> None:

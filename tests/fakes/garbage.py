@@ -39,4 +39,4 @@ def _is_ours(one: object) -> bool:
     if isinstance(one, FrameType):
         return "/pdproxy/" in one.f_code.co_filename and "/sim/" not in one.f_code.co_filename
     kind = type(one).__module__
-    return kind.startswith("pdproxy.") and not kind.startswith("pdproxy.sim")
+    return kind.startswith("pdproxy.") and not kind.startswith("pdproxy_lab.sim")

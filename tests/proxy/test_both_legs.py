@@ -14,10 +14,10 @@ from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedA
 from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
 from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
 from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.reply import Reply
-from pdproxy.sim.server import SimServer
 from pdproxy.wire.request import Route
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

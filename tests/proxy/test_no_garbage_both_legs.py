@@ -14,7 +14,7 @@ from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE
 from pdproxy.serving.dispatch.decode_watch import COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
-from pdproxy.sim.reply import Reply
+from pdproxy_lab.sim.reply import Reply
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.garbage import left_to_the_collector

@@ -326,7 +326,7 @@ def test_the_version_is_printed_without_the_settings() -> None:
     """Neither other commands nor the libraries of some of them are imported."""
     code = (
         "import sys; from pdproxy.cli.main import main; main(['--version'])\n"
-        "print([m for m in ('shtab', 'yaml', 'asyncio', 'pdproxy.cli.serve', 'pdproxy.sim') if m in sys.modules])"
+        "print([m for m in ('shtab', 'yaml', 'asyncio', 'pdproxy.cli.serve', 'pdproxy_lab.sim') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == (f"pdproxy {__version__}\n[]\n", "")

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
 from tests.chaos.planted.bug import Bug, copy_package
 
 _WALL = 600.0
@@ -89,7 +89,7 @@ def run_seed(package: Path, options: Options) -> Result:
         RuntimeError: there is no result.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "pdproxy.lab.chaos.child"],
+        [sys.executable, "-m", "tests.chaos.child"],
         input=msgspec.json.encode(options),
         capture_output=True,
         env={**os.environ, "PYTHONPATH": str(package.parent), "PYTHONHASHSEED": "0"},

@@ -1,0 +1,1 @@
+"""The `pdproxy` command: one file per command, which parses, calls and prints."""
