@@ -144,7 +144,7 @@ def arguments(*options: str) -> object:
     from pdproxy.cli.parser import Parser
 
     commands = Parser().add_subparsers()
-    sim.add(commands)
+    sim.add(commands, "")
     return commands.choices["sim"].parse_args(options)
 
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "check",
-        help="check whether engines will work with prefill and decode split (connector nixl)",
+        help=summary,
         description="Ask the engines for their settings, send a few requests through each pair of a prefill and a decode "
         "engine, and print what is wrong and how to fix it. For connector nixl; `pdproxy conformance` tests all connectors. "
         "Run it before there is traffic. The exit code is 0 if the engines are ready, 1 if not, 2 if the settings are wrong. "

@@ -38,11 +38,11 @@ _INTERRUPTED = 130
 _MAX_KEY = 8192
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "bench",
-        help="measure servers under an open-loop load, side by side",
+        help=summary,
         description="Send requests at times that do not depend on the answers, and print latencies, rates and how many requests "
         "were good. Several servers are measured alternately with the same loads. The exit code is 0 if all was measured, 1 if "
         "not, 2 if the options are wrong, 130 if it was interrupted.",

@@ -25,11 +25,11 @@ _INTERRUPTED = 130
 _MAX_TEXT = 100
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure an engine, and write its profile",
+        help=summary,
         description="Send an engine prompts and streams of several lengths and numbers, fit the engine model to the times, and "
         "write a profile for `pdproxy simulate` and `pdproxy sim`. With a prefill and a decode engine, the decode engine is "
         "measured, then the transfers between both. The report has each number with its spread, what was assumed, and how far "

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "conformance",
-        help="prove that engines do what their connector's contract says",
+        help=summary,
         description="Run the proxy in front of each pair of engines, send requests through it, and compare with the engines' own "
         "counters and with the answers of one engine alone. The exit code is 0 if all checks that apply passed, 1 if one "
         "failed, 2 if the settings are wrong, 3 if one could not be judged. The engines should have no other traffic.",

@@ -21,11 +21,11 @@ MAX_SECONDS = 604_800.0
 """One week."""
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "demo",
-        help="run engines, the proxy and some traffic, with a live view",
+        help=summary,
         description="Run prefill and decode engines, the proxy in front of them and some chats, and show their figures."
         " Simulated engines need no GPU and no model. Ctrl-C ends everything.",
         usage="pdproxy demo [--prefill N] [--decode N] [--engine sim|vllm] [option ...]",

@@ -44,11 +44,11 @@ _POLICY = "least_load"
 _KINDS = tuple(kind for kind in KINDS if kind != "ramp")
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "plan",
-        help="find the engines that serve a load best: how many of which role, with which chunk size",
+        help=summary,
         description="Search, by simulation, the arrangement of engines that serves the highest rate of a load within an SLO: "
         "plain engines, or prefill and decode engines, with which --max-num-batched-tokens. Nothing is sent. It takes some "
         "seconds, and minutes for many GPUs. The exit code is 0, 1 if no arrangement keeps the SLO at any rate, 2 if the options "

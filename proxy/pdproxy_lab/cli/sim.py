@@ -140,11 +140,11 @@ _NESTED: dict[type[_Group], str] = {
 }
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "sim",
-        help="run a simulated engine",
+        help=summary,
         description="Run a simulated vLLM engine: its API, its KV transfer and its faults, without a model and a GPU.",
         usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] [option ...]",
         epilog=f"{_faults_help()}\n\n{_EXAMPLES}",

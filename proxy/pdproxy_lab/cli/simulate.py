@@ -41,11 +41,11 @@ _MAX_ENGINES = 4096
 _AUTO = "auto"
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "simulate",
-        help="predict what engines would do with a load, with this proxy's scheduling",
+        help=summary,
         description="Run a load on virtual engines in virtual time, behind the scheduling code of the proxy, and print "
         "latencies, rates, goodput and how busy the engines were. Nothing is sent. 100,000 requests on 64 engines take a "
         "minute. The exit code is 0, or 2 if the options are wrong, or 130 if it was interrupted.",
