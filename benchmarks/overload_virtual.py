@@ -10,10 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self, TypeVar
 
-from tests.chaos.virtual.loop import VirtualLoop
-from tests.chaos.virtual.network import VirtualNetwork
-from tests.chaos.virtual.ports import VirtualPorts
-from tests.chaos.world import begin_proxy
 from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
@@ -23,6 +19,10 @@ from pdproxy.settings.listen import Listen
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
+from tests.chaos.virtual.loop import VirtualLoop
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.virtual.ports import VirtualPorts
+from tests.chaos.world import begin_proxy
 
 PROXY = "10.0.1.1"
 PORT = 8000

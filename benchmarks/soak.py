@@ -34,14 +34,13 @@ from statistics import fmean, linear_regression
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
-from tests.chaos.oracle import Body, bodies
-
 import simulated
 import soak_faults
 from pdproxy_lab.bench import plots
 from pdproxy_lab.bench.errors import BenchError
 from stage import PAGE_KB, free_ports, machine, raise_files
+from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
+from tests.chaos.oracle import Body, bodies
 
 MODEL = "tiny"
 SETTINGS = """\

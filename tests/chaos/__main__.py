@@ -1,37 +1,37 @@
-"""`pdproxy chaos`: the proxy under seeded load and faults, in virtual time."""
+"""`python -m tests.chaos`: the proxy under seeded load and faults, in virtual time."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from pdproxy.cli.parser import USAGE_ERROR, examples
+from pdproxy.cli.parser import USAGE_ERROR, Parser, examples
 from pdproxy.transfer import registry
 from pdproxy_lab.bench import reading
 from pdproxy_lab.cli.load_options import typed
-
-if TYPE_CHECKING:
-    from pdproxy.cli.parser import Commands
 
 _INTERRUPTED = 130
 _MAX_SEED = 2**31 - 1
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "chaos",
-        help="search for defects of the proxy: simulated engines, load and faults by a seed, in virtual time",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (None: the process's own), and return its exit code."""
+    return run(_parser().parse_args(argv))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tests.chaos",
         description="Run the proxy and simulated engines in one process in virtual time, under load and faults that a seed"
         " decides, and check that each request ends once and rightly and that nothing is left behind. A seed repeats exactly."
         " For one that fails, the shortest schedule that still fails is searched for. The exit code is 0, 1 if a rule was"
         " broken, 2 if the options are wrong, or 130 if it was interrupted.",
-        usage="pdproxy chaos [--seed N] [--seconds S] [option ...]",
+        usage="python -m tests.chaos [--seed N] [--seconds S] [option ...]",
         epilog=examples(
-            "pdproxy chaos --seed 17 --seconds 60",
-            "pdproxy chaos --seed 0 --seeds 50 --jobs 2",
-            "pdproxy chaos --seed 17 --seconds 60 --only 3,8,41",
+            "python -m tests.chaos --seed 17 --seconds 60",
+            "python -m tests.chaos --seed 0 --seeds 50 --jobs 2",
+            "python -m tests.chaos --seed 17 --seconds 60 --only 3,8,41",
         ),
     )
     parser.add_argument(
@@ -109,13 +109,13 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="do not search for the shortest schedule of a seed that fails (default: search)",
     )
-    parser.set_defaults(run=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the seeds, print what was found, return the exit code."""
     if arguments.seeds > 1 and (arguments.trace is not None or arguments.only is not None):
-        sys.stderr.write("pdproxy chaos: --only and --trace are for one seed, not with --seeds\n")
+        sys.stderr.write(f"{arguments.prog}: --only and --trace are for one seed, not with --seeds\n")
         return USAGE_ERROR
     # Imported here: wrong options should be reported at once.
     from tests.chaos import report
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         only=arguments.only,
     )
     if (why := unsuitable(options)) is not None:
-        sys.stderr.write(f"pdproxy chaos: {why}\n")
+        sys.stderr.write(f"{arguments.prog}: {why}\n")
         return USAGE_ERROR
     failed = False
     try:
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 _say("\n".join(report.shrunk(one, least)))
     except KeyboardInterrupt:
-        sys.stderr.write("pdproxy chaos: interrupted\n")
+        sys.stderr.write(f"{arguments.prog}: interrupted\n")
         return _INTERRUPTED
     return int(failed)
 
@@ -172,3 +172,7 @@ def _numbers(text: str) -> frozenset[int]:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -160,7 +160,7 @@ def garbage() -> list[Finding]:
 
 
 def _is_ours(module: str) -> bool:
-    return module.startswith("pdproxy.") and not module.startswith(("pdproxy_lab.sim.", "pdproxy.lab."))
+    return module.startswith("pdproxy.")
 
 
 def quiet(world: World) -> list[Finding]:

@@ -32,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def command(self, only: frozenset[int] | None = None) -> str:
         """Return the command line that repeats the run, with these items only."""
-        words = ["pdproxy chaos", f"--seed {self.seed}", f"--seconds {self.seconds:g}"]
+        words = ["python -m tests.chaos", f"--seed {self.seed}", f"--seconds {self.seconds:g}"]
         usual = Options()
         for name in ("prefill", "decode", "connector", "notices", "pool", "rate", "faults"):
             value = getattr(self, name)

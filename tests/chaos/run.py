@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,8 @@ from tests.chaos.options import Options
 from tests.chaos.schedule import Item, schedule
 from tests.chaos.shrink import shrink
 
+ROOT = Path(__file__).parents[2]
+"""Where `tests` is."""
 SHRINK_RUNS = 100
 """Runs at most to find the shortest schedule."""
 _WALL = 1800.0
@@ -34,13 +37,14 @@ class Shortest(msgspec.Struct, frozen=True):
 
 def run_one(options: Options, trace: str | None = None) -> Result:
     """Run one seed in a child process. `trace`: a file for its trace. A process that dies is a finding."""
-    environment = {**os.environ, "PYTHONHASHSEED": "0"} | ({TRACE: trace} if trace else {})
+    environment = {**os.environ, "PYTHONHASHSEED": "0"} | ({TRACE: os.path.abspath(trace)} if trace else {})
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.chaos.child"],
             input=msgspec.json.encode(options),
             capture_output=True,
             env=environment,
+            cwd=ROOT,  # -m looks there first
             timeout=_WALL,
             check=False,
         )

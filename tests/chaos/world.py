@@ -153,7 +153,7 @@ class World:
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.start())
         await self.in_proxy(self._begin_proxy())
-        while not all(node.probed for node in self.proxy.ledger.nodes):  # noqa: ASYNC110 - nothing announces it
+        while not all(node.probed for node in self.proxy.ledger.nodes):  # nothing announces it
             await asyncio.sleep(0.05)
 
     async def _begin_proxy(self) -> None:
