@@ -1,1 +1,1 @@
-"""The operator's instruments: what one runs beside the proxy, or before it."""
+"""Tools for operators: what one runs beside the proxy, or before it. They import `pdproxy`, which imports none of them."""

@@ -1,1 +1,1 @@
-"""The `pdproxy` command: one file per command, which parses, calls and prints."""
+"""The tools' commands of `pdproxy`: one file per command, which parses, calls and prints."""
