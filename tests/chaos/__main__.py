@@ -17,10 +17,11 @@ _MAX_SEED = 2**31 - 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (None: the process's own), and return its exit code."""
-    return run(_parser().parse_args(argv))
+    return run(parser_of_options().parse_args(argv))
 
 
-def _parser() -> Parser:
+def parser_of_options() -> Parser:
+    """Return the parser of the command line."""
     parser = Parser(
         prog="python -m tests.chaos",
         description="Run the proxy and simulated engines in one process in virtual time, under load and faults that a seed"
