@@ -1,6 +1,6 @@
 """The course of one run: load with faults, the end of the faults, calm, quiet, the end. In a virtual loop.
 
-Owns the phases and their times. `lab.chaos.child` runs it in a process of its own.
+Owns the phases and their times. `tests.chaos.child` runs it in a process of its own.
 """
 
 from __future__ import annotations
