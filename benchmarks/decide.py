@@ -33,19 +33,19 @@ from typing import Any, cast
 import msgspec
 
 from decide_table import line, plot, table
-from pdproxy.bench.slo import parse_slo
-from pdproxy.bench.trace import Entry, read_trace, spread
-from pdproxy.bench.workload import Lengths
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.plan.arrangement import CHUNKS, Arrangement, plain
-from pdproxy.lab.plan.bounds import bound, work_of
-from pdproxy.lab.plan.capacity import Level, Prober, place_of, rate_at
-from pdproxy.lab.plan.question import Drawn, Question, Traced
-from pdproxy.lab.plan.search import Result, levels, search
-from pdproxy.lab.simulate.cluster import Call
-from pdproxy.lab.simulate.load import Replay
-from pdproxy.lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
-from pdproxy.lab.simulate.shape import Shape
+from pdproxy_lab.bench.slo import parse_slo
+from pdproxy_lab.bench.trace import Entry, read_trace, spread
+from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.plan.arrangement import CHUNKS, Arrangement, plain
+from pdproxy_lab.plan.bounds import bound, work_of
+from pdproxy_lab.plan.capacity import Level, Prober, place_of, rate_at
+from pdproxy_lab.plan.question import Drawn, Question, Traced
+from pdproxy_lab.plan.search import Result, levels, search
+from pdproxy_lab.simulate.cluster import Call
+from pdproxy_lab.simulate.load import Replay
+from pdproxy_lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
+from pdproxy_lab.simulate.shape import Shape
 from plan_exhaustive import LENGTHS
 
 PROFILE = "h200-8b"

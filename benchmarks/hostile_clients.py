@@ -14,7 +14,6 @@ import asyncio
 import functools
 import itertools
 import json
-import os
 import socket
 import sys
 import time
@@ -26,11 +25,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-from tests.fuzz.cost.shapes import BODIES
-
 from stage import raise_files
+from tests.fuzz.cost.shapes import BODIES
 
 MIB = 1 << 20
 BLOCK = 256 * 1024

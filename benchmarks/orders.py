@@ -30,7 +30,7 @@ from pathlib import Path
 import aiohttp
 
 from load import percentile
-from pdproxy.sim.vocabulary import WORDS
+from pdproxy_lab.sim.vocabulary import WORDS
 from serving import Figures, one
 from simulated import pair
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from urllib.parse import urlsplit
 
-from pdproxy.lab.chaos.answers import Answer, MalformedError, read_answer
+from tests.chaos.answers import Answer, MalformedError, read_answer
 
 ALONE = 5
 """Requests of each shape that are sent one by one."""

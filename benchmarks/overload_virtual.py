@@ -14,15 +14,15 @@ from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.chaos.virtual.loop import VirtualLoop
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.virtual.ports import VirtualPorts
-from pdproxy.lab.chaos.world import begin_proxy
 from pdproxy.settings.limits import AUTO, Limits
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
+from tests.chaos.virtual.loop import VirtualLoop
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.virtual.ports import VirtualPorts
+from tests.chaos.world import begin_proxy
 
 PROXY = "10.0.1.1"
 PORT = 8000

@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pdproxy.bench.slo import parse_slo
-from pdproxy.bench.trace import read_trace, spread
-from pdproxy.bench.workload import Lengths
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.plan.arrangement import CHUNKS
-from pdproxy.lab.plan.question import Demand, Drawn, Question, Traced, steady
-from pdproxy.lab.plan.search import Result, exhaustive, search
-from pdproxy.lab.simulate.shape import Shape
+from pdproxy_lab.bench.slo import parse_slo
+from pdproxy_lab.bench.trace import read_trace, spread
+from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.plan.arrangement import CHUNKS
+from pdproxy_lab.plan.question import Demand, Drawn, Question, Traced, steady
+from pdproxy_lab.plan.search import Result, exhaustive, search
+from pdproxy_lab.simulate.shape import Shape
 
 WITHIN = 0.95
 SLOS = {

@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from decide import LONGEST, PROFILE, SLOS, Slices
-from pdproxy.bench.measures import spread_of
-from pdproxy.bench.slo import Slo, parse_slo
-from pdproxy.bench.trace import read_trace, spread
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.simulate.cluster import Cluster
-from pdproxy.lab.simulate.placements import auto, bounds_of
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import kept
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask, Policy, PolicyFactory
+from pdproxy_lab.bench.measures import spread_of
+from pdproxy_lab.bench.slo import Slo, parse_slo
+from pdproxy_lab.bench.trace import read_trace, spread
+from pdproxy_lab.simulate.cluster import Cluster
+from pdproxy_lab.simulate.placements import auto, bounds_of
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import kept
 
 CHOOSERS = ("least_load", "power_of_two", "cache_aware", "prefix", "auto")
 THRESHOLD, ABSOLUTE, RELATIVE = 0.3, 64, 1.5

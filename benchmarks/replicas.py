@@ -25,13 +25,13 @@ from pathlib import Path
 from statistics import fmean, median
 
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.simulate.cluster import Call
-from pdproxy.lab.simulate.placements import auto
-from pdproxy.lab.simulate.replicas import Replicas, ReplicatedCluster
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import summarise
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.slo import Slo
+from pdproxy_lab.simulate.cluster import Call
+from pdproxy_lab.simulate.placements import auto
+from pdproxy_lab.simulate.replicas import Replicas, ReplicatedCluster
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import summarise
 
 UNIT = 512
 DIRECT = 8

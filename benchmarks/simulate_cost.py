@@ -20,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pdproxy.bench.trace import Entry, read_trace, spread
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.simulate.cluster import Cluster
-from pdproxy.lab.simulate.load import Replay
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import summarise
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.bench.trace import Entry, read_trace, spread
+from pdproxy_lab.simulate.cluster import Cluster
+from pdproxy_lab.simulate.load import Replay
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import summarise
 
 
 def main() -> None:

@@ -36,11 +36,11 @@ from typing import Any
 
 import simulated
 import soak_faults
-from pdproxy.bench import plots
-from pdproxy.bench.errors import BenchError
-from pdproxy.lab.chaos.answers import Answer, MalformedError, Told, read_answer, told
-from pdproxy.lab.chaos.oracle import Body, bodies
+from pdproxy_lab.bench import plots
+from pdproxy_lab.bench.errors import BenchError
 from stage import PAGE_KB, free_ports, machine, raise_files
+from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
+from tests.chaos.oracle import Body, bodies
 
 MODEL = "tiny"
 SETTINGS = """\

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections import Counter
 
-from pdproxy.lab.chaos.schedule import ANSWERS
+from tests.chaos.schedule import ANSWERS
 
 Admin = tuple[tuple[str, int], ...]
 """The ports by which simulated engines are told to fail, each with the first letter of its engine's role."""

@@ -29,6 +29,8 @@ ROOT = HERE.parent
 TICK = os.sysconf("SC_CLK_TCK")
 PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
 
+sys.path.insert(1, str(ROOT))  # some benchmarks use parts of `tests`
+
 
 class NotStartedError(Exception):
     """A process does not serve."""

@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import stage
-from pdproxy.bench.measures import spread_of
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.bench.measures import spread_of
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.shape import Fleet, Shape
 
 PROFILE, ENGINES, ANSWER = "h200-8b", 4, 64
 SHARED, SEPARATE = "shared", "separate"

@@ -16,16 +16,16 @@ import random
 from collections.abc import Iterator
 from statistics import fmean, median
 
-from pdproxy.bench.slo import parse_slo
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.simulate import placements, workers
-from pdproxy.lab.simulate.cluster import Call
-from pdproxy.lab.simulate.placements import MakePlacement
-from pdproxy.lab.simulate.replicas import Replicas, ReplicatedCluster
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import summarise
-from pdproxy.lab.simulate.workers import WorkersCluster
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.bench.slo import parse_slo
+from pdproxy_lab.simulate import placements, workers
+from pdproxy_lab.simulate.cluster import Call
+from pdproxy_lab.simulate.placements import MakePlacement
+from pdproxy_lab.simulate.replicas import Replicas, ReplicatedCluster
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import summarise
+from pdproxy_lab.simulate.workers import WorkersCluster
 
 CASES = {
     "plain": ("ttft=2s,tpot=30ms", 5.0, (500, 3500), (32, 480)),

@@ -1,1 +1,1 @@
-"""The load generator: `pdproxy.bench`."""
+"""The load generator: `pdproxy_lab.bench`."""

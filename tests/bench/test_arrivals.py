@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.bench.arrivals import MAX_REQUESTS, Arrivals
+from pdproxy_lab.bench.arrivals import MAX_REQUESTS, Arrivals
 
 RATES = st.floats(0.5, 200)
 ALL = [

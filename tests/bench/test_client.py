@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 import aiohttp
 import pytest
 
-from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.client import Run, Target, session_of
-from pdproxy.bench.measures import summarise
-from pdproxy.bench.outcome import Observed
-from pdproxy.bench.prompts import Endpoint, Prompts
-from pdproxy.bench.workload import Lengths, Planned, synthetic
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.bench.arrivals import Arrivals
+from pdproxy_lab.bench.client import Run, Target, session_of
+from pdproxy_lab.bench.measures import summarise
+from pdproxy_lab.bench.outcome import Observed
+from pdproxy_lab.bench.prompts import Endpoint, Prompts
+from pdproxy_lab.bench.workload import Lengths, Planned, synthetic
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import DONE, FAST, GOOD, HEAD, TOKEN, USAGE, Write, answering
 
 ONE = Planned(0.0, 4, 2)
@@ -181,7 +181,7 @@ async def test_a_status_without_its_body_is_that_status_or_a_timeout(session: ai
 async def test_an_answer_whose_connection_stays_open_is_whole(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdproxy.bench.client._AFTER_DONE", 0.05)
+    monkeypatch.setattr("pdproxy_lab.bench.client._AFTER_DONE", 0.05)
 
     async def stays(writer: asyncio.StreamWriter) -> None:
         writer.write(GOOD)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import trustme
 
-from pdproxy.bench import session as bench_session
-from pdproxy.bench.errors import BenchError
 from pdproxy.cli.main import main
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.records import Records
+from pdproxy_lab.bench import session as bench_session
+from pdproxy_lab.bench.errors import BenchError
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.records import Records
 from tests.bench.servers import FAST, engines, tls_context
 
 LOAD = ["--rate", "200", "--requests", "30", "--input-tokens", "5:30", "--output-tokens", "3", "--allow-lag"]
@@ -73,7 +73,7 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
             return super().run(found)
 
     with engines(FAST) as (one,), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pdproxy.lab.simulate.run.Cluster", Noting)
+        patch.setattr("pdproxy_lab.simulate.run.Cluster", Noting)
         seeds = ["--seeds", "2", "--first-seed", "7"]
         code = main(["bench", one.url, *LOAD, *seeds, "--warm-up", "0", "--json", str(path), "--profile", "h200-8b"])
         sent = sorted(len(request.json["prompt"]) for request in one.requests)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pdproxy.bench import plots
-from pdproxy.bench.client import Target
-from pdproxy.bench.compare import read_records, table_of
-from pdproxy.bench.errors import BenchError
-from pdproxy.bench.measures import summarise
-from pdproxy.bench.outcome import Observed, Outcome
-from pdproxy.bench.record import Record, Shape, details_of, record_of
-from pdproxy.bench.report import text_of
-from pdproxy.bench.slo import parse_slo
+from pdproxy_lab.bench import plots
+from pdproxy_lab.bench.client import Target
+from pdproxy_lab.bench.compare import read_records, table_of
+from pdproxy_lab.bench.errors import BenchError
+from pdproxy_lab.bench.measures import summarise
+from pdproxy_lab.bench.outcome import Observed, Outcome
+from pdproxy_lab.bench.record import Record, Shape, details_of, record_of
+from pdproxy_lab.bench.report import text_of
+from pdproxy_lab.bench.slo import parse_slo
 
 VLLM_RESULT = [
     "date",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.bench.events import MAX_EVENT, BrokenStream, ErrorEvent, EventReader
+from pdproxy_lab.bench.events import MAX_EVENT, BrokenStream, ErrorEvent, EventReader
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
 

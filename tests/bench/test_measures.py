@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.bench.measures import Summary, needed, percentile, spread_of, summarise
-from pdproxy.bench.outcome import Observed, Outcome
-from pdproxy.bench.slo import Slo, parse_slo
+from pdproxy_lab.bench.measures import Summary, needed, percentile, spread_of, summarise
+from pdproxy_lab.bench.outcome import Observed, Outcome
+from pdproxy_lab.bench.slo import Slo, parse_slo
 
 
 def one(due: float = 0.0, **fields: Any) -> Outcome:

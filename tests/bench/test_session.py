@@ -6,14 +6,14 @@ import sys
 
 import pytest
 
-from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.errors import BenchError
-from pdproxy.bench.reading import Address
-from pdproxy.bench.record import Record, Shape
-from pdproxy.bench.session import Options, Session
-from pdproxy.bench.workload import Lengths, synthetic
 from pdproxy.cli.main import main
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.bench.arrivals import Arrivals
+from pdproxy_lab.bench.errors import BenchError
+from pdproxy_lab.bench.reading import Address
+from pdproxy_lab.bench.record import Record, Shape
+from pdproxy_lab.bench.session import Options, Session
+from pdproxy_lab.bench.workload import Lengths, synthetic
+from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import FAST, Write, answering, engines
 
 SHAPE = Shape(endpoint="completions", arrivals="constant", rate=100, burstiness=1, seed=0, salt="s", requests=0)

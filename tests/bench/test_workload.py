@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.prompts import Prompts, WordTokens, word_tokens
-from pdproxy.bench.trace import BLOCK, Entry, TraceError, cut, parse_trace, read_trace, spread
-from pdproxy.bench.words import WORDS
-from pdproxy.bench.workload import Lengths, Planned, replayed, synthetic
+from pdproxy_lab.bench.arrivals import Arrivals
+from pdproxy_lab.bench.prompts import Prompts, WordTokens, word_tokens
+from pdproxy_lab.bench.trace import BLOCK, Entry, TraceError, cut, parse_trace, read_trace, spread
+from pdproxy_lab.bench.words import WORDS
+from pdproxy_lab.bench.workload import Lengths, Planned, replayed, synthetic
 
 IDS = Lengths(300, 4000)
 GOOD = '{"timestamp": 3000, "input_length": 700, "output_length": 9, "hash_ids": [0, 5]}\n'
@@ -175,7 +175,7 @@ def test_prompts_with_the_same_hash_ids_have_the_same_beginning() -> None:
 
 
 def test_a_block_that_was_dropped_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdproxy.bench.prompts._KEPT_BLOCKS", 2)
+    monkeypatch.setattr("pdproxy_lab.bench.prompts._KEPT_BLOCKS", 2)
     prompts = Prompts("completions", "m", "s", IDS, {})
     first = completion(prompts, 0, Planned(0, BLOCK, 1, (1,)))
     for number in range(2, 6):

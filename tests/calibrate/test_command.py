@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.cli.calibrate import _name_of
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.calibrate.http_runner import BusyError, HttpRunner, Target
-from pdproxy.lab.calibrate.trials import OutOfTimeError, Trial
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.calibrate.http_runner import BusyError, HttpRunner, Target
+from pdproxy_lab.calibrate.trials import OutOfTimeError, Trial
+from pdproxy_lab.cli.calibrate import _name_of
+from pdproxy_lab.sim.facts import Facts
 from tests.bench.servers import engines
 from tests.calibrate.servers import DONE, HEAD, MODELS, TOKEN, Answer, metrics, page, scripted
 
@@ -29,7 +29,7 @@ def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Times are taken on this machine, which may be busy. What is refused for its spread is tested in virtual time.
-    monkeypatch.setattr("pdproxy.lab.calibrate.fitting._MOST_SPREAD", 1e9)
+    monkeypatch.setattr("pdproxy_lab.calibrate.fitting._MOST_SPREAD", 1e9)
     out = tmp_path / "mine.json"
     facts = Facts(
         hardware=Hardware(
@@ -175,7 +175,7 @@ async def test_work_of_others_at_a_pair_is_what_nobody_of_it_has_sent() -> None:
 
 
 async def test_requests_that_come_between_trials_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdproxy.lab.calibrate.http_runner._IDLE", 0.05)
+    monkeypatch.setattr("pdproxy_lab.calibrate.http_runner._IDLE", 0.05)
     with scripted(models=MODELS, metrics=[metrics(), metrics(), metrics(running=1)]) as url:
         one = runner(url)
         try:

@@ -15,16 +15,16 @@ from msgspec import structs
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.calibrate.experiments import Limits
-from pdproxy.lab.calibrate.fitting import CantTellError, Fitted
-from pdproxy.lab.calibrate.misfit import pair_misfits
-from pdproxy.lab.calibrate.pair import PairMeasured, PairRow, measure, with_pair
-from pdproxy.lab.calibrate.report import text_of
-from pdproxy.lab.calibrate.run import Calibration
-from pdproxy.lab.calibrate.stalls import StallRow
-from pdproxy.lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial
-from pdproxy.lab.calibrate.virtual import seen_of
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.calibrate.experiments import Limits
+from pdproxy_lab.calibrate.fitting import CantTellError, Fitted
+from pdproxy_lab.calibrate.misfit import pair_misfits
+from pdproxy_lab.calibrate.pair import PairMeasured, PairRow, measure, with_pair
+from pdproxy_lab.calibrate.report import text_of
+from pdproxy_lab.calibrate.run import Calibration
+from pdproxy_lab.calibrate.stalls import StallRow
+from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial
+from pdproxy_lab.calibrate.virtual import seen_of
+from pdproxy_lab.sim.facts import Facts
 from tests.bench.servers import engines
 
 H200 = load("h200-8b").hardware
@@ -194,7 +194,7 @@ def test_too_few_prompts_are_refused() -> None:
 @pytest.fixture
 def any_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are taken on this machine, which may be busy. What is refused for its spread is tested in virtual time."""
-    monkeypatch.setattr("pdproxy.lab.calibrate.fitting._MOST_SPREAD", 1e9)
+    monkeypatch.setattr("pdproxy_lab.calibrate.fitting._MOST_SPREAD", 1e9)
 
 
 @pytest.mark.usefixtures("any_spread")

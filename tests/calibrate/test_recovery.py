@@ -11,15 +11,15 @@ from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
-from pdproxy.lab.calibrate.fitting import CantTellError, Fitted, fitted
-from pdproxy.lab.calibrate.misfit import Misfit, misfits
-from pdproxy.lab.calibrate.report import text_of
-from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
-from pdproxy.lab.calibrate.run import Calibration
-from pdproxy.lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
-from pdproxy.lab.calibrate.virtual import seen_of
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.calibrate.experiments import Experiments, Limits, Measured
+from pdproxy_lab.calibrate.fitting import CantTellError, Fitted, fitted
+from pdproxy_lab.calibrate.misfit import Misfit, misfits
+from pdproxy_lab.calibrate.report import text_of
+from pdproxy_lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
+from pdproxy_lab.calibrate.run import Calibration
+from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy_lab.calibrate.virtual import seen_of
+from pdproxy_lab.sim.facts import Facts
 
 H200 = load("h200-8b").hardware
 SLOW = Hardware(
@@ -130,7 +130,7 @@ def test_a_budget_is_found_or_assumed_though_one_step_too_many_was_seen(monkeypa
             return row
         return ChunkRow(row.tokens, row.steps + (trial.beside[0] == 16_382), row.streams, row.context, row.seconds)
 
-    monkeypatch.setattr("pdproxy.lab.calibrate.experiments.chunk_row", seen_wrongly)
+    monkeypatch.setattr("pdproxy_lab.calibrate.experiments.chunk_row", seen_wrongly)
     assert measured(options(H200, 8192)).budget == 8192
 
 
@@ -139,7 +139,7 @@ def test_a_budget_that_was_not_found_is_assumed_within_its_range(monkeypatch: py
         row = chunk_row(trial, seen, known)
         return row if trial.beside[0] in (48, 96, 192, 384, 768, 1536, 3072, 6144, 12_288, 16_382) else None
 
-    monkeypatch.setattr("pdproxy.lab.calibrate.experiments.chunk_row", blind)
+    monkeypatch.setattr("pdproxy_lab.calibrate.experiments.chunk_row", blind)
     rows = measured(options(H200, 700))
     assert rows.budget is None
     assert rows.budget_most is not None
@@ -287,7 +287,7 @@ def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch:
         made.append(int(options["num_gpu_blocks"]))
         return Facts(**options)
 
-    monkeypatch.setattr("pdproxy.lab.calibrate.virtual.Facts", noting)
+    monkeypatch.setattr("pdproxy_lab.calibrate.virtual.Facts", noting)
     trial, one = Trial("several", 8, 4096, 60, (12_288,)), options(H200)
     seen = seen_of(trial, one | {"num_gpu_blocks": 1 << 24})
     assert made[-1] < 10_000

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.lab.calibrate.solve import fit, spread
+from pdproxy_lab.calibrate.solve import fit, spread
 
 ROWS = [(1.0, float(a), float(b)) for a in (1, 2, 5, 9) for b in (10, 300, 2000)]
 _TERM = st.floats(min_value=0.1, max_value=10.0)

@@ -15,12 +15,12 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.calibrate import stand_in_front
-from pdproxy.lab.calibrate.stalls import TERMS, StallRow, fitted_stalls, stall_row
-from pdproxy.lab.calibrate.stand_in_front import splitting
-from pdproxy.lab.calibrate.trials import Prompt, Seen, Trial, TrialError
-from pdproxy.lab.conformance.tap import Tap
 from pdproxy.observe.events import Gaps, LegTimes, RequestEnded
+from pdproxy_lab.calibrate import stand_in_front
+from pdproxy_lab.calibrate.stalls import TERMS, StallRow, fitted_stalls, stall_row
+from pdproxy_lab.calibrate.stand_in_front import splitting
+from pdproxy_lab.calibrate.trials import Prompt, Seen, Trial, TrialError
+from pdproxy_lab.conformance.tap import Tap
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "kv-pulls-h200.json"
 STEP = 0.005

@@ -1,0 +1,1 @@
+"""The proxy and simulated engines under seeded load and faults, in virtual time, checked against invariants."""

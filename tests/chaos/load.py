@@ -13,18 +13,18 @@ import pytest
 
 from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.chaos import setup
-from pdproxy.lab.chaos import world as chaos_world
-from pdproxy.lab.chaos.answers import Answer, read_answer, told
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.oracle import COMPLETIONS, Body, ask_judge
-from pdproxy.lab.chaos.setup import MODEL, PORT, PROXY
-from pdproxy.lab.chaos.trace import Trace
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import CLIENTS, World, begin_proxy
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.schema import Settings
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
+from tests.chaos import setup
+from tests.chaos import world as chaos_world
+from tests.chaos.answers import Answer, read_answer, told
+from tests.chaos.options import Options
+from tests.chaos.oracle import COMPLETIONS, Body, ask_judge
+from tests.chaos.setup import MODEL, PORT, PROXY
+from tests.chaos.trace import Trace
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.world import CLIENTS, World, begin_proxy
 
 
 class Loaded:

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
-from pdproxy.lab.chaos import report
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.run import run_each
+from tests.chaos import report
+from tests.chaos.course import Result
+from tests.chaos.options import Options
+from tests.chaos.run import run_each
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdproxy.lab.chaos.access import KEYS, LINES, NOBODY, STRANGER, UNREADABLE, Credentials, drawn
-from pdproxy.lab.chaos.access_rules import admitted, within_limits
-from pdproxy.lab.chaos.clients import Outcome
 from pdproxy.observe.events import Gaps, RequestEnded
 from pdproxy.settings.key_lines import read_key_lines
+from tests.chaos.access import KEYS, LINES, NOBODY, STRANGER, UNREADABLE, Credentials, drawn
+from tests.chaos.access_rules import admitted, within_limits
+from tests.chaos.clients import Outcome
 
 
 def outcome(

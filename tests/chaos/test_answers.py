@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from pdproxy.lab.chaos.access import Refusals
-from pdproxy.lab.chaos.answers import Answer, MalformedError, Told, read_answer, told
-from pdproxy.lab.chaos.oracle import Body, judge
+from tests.chaos.access import Refusals
+from tests.chaos.answers import Answer, MalformedError, Told, read_answer, told
+from tests.chaos.oracle import Body, judge
 
 RIGHT = Told({0: "one two"}, {0: "length"}, (3, 2, 5))
 ERROR = {"message": "m", "type": "t", "param": None, "code": 502}

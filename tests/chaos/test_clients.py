@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pdproxy.lab.chaos.answers import Told
-from pdproxy.lab.chaos.clients import Outcome, Visitors
-from pdproxy.lab.chaos.oracle import Body
-from pdproxy.lab.chaos.schedule import Call, Client
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from tests.chaos.virtual import run
+from tests.chaos.answers import Told
+from tests.chaos.clients import Outcome, Visitors
+from tests.chaos.oracle import Body
+from tests.chaos.schedule import Call, Client
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.fakes.virtual import run
 
 HOST, PORT, PATIENCE = "10.0.0.1", 80, 50.0
 CONTENT = json.dumps(

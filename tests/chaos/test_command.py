@@ -1,4 +1,4 @@
-"""`pdproxy chaos`: a seed passes and replays exactly in another process; what was found is shrunk and repeated.
+"""`python -m tests.chaos`: a seed passes and replays exactly in another process; what was found is shrunk and repeated.
 
 That a defect of the package is found is for `tests.chaos.planted`, of which the gate has a part.
 """
@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from pdproxy.cli.main import main
-from pdproxy.lab.chaos import run as runner
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.setup import CONNECTORS
-from pdproxy.sim.facts import ConnectorName
+from pdproxy_lab.sim.facts import ConnectorName
+from tests.chaos import run as runner
+from tests.chaos.__main__ import main
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
 from tests.chaos.many import KINDS
+from tests.chaos.options import Options
+from tests.chaos.setup import CONNECTORS
 
 SEEN = {Options().connector, *(kind.get("connector") for kind in KINDS)}
 
@@ -58,13 +58,13 @@ def _broken(guilty: set[int]) -> object:
 
 def test_the_shortest_schedule_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(runner, "run_one", _broken({7, 50}))
-    assert main(["chaos", "--seed", "5", "--seconds", "6"]) == 1
+    assert main(["--seed", "5", "--seconds", "6"]) == 1
     said = capsys.readouterr().out
     assert "a rule: text" in said
     assert "has 2 items" in said
     assert re.search(r"^    7: at .* a client ", said, re.MULTILINE)
     assert re.search(r"^    50: at ", said, re.MULTILINE)
-    assert said.endswith("  repeat it: pdproxy chaos --seed 5 --seconds 6 --only 7,50\n")
+    assert said.endswith("  repeat it: python -m tests.chaos --seed 5 --seconds 6 --only 7,50\n")
 
 
 def test_a_failure_that_does_not_repeat_is_said_to_be_flaky(
@@ -72,7 +72,7 @@ def test_a_failure_that_does_not_repeat_is_said_to_be_flaky(
 ) -> None:
     results = iter([Result([Finding("a rule", "text")]), Result([])])
     monkeypatch.setattr(runner, "run_one", lambda options, trace=None: next(results))
-    assert main(["chaos", "--seconds", "6"]) == 1
+    assert main(["--seconds", "6"]) == 1
     assert "this failure is flaky" in capsys.readouterr().out
 
 
@@ -102,10 +102,10 @@ def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_wrong_options(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = main(["chaos", *wrong])
+        code = main(wrong)
     except SystemExit as ended:
         code = int(ended.code or 0)
     assert code == 2
     said = capsys.readouterr().err
-    assert said.startswith("pdproxy chaos: ")
-    assert said.splitlines()[1:] in ([], ["See `pdproxy chaos --help`."])
+    assert said.startswith("python -m tests.chaos: ")
+    assert said.splitlines()[1:] in ([], ["See `python -m tests.chaos --help`."])

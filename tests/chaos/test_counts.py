@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from pdproxy.lab.chaos import counts
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.trace import Trace
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import World
 from pdproxy.observe.catalog import METRICS
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.policy import Ask
-from tests.chaos.virtual import run
+from tests.chaos import counts
+from tests.chaos.options import Options
+from tests.chaos.trace import Trace
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.world import World
+from tests.fakes.virtual import run
 
 
 def test_the_gauges_exist() -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pdproxy.lab.chaos.answers import Told
-from pdproxy.lab.chaos.clients import Outcome
-from pdproxy.lab.chaos.continued_rules import explained, unbroken
-from pdproxy.lab.chaos.ending import series_left, stopped
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.kv_books import KvBooks
-from pdproxy.lab.chaos.oracle import CHAT, COMPLETIONS, Body
-from pdproxy.lab.chaos.soundness import AFTER, Soundness
 from pdproxy.observe.events import StreamContinued
+from tests.chaos.answers import Told
+from tests.chaos.clients import Outcome
+from tests.chaos.continued_rules import explained, unbroken
+from tests.chaos.ending import series_left, stopped
+from tests.chaos.finding import Finding
+from tests.chaos.kv_books import KvBooks
+from tests.chaos.oracle import CHAT, COMPLETIONS, Body
+from tests.chaos.soundness import AFTER, Soundness
 
 ASKED = 100.0
 

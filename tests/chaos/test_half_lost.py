@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.observe.events import StreamContinued
 from pdproxy.settings.limits import Limits
-from pdproxy.sim.journal import Journal
+from pdproxy_lab.sim.journal import Journal
 from tests.chaos.load import loaded, stream
-from tests.chaos.virtual import run
+from tests.chaos.options import Options
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.fakes.virtual import run
 
 SHARE = 0.1
 HARDWARE = Hardware(prefill_tokens_per_s=20_000.0, decode_step_s=0.2, decode_step_per_seq_s=0.0, link_bytes_per_s=1e12)

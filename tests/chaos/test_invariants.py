@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.lab.chaos import invariants
-from pdproxy.lab.chaos.clients import Outcome
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.trace import Trace
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
-from pdproxy.lab.chaos.world import DEADLINES, World
 from pdproxy.observe.events import Gaps, HandleEnded, RequestEnded
 from pdproxy.serving.access.clients import Client
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer import registry
-from tests.chaos.virtual import run
+from tests.chaos import invariants
+from tests.chaos.clients import Outcome
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
+from tests.chaos.trace import Trace
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.chaos.world import DEADLINES, World
+from tests.fakes.virtual import run
 
 
 def outcome(ident: str = "a", how: str = "right", detail: str = "", *, slow: bool = False) -> Outcome:
@@ -101,7 +101,7 @@ def test_garbage() -> None:
     try:
         Cycle()
         assert invariants.garbage() == []
-        Cycle.__module__ = "pdproxy.sim.engine"
+        Cycle.__module__ = "pdproxy_lab.sim.engine"
         Cycle()
         assert invariants.garbage() == []
         Cycle.__module__ = "pdproxy.serving.request"

@@ -8,12 +8,12 @@ import random
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.observe.events import NodeChanged
 from pdproxy.settings.limits import Limits
 from tests.chaos.load import loaded, stream
-from tests.chaos.virtual import run
+from tests.chaos.options import Options
+from tests.chaos.virtual.network import VirtualNetwork
+from tests.fakes.virtual import run
 
 SECONDS = 300.0
 CHUNK = 2048

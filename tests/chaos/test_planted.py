@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
 from tests.chaos.planted import __main__ as script
 from tests.chaos.planted import hunt as hunting
 from tests.chaos.planted.bug import PACKAGE, Bug, Change, GoneError, all_bugs, copy_package
 
 BUGS = all_bugs()
+CHAOS = Path(__file__).parent
 
 
 def test_there_are_bugs_in_many_parts() -> None:
@@ -38,7 +39,7 @@ def test_a_bug_can_be_planted(name: str) -> None:
 
 
 def test_rules_are_those_of_chaos() -> None:
-    sources = "".join(file.read_text() for file in (PACKAGE / "lab" / "chaos").glob("*.py"))
+    sources = "".join(file.read_text() for file in CHAOS.glob("*.py"))
     missing = [rule for bug in BUGS.values() for rule in bug.rules if f'"{rule}"' not in sources]
     assert missing == []
 
@@ -57,7 +58,7 @@ def test_a_text_that_is_not_there_once_fails(tmp_path: Path, old: str) -> None:
 def test_a_copy_is_what_runs(tmp_path: Path) -> None:
     """A copy that can't run is no bug that was caught."""
     package = copy_package(tmp_path)
-    (package / "lab" / "chaos" / "course.py").write_text("raise SystemExit('this is the copy')\n")
+    (package / "app" / "compose.py").write_text("raise SystemExit('this is the copy')\n")
     with pytest.raises(RuntimeError, match="this is the copy"):
         hunting.run_seed(package, Options())
 

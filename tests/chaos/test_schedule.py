@@ -6,9 +6,9 @@ from typing import get_args
 
 import msgspec
 
-from pdproxy.lab.chaos.options import Options
-from pdproxy.lab.chaos.schedule import ANSWERS, NOTICES, Call, Client, Fault, Trouble, schedule
-from pdproxy.sim.faults.book import parse
+from pdproxy_lab.sim.faults.book import parse
+from tests.chaos.options import Options
+from tests.chaos.schedule import ANSWERS, NOTICES, Call, Client, Fault, Trouble, schedule
 
 
 def test_leaving_items_out_changes_no_other() -> None:
@@ -63,9 +63,9 @@ def test_notices_have_faults_only_where_there_are_some() -> None:
 
 def test_the_command_repeats_the_run() -> None:
     options = Options(seed=17, seconds=12.5, decode=2, faults=3.0)
-    assert options.command() == "pdproxy chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
+    assert options.command() == "python -m tests.chaos --seed 17 --seconds 12.5 --decode 2 --faults 3"
     assert options.command(frozenset({41, 3})).endswith("--only 3,41")
-    assert Options(connector="cpu").command() == "pdproxy chaos --seed 0 --seconds 60 --connector cpu"
-    assert Options(pool="any").command() == "pdproxy chaos --seed 0 --seconds 60 --pool any"
-    assert Options(notices="early").command() == "pdproxy chaos --seed 0 --seconds 60 --notices early"
-    assert Options().command() == "pdproxy chaos --seed 0 --seconds 60"
+    assert Options(connector="cpu").command() == "python -m tests.chaos --seed 0 --seconds 60 --connector cpu"
+    assert Options(pool="any").command() == "python -m tests.chaos --seed 0 --seconds 60 --pool any"
+    assert Options(notices="early").command() == "python -m tests.chaos --seed 0 --seconds 60 --notices early"
+    assert Options().command() == "python -m tests.chaos --seed 0 --seconds 60"

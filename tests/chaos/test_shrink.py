@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.lab.chaos.shrink import shrink
+from tests.chaos.shrink import shrink
 
 
 class _Runs:

@@ -14,12 +14,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.chaos.virtual.connector import VirtualConnector
-from pdproxy.lab.chaos.virtual.network import HOST, VirtualNetwork
-from pdproxy.lab.chaos.virtual.ports import VirtualPorts
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
-from tests.chaos.virtual import run
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
+from tests.chaos.virtual.connector import VirtualConnector
+from tests.chaos.virtual.network import HOST, VirtualNetwork
+from tests.chaos.virtual.ports import VirtualPorts
+from tests.fakes.virtual import run
 
 
 async def _slow_app(scope, receive, send) -> None:

@@ -9,12 +9,12 @@ from contextvars import copy_context
 import msgspec
 import pytest
 
-from pdproxy.lab.chaos.virtual.loop import StuckError
-from pdproxy.lab.chaos.virtual.network import HOST, LATENCY, VirtualNetwork
-from pdproxy.lab.chaos.virtual.notices import VirtualNotices
-from pdproxy.lab.chaos.virtual.transport import MAX_READ
-from pdproxy.sim.connector import ProxyNotice
-from tests.chaos.virtual import Recorder, pair, run
+from pdproxy_lab.sim.connector import ProxyNotice
+from tests.chaos.virtual.loop import StuckError
+from tests.chaos.virtual.network import HOST, LATENCY, VirtualNetwork
+from tests.chaos.virtual.notices import VirtualNotices
+from tests.chaos.virtual.transport import MAX_READ
+from tests.fakes.virtual import Recorder, pair, run
 
 
 def test_bytes_arrive_once_and_in_order_after_the_latency_of_the_link() -> None:
@@ -292,7 +292,7 @@ def test_waiting_for_ever_is_an_error() -> None:
         await asyncio.get_running_loop().create_future()
 
     network = VirtualNetwork()
-    from pdproxy.lab.chaos.virtual.loop import VirtualLoop
+    from tests.chaos.virtual.loop import VirtualLoop
 
     loop = VirtualLoop(network)
     with pytest.raises(StuckError):

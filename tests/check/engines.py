@@ -11,17 +11,17 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from pdproxy.check.facts import Facts as Learned
+from pdproxy.check.facts import MachineFacts
+from pdproxy.check.findings import Finding
+from pdproxy.check.gather import gather
+from pdproxy.check.options import Options
+from pdproxy.check.rules import judge
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.check.facts import Facts as Learned
-from pdproxy.lab.check.facts import MachineFacts
-from pdproxy.lab.check.findings import Finding
-from pdproxy.lab.check.gather import gather
-from pdproxy.lab.check.options import Options
-from pdproxy.lab.check.rules import judge
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Role, Settings
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 
 QUICK = Options(timeout=30.0, lease_watch=0.1, settle=0.5, poll=0.01)
 """Simulated engines need no time for anything."""

@@ -5,7 +5,7 @@ import json
 from msgspec import json as msgspec_json
 from msgspec import structs
 
-from pdproxy.lab.check import report
+from pdproxy.check import report
 from pdproxy.settings.load import POOL, Flag
 from tests.check.engines import Bench, Checked
 

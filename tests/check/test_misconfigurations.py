@@ -14,12 +14,12 @@ from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.listen import Cors
 from pdproxy.settings.load import EngineFlag, load
-from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, create_app
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.operation import Operation, Readiness, State
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
+from pdproxy_lab.sim.memory import EMPTY
 from tests.check.engines import QUICK, Bench, Checked, listening
 
 

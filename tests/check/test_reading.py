@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.lab.check import metrics, prompts
-from pdproxy.lab.check.facts import Generated
-from pdproxy.lab.check.handles import with_other_engine
-from pdproxy.lab.check.http_client import Reply, _ahead
-from pdproxy.lab.check.machine import machine_facts
+from pdproxy.check import metrics, prompts
+from pdproxy.check.facts import Generated
+from pdproxy.check.handles import with_other_engine
+from pdproxy.check.http_client import Reply, _ahead
+from pdproxy.check.machine import machine_facts
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.transfer.contract import Handle
 

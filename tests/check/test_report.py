@@ -3,9 +3,9 @@
 import pytest
 from msgspec import json
 
-from pdproxy.lab.check import report
-from pdproxy.lab.check.findings import Finding
-from pdproxy.lab.check.rules import judge
+from pdproxy.check import report
+from pdproxy.check.findings import Finding
+from pdproxy.check.rules import judge
 from tests.check.test_rules import P, good, tried
 
 ERROR = Finding(level="error", code="broken", where=(P,), says="it is broken", remedy="mend it")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pdproxy.lab.check.facts import (
+from pdproxy.check.facts import (
     Card,
     EngineFacts,
     Facts,
@@ -18,9 +18,9 @@ from pdproxy.lab.check.facts import (
     Split,
     Trouble,
 )
-from pdproxy.lab.check.metrics import Metrics
-from pdproxy.lab.check.rules import judge
-from pdproxy.lab.check.rules.transfer import side_trouble
+from pdproxy.check.metrics import Metrics
+from pdproxy.check.rules import judge
+from pdproxy.check.rules.transfer import side_trouble
 from pdproxy.settings.load import EngineFlag, load
 
 P, D = "http://10.0.0.1:8200", "http://10.0.0.2:8300"

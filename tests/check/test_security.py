@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pdproxy.app.valid_keys import SHORT
+from pdproxy.check.report import Style
+from pdproxy.check.security.report import as_text, judge
+from pdproxy.check.security.rules import RULES
+from pdproxy.check.security.view import View
 from pdproxy.cli.main import main
-from pdproxy.lab.check.report import Style
-from pdproxy.lab.check.security.report import as_text, judge
-from pdproxy.lab.check.security.rules import RULES
-from pdproxy.lab.check.security.view import View
 from pdproxy.settings.engine_networks import EngineSettings
 from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.listen import Cors, Listen, ListenTls

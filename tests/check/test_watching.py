@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pdproxy.lab.check import handles, pairs
-from pdproxy.lab.check.handles import Handles
-from pdproxy.lab.check.options import Options
-from pdproxy.lab.check.pairs import PairProbe
-from pdproxy.lab.conformance import pair_under_test
-from pdproxy.lab.conformance.pair_under_test import PairUnderTest
+from pdproxy.check import handles, pairs
+from pdproxy.check.handles import Handles
+from pdproxy.check.options import Options
+from pdproxy.check.pairs import PairProbe
+from pdproxy_lab.conformance import pair_under_test
+from pdproxy_lab.conformance.pair_under_test import PairUnderTest
 
 OPTIONS = Options(settle=1.0, poll=0.0)
 

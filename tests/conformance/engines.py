@@ -10,11 +10,6 @@ from typing import Any
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.conformance.checks import CHECKS
-from pdproxy.lab.conformance.options import Options
-from pdproxy.lab.conformance.pair_under_test import PairUnderTest
-from pdproxy.lab.conformance.results import Result
-from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.connector_options import LMCache
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.listen import Listen
@@ -22,10 +17,15 @@ from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import Node, Pool, Receiver, Settings
 from pdproxy.settings.sockets import KvReady, Registration
-from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
-from pdproxy.sim.facts import LMCache as SimLMCache
-from pdproxy.sim.server import SimServer
-from pdproxy.sim.storage import MemoryStorage
+from pdproxy_lab.conformance.checks import CHECKS
+from pdproxy_lab.conformance.options import Options
+from pdproxy_lab.conformance.pair_under_test import PairUnderTest
+from pdproxy_lab.conformance.results import Result
+from pdproxy_lab.conformance.runner import run
+from pdproxy_lab.sim.facts import CpuBuffer, Facts, MooncakeFacts
+from pdproxy_lab.sim.facts import LMCache as SimLMCache
+from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.sim.storage import MemoryStorage
 from tests.fakes.ports import free_port
 
 CHUNK = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.lab.conformance.answers import Answer, InvalidAnswerError, Stream, read_whole
-from pdproxy.lab.conformance.requests import (
+from pdproxy_lab.conformance.answers import Answer, InvalidAnswerError, Stream, read_whole
+from pdproxy_lab.conformance.requests import (
     CHAT,
     COMPLETION,
     make_request,

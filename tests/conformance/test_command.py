@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.cli.main import main
-from pdproxy.lab.conformance.checks import CHECKS
+from pdproxy_lab.conformance.checks import CHECKS
 from tests.conformance import sample
 from tests.conformance.engines import Rig, rig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from pdproxy.lab.conformance.checks import CHECKS
-from pdproxy.lab.conformance.runner import run
+from pdproxy_lab.conformance.checks import CHECKS
+from pdproxy_lab.conformance.runner import run
 from tests.conformance.engines import PATIENT, rig
 
 NEW = {"version": "0.33.0", "bidirectional_kv_xfer": True}

@@ -10,20 +10,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.lab.conformance.check import Check
-from pdproxy.lab.conformance.checks import CHECKS
-from pdproxy.lab.conformance.results import Result
-from pdproxy.lab.conformance.runner import run
 from pdproxy.serving.dispatch import exchange
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.request import service
 from pdproxy.serving.stream.relay import Relay
-from pdproxy.sim.memory import EMPTY
-from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.transfer import bodies, nixl
 from pdproxy.wire import fields, inside
+from pdproxy_lab.conformance.check import Check
+from pdproxy_lab.conformance.checks import CHECKS
+from pdproxy_lab.conformance.results import Result
+from pdproxy_lab.conformance.runner import run
+from pdproxy_lab.sim.memory import EMPTY
+from pdproxy_lab.sim.nixl_link import NixlLink
 from tests.conformance.engines import BRISK, Rig, exactly, rig
 
 Inject = Callable[[Rig, pytest.MonkeyPatch], None]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.lab.check.report import WIDTH, Style
-from pdproxy.lab.conformance.report import as_json, as_text, exit_code, verdict
-from pdproxy.lab.conformance.results import VERDICTS, PairResults, Report, Result, Verdict
+from pdproxy.check.report import WIDTH, Style
+from pdproxy_lab.conformance.report import as_json, as_text, exit_code, verdict
+from pdproxy_lab.conformance.results import VERDICTS, PairResults, Report, Result, Verdict
 
 
 def report(*verdicts: Verdict) -> Report:

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from pdproxy.lab.demo.figures import Figures, Latency, NodeFigures, Place, Transfers
-from pdproxy.lab.demo.pages import Page
-from pdproxy.lab.demo.tally import Tally
+from pdproxy_lab.demo.figures import Figures, Latency, NodeFigures, Place, Transfers
+from pdproxy_lab.demo.pages import Page
+from pdproxy_lab.demo.tally import Tally
 
 P0 = Place("0", "prefill", "http://127.0.0.1:8200")
 D0 = Place("0", "decode", "http://127.0.0.1:8300")

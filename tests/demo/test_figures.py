@@ -2,8 +2,8 @@
 
 import pytest
 
-from pdproxy.lab.demo.figures import WINDOW, History, Latency, NodeFigures
-from pdproxy.lab.demo.tally import Tally
+from pdproxy_lab.demo.figures import WINDOW, History, Latency, NodeFigures
+from pdproxy_lab.demo.tally import Tally
 from tests.demo.numbers import D0, P0, engine_page, proxy_page
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.lab.demo.figures import ENGINE_NAMES
-from pdproxy.lab.demo.pages import Page, Reading, buckets, increase, parse, quantile, rate, total, values
+from pdproxy_lab.demo.figures import ENGINE_NAMES
+from pdproxy_lab.demo.pages import Page, Reading, buckets, increase, parse, quantile, rate, total, values
 
 VLLM = Path(__file__).parents[1] / "data" / "metrics_decode.txt"
 

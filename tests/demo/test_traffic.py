@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.demo.traffic import BrokenAnswerError, Traffic, read_chat
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.demo.traffic import BrokenAnswerError, Traffic, read_chat
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 
 CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": null}]}\n\n'
 LAST = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n'

@@ -6,8 +6,8 @@ import io
 import pytest
 from rich.console import Console
 
-from pdproxy.lab.demo.figures import Figures
-from pdproxy.lab.demo.view import line, milliseconds, number, render, size
+from pdproxy_lab.demo.figures import Figures
+from pdproxy_lab.demo.view import line, milliseconds, number, render, size
 from tests.demo.numbers import ill, well
 
 TITLE = "http://127.0.0.1:8000  model sim"

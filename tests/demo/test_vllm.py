@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pdproxy.lab.demo.figures import Place
-from pdproxy.lab.demo.options import DemoError
-from pdproxy.lab.demo.vllm.find import Found, interpreter_of, judge, visible_gpus
-from pdproxy.lab.demo.vllm.flags import Model, arguments, environment
+from pdproxy_lab.demo.figures import Place
+from pdproxy_lab.demo.options import DemoError
+from pdproxy_lab.demo.vllm.find import Found, interpreter_of, judge, visible_gpus
+from pdproxy_lab.demo.vllm.flags import Model, arguments, environment
 from tests.demo.processes import PROMPT, Running, alive, gone, running
 
 CPU = {"version": "0.32.0", "nixl": True, "gpus": 0, "cpu": True}

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pdproxy.observe.events import LegFailed
-from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, PIECES, VOCABULARY
+from pdproxy_lab.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, PIECES, VOCABULARY
 from tests.differential.alike import difference
 from tests.differential.dialect import Dialect
 from tests.differential.generate import Generated

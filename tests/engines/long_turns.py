@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pdproxy.cli.main import main
-from pdproxy.sim.since import v033
+from pdproxy_lab.sim.since import v033
 from tests.fakes.ports import free_port
 
 from .build import wanted_vllm

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 
 from .build import wanted_vllm
 from .client import Answer, Progress, ask

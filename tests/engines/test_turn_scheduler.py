@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.active import ActiveRequest
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.memory import Attention, BlockPool
-from pdproxy.sim.nixl import Nixl, PeerNotice, Pull, peer_of
-from pdproxy.sim.request import EngineRequest, SamplingParams
-from pdproxy.sim.stats import Stats
+from pdproxy_lab.sim.active import ActiveRequest
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.memory import Attention, BlockPool
+from pdproxy_lab.sim.nixl import Nixl, PeerNotice, Pull, peer_of
+from pdproxy_lab.sim.request import EngineRequest, SamplingParams
+from pdproxy_lab.sim.stats import Stats
 
 from .build import EnginesUnavailable, ensure
 

@@ -13,7 +13,7 @@ import pytest
 @contextmanager
 def whole_bodies() -> Iterator[None]:
     """Fail at the end if an engine got a body that is no JSON, or empty `kv_transfer_params`, whatever the client got."""
-    module = sys.modules.get("pdproxy.sim.server")
+    module = sys.modules.get("pdproxy_lab.sim.server")
     if module is None:  # no test of this process has engines so far
         yield
         return

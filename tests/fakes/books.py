@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pdproxy.sim.nixl_link import NixlLink
+from pdproxy_lab.sim.nixl_link import NixlLink
 
 if TYPE_CHECKING:
     from tests.fakes.engine import FakeEngine

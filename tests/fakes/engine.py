@@ -16,17 +16,17 @@ from typing import Any
 import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.api.app import _today
-from pdproxy.sim.api.chat import chat_prompt
-from pdproxy.sim.api.protocol import ChatBody
-from pdproxy.sim.core import Core
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.journal import Request
-from pdproxy.sim.nixl import Nixl, Peer
-from pdproxy.sim.reply import Reply as SimReply
-from pdproxy.sim.request import EngineRequest, SamplingParams
-from pdproxy.sim.script import Scripts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.api.app import _today
+from pdproxy_lab.sim.api.chat import chat_prompt
+from pdproxy_lab.sim.api.protocol import ChatBody
+from pdproxy_lab.sim.core import Core
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.journal import Request
+from pdproxy_lab.sim.nixl import Nixl, Peer
+from pdproxy_lab.sim.reply import Reply as SimReply
+from pdproxy_lab.sim.request import EngineRequest, SamplingParams
+from pdproxy_lab.sim.script import Scripts
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers
 from tests.fakes.books import Books
 from tests.fakes.client import Client

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import PdproxyError
-from pdproxy.lab.chaos.virtual.loop import VirtualLoop
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import Demand
 from pdproxy.serving.request.place import Place
+from tests.chaos.virtual.loop import VirtualLoop
+from tests.chaos.virtual.network import VirtualNetwork
 
 STEPS = 4
 """Tokens that are made between two looks at the batch: fewer events."""

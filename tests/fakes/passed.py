@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy.serving.access.routes import TABLE, RouteKind
-from pdproxy.sim.journal import Request
+from pdproxy_lab.sim.journal import Request
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import PROMPT, World
 

@@ -22,10 +22,10 @@ from pdproxy.settings.schema import Auth, Node, Pool, Receiver, Settings
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.sockets import KvReady
 from pdproxy.settings.turns import Turns
-from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
-from pdproxy.sim.facts import LMCache as SimLMCache
-from pdproxy.sim.server import SimServer
-from pdproxy.sim.storage import MemoryStorage
+from pdproxy_lab.sim.facts import CpuBuffer, Facts, MooncakeFacts
+from pdproxy_lab.sim.facts import LMCache as SimLMCache
+from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
 from tests.fakes.several import built

@@ -16,8 +16,8 @@ from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.sockets import KvReady
-from pdproxy.sim.facts import Facts, MooncakeFacts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts, MooncakeFacts
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
 from tests.fakes.tokenizer import Shelf
 from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until

@@ -165,7 +165,7 @@ def _follow_engines(watch: Watch, stack: ExitStack) -> None:
             return minted
 
         stack.enter_context(patch.object(module, "mint", mint))
-    server = sys.modules.get("pdproxy.sim.server")
+    server = sys.modules.get("pdproxy_lab.sim.server")
     if server is not None:
         start = server.SimServer.__init__
 

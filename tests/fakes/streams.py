@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pdproxy.observe.events import LegFailed, RequestEnded
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes.world import COMPLETIONS, PROMPT, World, completion
 from tests.sim.engines import plain
 

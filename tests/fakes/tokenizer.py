@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from pdproxy.sim.api.template import render
-from pdproxy.sim.facts import Template
-from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy_lab.sim.api.template import render
+from pdproxy_lab.sim.facts import Template
+from pdproxy_lab.sim.tokenizer import Tokenizer
 
 ROOT = "./model"
 """What simulated engines call their model's root."""

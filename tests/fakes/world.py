@@ -28,9 +28,9 @@ from pdproxy.settings.listen import Cors, Listen, OperatorRoutes
 from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
-from pdproxy.sim.api.template import render
-from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.web.app import create_app
+from pdproxy_lab.sim.api.template import render
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine

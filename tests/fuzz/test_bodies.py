@@ -14,14 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.sim.api.batch import BatchBody
-from pdproxy.sim.api.errors import Refused, refusal, response, schema_message
-from pdproxy.sim.api.invocations import invoke
-from pdproxy.sim.api.protocol import ChatBody, CompletionBody
-from pdproxy.sim.error_body import error_body as engine_error
 from pdproxy.transfer.contract import encode
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy_lab.sim.api.batch import BatchBody
+from pdproxy_lab.sim.api.errors import Refused, refusal, response, schema_message
+from pdproxy_lab.sim.api.invocations import invoke
+from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody
+from pdproxy_lab.sim.error_body import error_body as engine_error
 from tests.fuzz.bodies import check_body, check_content_types
 from tests.fuzz.mutations import mutated
 from tests.fuzz.seeds import recorded_bodies

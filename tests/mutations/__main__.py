@@ -58,7 +58,7 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
             *(str(TESTS / one) for one in files),
         ]
         env = os.environ | {
-            "PYTHONPATH": folder,
+            "PYTHONPATH": os.pathsep.join((folder, str(PACKAGE.parent))),  # the copy stands before the package
             "HYPOTHESIS_STORAGE_DIRECTORY": folder,
         }
         try:

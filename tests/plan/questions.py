@@ -6,11 +6,11 @@ import os
 
 import msgspec
 
-from pdproxy.bench.slo import parse_slo
-from pdproxy.bench.workload import Lengths
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.plan.question import Demand, Drawn, Question
-from pdproxy.lab.simulate.shape import Shape
+from pdproxy_lab.bench.slo import parse_slo
+from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.plan.question import Demand, Drawn, Question
+from pdproxy_lab.simulate.shape import Shape
 
 CHUNKS = (512, 2048, 8192)
 REQUESTS = int(os.environ.get("PDPROXY_TEST_PLAN_REQUESTS", "400"))

@@ -11,11 +11,11 @@ from msgspec import structs
 
 from pdproxy.cli.main import main
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.plan.answer import Answer, AtRate, Sizes
-from pdproxy.lab.plan.arrangement import plain
-from pdproxy.lab.plan.capacity import Level
-from pdproxy.lab.plan.report import text
-from pdproxy.lab.plan.search import Found, Result
+from pdproxy_lab.plan.answer import Answer, AtRate, Sizes
+from pdproxy_lab.plan.arrangement import plain
+from pdproxy_lab.plan.capacity import Level
+from pdproxy_lab.plan.report import text
+from pdproxy_lab.plan.search import Found, Result
 from tests.plan.questions import question
 from tests.simulate.loads import write_trace
 
@@ -237,6 +237,6 @@ def test_an_interrupt_ends_the_command(capsys: pytest.CaptureFixture[str], monke
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pdproxy.lab.plan.search.search", interrupted)
+    monkeypatch.setattr("pdproxy_lab.plan.search.search", interrupted)
     assert main(["plan", "--gpus", "2", *LOAD, *LOOSE]) == 130
     assert capsys.readouterr().err == "pdproxy plan: interrupted\n"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.bench.trace import Entry
-from pdproxy.lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
-from pdproxy.lab.plan.bounds import bound, work_of
-from pdproxy.lab.plan.capacity import Level, Prober, place_of, rate_at
-from pdproxy.lab.plan.question import Traced, steady
+from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
+from pdproxy_lab.plan.bounds import bound, work_of
+from pdproxy_lab.plan.capacity import Level, Prober, place_of, rate_at
+from pdproxy_lab.plan.question import Traced, steady
 from tests.plan.questions import CHUNKS, question
 
 P = ("least_load",)

@@ -7,12 +7,12 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from pdproxy.bench.trace import Entry
-from pdproxy.lab.plan.arrangement import Arrangement, plain, split
-from pdproxy.lab.plan.bounds import work_of
-from pdproxy.lab.plan.capacity import Level, Prober, rate_at
-from pdproxy.lab.plan.question import Question, Traced, steady
-from pdproxy.lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
+from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.plan.arrangement import Arrangement, plain, split
+from pdproxy_lab.plan.bounds import work_of
+from pdproxy_lab.plan.capacity import Level, Prober, rate_at
+from pdproxy_lab.plan.question import Question, Traced, steady
+from pdproxy_lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
 from tests.plan.questions import REQUESTS, question
 
 A, B = "ttft=500ms,tpot=15ms", "ttft=500ms,tpot=8ms"
@@ -112,7 +112,7 @@ def test_a_rate_at_which_engines_make_no_progress_is_not_served(monkeypatch: pyt
     asked = question(A)
     prober, one, level = Prober(asked, work_of(asked)), plain(1, 512, "least_load"), Level(200, 1, 1)
     assert prober.passes(one, level, 0)
-    monkeypatch.setattr("pdproxy.lab.simulate.cluster._NO_PROGRESS", 5)
+    monkeypatch.setattr("pdproxy_lab.simulate.cluster._NO_PROGRESS", 5)
     fresh = Prober(asked, work_of(asked))
     assert not fresh.passes(one, level, 0)
     run = fresh.at(one, level, 1.0)[0]

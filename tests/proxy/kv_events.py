@@ -21,10 +21,10 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
-from pdproxy.sim.facts import Facts, KvEventsConfig
-from pdproxy.sim.kv_event_log import Log
-from pdproxy.sim.server import SimServer
 from pdproxy.upstream.admin import EngineAdmin
+from pdproxy_lab.sim.facts import Facts, KvEventsConfig
+from pdproxy_lab.sim.kv_event_log import Log
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.kv_index import Hash, PlainIndex
 from tests.fakes.ports import free_port
 from tests.fakes.registry import unused_client

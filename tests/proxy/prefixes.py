@@ -15,8 +15,8 @@ from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
-from pdproxy.sim.facts import KvEventsConfig
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import KvEventsConfig
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
 from tests.proxy.kv_events import ANY, facts

@@ -20,8 +20,8 @@ from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.sockets import Registration
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
 from tests.fakes.several import built

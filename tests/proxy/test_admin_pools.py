@@ -18,8 +18,8 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.admin import BASE, Admin, admin
 from tests.fakes.pools import PoolOf, Pools, pools
 from tests.fakes.ports import free_port

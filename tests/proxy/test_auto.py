@@ -25,9 +25,9 @@ from pdproxy.fleet import detection
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
 from pdproxy.transfer.registry import AUTO
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 from tests.check.engines import listening
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.clock import ManualClock

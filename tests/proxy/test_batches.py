@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.sim.journal import Request
 from pdproxy.wire.body_bounds import LARGE, Bounds
 from pdproxy.wire.request import Alone, Route, parse
+from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer
 from tests.fakes.engine import Reply, prefill

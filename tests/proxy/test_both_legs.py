@@ -13,10 +13,10 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
 from pdproxy.serving.dispatch.both_legs import REFUSAL_GRACE
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.reply import Reply
-from pdproxy.sim.server import SimServer
 from pdproxy.wire.request import Route
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

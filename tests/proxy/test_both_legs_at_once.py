@@ -9,8 +9,8 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.reply import Reply
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.reply import Reply
 from tests.fakes.pool import pool
 from tests.proxy.test_both_legs import PUSH, fails, known
 from tests.proxy.test_both_legs_races import completed

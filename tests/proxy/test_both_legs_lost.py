@@ -11,9 +11,9 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, LegFailed
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS, LostPushes
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.server import SimServer
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from pdproxy.observe.events import HandleEnded
-from pdproxy.sim.reply import Reply
-from pdproxy.sim.server import SimServer
 from pdproxy.upstream import connection
 from pdproxy.upstream.connection import EngineConnection
+from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
 from tests.fakes.world import until

@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, ACCEPTED_UNSEEN, DecodeLeg
-from pdproxy.sim.journal import Request
+from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
 from tests.fakes.clock import ManualClock

@@ -13,7 +13,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
 from pdproxy.settings.errors import SettingsError
-from pdproxy.sim.lmcache_pd import LMCachePD
+from pdproxy_lab.sim.lmcache_pd import LMCachePD
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import StreamContinued
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import pool

@@ -10,8 +10,8 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, ServedAlone
-from pdproxy.sim.cpu import Cpu
-from pdproxy.sim.facts import CpuBuffer
+from pdproxy_lab.sim.cpu import Cpu
+from pdproxy_lab.sim.facts import CpuBuffer
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.faults.moments import Moment
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.moments import Moment
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import LegFailed, NodeChanged
-from pdproxy.sim.error_body import error_body
+from pdproxy_lab.sim.error_body import error_body
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, PROMPT, TEXT, World, completion, world
 

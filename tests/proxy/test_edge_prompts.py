@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.pool import pool
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, CONNECTORS, completion, same
 from tests.proxy.test_registered import KINDS, run

@@ -11,9 +11,9 @@ import os
 
 import pytest
 
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.faults.kinds import KINDS
-from pdproxy.sim.faults.moments import MESSAGES, Moment
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.kinds import KINDS
+from pdproxy_lab.sim.faults.moments import MESSAGES, Moment
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world

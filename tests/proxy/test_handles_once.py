@@ -19,12 +19,12 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, TurnReused
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.faults.moments import Moment
-from pdproxy.sim.journal import Request
-from pdproxy.sim.server import SimServer
 from pdproxy.upstream.client import EngineClient
 from pdproxy.wire.notices import Notice, NoticeEvent
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.moments import Moment
+from pdproxy_lab.sim.journal import Request
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes import scripts
 from tests.fakes.client import Client, request
 from tests.fakes.pool import Pair, pool

@@ -17,9 +17,9 @@ from pdproxy.fleet.health_canary import Enquiry, HealthCanary
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
-from pdproxy.sim.reply import Reply
-from pdproxy.sim.server import SimServer
 from pdproxy.upstream.admin import EngineAdmin
+from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import let_loop_time_pass
 from tests.fakes.world import until
 from tests.sim.moments import FAST

@@ -227,7 +227,7 @@ def test_a_host_that_cannot_exist_is_not_healthy(host: str, capsys: pytest.Captu
 
 def test_a_health_check_imports_little() -> None:
     """It runs every few seconds beside the proxy."""
-    heavy = "asyncio aiohttp fastapi uvicorn pydantic transformers jinja2 rich shtab zmq pdproxy.sim pdproxy.app pdproxy.web"
+    heavy = "asyncio aiohttp fastapi uvicorn pydantic transformers jinja2 rich shtab zmq pdproxy_lab.sim pdproxy.app pdproxy.web"
     code = (
         "import sys; from pdproxy.cli.main import main; main(['health', '--port', '1'])\n"
         f"print([m for m in {heavy.split()} if m in sys.modules])"

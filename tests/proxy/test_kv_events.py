@@ -17,8 +17,8 @@ from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.sim.facts import KvEventsConfig
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import KvEventsConfig
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import ManualClock
 from tests.fakes.kv_index import PlainIndex
 from tests.fakes.ports import free_port

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import COMPLETIONS, PROMPT, completion, world

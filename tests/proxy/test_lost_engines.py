@@ -14,7 +14,7 @@ from pdproxy.observe.events import EngineLost
 from pdproxy.serving.dispatch import engines_lost
 from pdproxy.serving.dispatch.engines_lost import MOST_KEPT, EnginesLost
 from pdproxy.serving.dispatch.resources import LegHeaders
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, message, responses

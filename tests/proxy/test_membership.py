@@ -19,7 +19,7 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.health import Health
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Node, Settings
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes import scripts
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.remains import remains

@@ -10,9 +10,9 @@ import pytest
 
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.observe.events import HandleEnded, LegFailed, ServedAlone
-from pdproxy.sim.facts import MooncakeFacts
-from pdproxy.sim.reply import Reply
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import MooncakeFacts
+from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pdproxy.scheduling.nodes import Role
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.faults.moments import Moment
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.moments import Moment
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import Pair, pool

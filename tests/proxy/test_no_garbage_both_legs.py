@@ -13,7 +13,7 @@ from pdproxy.fleet.works import Works
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
-from pdproxy.sim.reply import Reply
+from pdproxy_lab.sim.reply import Reply
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock, later_turns
 from tests.fakes.garbage import left_to_the_collector

@@ -17,7 +17,7 @@ from pdproxy.fleet import prober
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, NodeChanged
 from pdproxy.serving.access.routes import TABLE
-from pdproxy.sim.journal import Request
+from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.clock import let_loop_time_pass
 from tests.fakes.engine import Reply, Script

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pdproxy.sim.journal import Request
+from pdproxy_lab.sim.journal import Request
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes import answers
 from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, TEXT, chat, completion, world

@@ -19,7 +19,7 @@ from pdproxy.observe.formats import make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
 from pdproxy.settings.schema import Settings
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Client, request
 from tests.fakes.pools import PoolOf, Pools, body, pools
 from tests.fakes.ports import free_port

@@ -13,8 +13,8 @@ from pdproxy.serving.dispatch import prefixes
 from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
-from pdproxy.sim.facts import KvEventsConfig
 from pdproxy.wire.request import Route
+from pdproxy_lab.sim.facts import KvEventsConfig
 from tests.fakes.pool import Pair, pool
 from tests.fakes.ports import free_port
 from tests.fakes.tokenizer import SimTokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.differential.alike import difference
 from tests.differential.stage import _ask, stage
 from tests.fakes.passed import HANDLE, MESSAGES, RESPONSES, message, responses

@@ -16,8 +16,8 @@ from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.serving.kv import late_close
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import CHAT, COMPLETIONS, until

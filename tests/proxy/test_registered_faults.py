@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.faults.moments import Moment
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.moments import Moment
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import COMPLETIONS, until

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from pdproxy.sim.error_body import error_body
+from pdproxy_lab.sim.error_body import error_body
 from tests.fakes.engine import Reply
 from tests.fakes.passed import (
     RESPONSES,

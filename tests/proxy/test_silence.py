@@ -16,8 +16,8 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import LegFailed, SilenceAllowed
 from pdproxy.serving.stream.comments import COMMENT
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.faults.moments import Moment
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.moments import Moment
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool

@@ -12,7 +12,7 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import LegFailed
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

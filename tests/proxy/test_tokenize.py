@@ -13,8 +13,8 @@ from pdproxy.observe.events import DeadlinePassed, Tokenized, TokenizerJudged
 from pdproxy.serving.dispatch import tokenizer_check
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes.client import request
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, until, world

@@ -24,8 +24,8 @@ from pdproxy.observe.events import (
 from pdproxy.serving.kv import turns as turns_module
 from pdproxy.serving.kv.open_turns import WAIT
 from pdproxy.serving.kv.turns import FAILURES, PAUSE, Turns
-from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.wire.request import Route
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes import several
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock

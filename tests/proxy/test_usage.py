@@ -15,7 +15,7 @@ import pytest
 
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock

@@ -19,7 +19,7 @@ from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.auto.workers import WorkerAuto
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers, scripts, several
 from tests.fakes.admin import BASE, Api
 from tests.fakes.books import Books

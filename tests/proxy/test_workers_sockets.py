@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts, LMCache
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
 from tests.fakes.served_workers import ENVIRONMENT

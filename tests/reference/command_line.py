@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from unittest.mock import patch
 
-from pdproxy.cli.main import main
-from pdproxy.cli.parser import Parser
+from pdproxy.cli.commands import COMMANDS, parser_of
 from tests.reference.markdown import NOTE, cell, code, table
 
 _HEAD = f"""# The command line
@@ -21,16 +19,8 @@ The exit code is 2 if arguments or settings are wrong.
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line, as `main` makes it: with all commands."""
-    made: list[argparse.ArgumentParser] = []
-
-    def parse_args(self: argparse.ArgumentParser, *_: object) -> None:
-        made.append(self)
-        raise SystemExit(0)
-
-    with patch.object(Parser, "parse_args", parse_args):
-        main([])
-    return made[0]
+    """Return the parser of the whole command line, with all commands."""
+    return parser_of(COMMANDS)
 
 
 def commands(of: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts, KVRole
-from pdproxy.sim.mooncake import Mooncake, Receive
+from pdproxy_lab.sim.facts import Facts, KVRole
+from pdproxy_lab.sim.mooncake import Mooncake, Receive
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.scripts import Params, script, spoiled
 from tests.schedulers.simulated import Simulated, stats

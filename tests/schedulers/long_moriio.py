@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import pytest
 
-from pdproxy.sim.active import ActiveRequest
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.moriio import Moriio, Read, Report
-from pdproxy.sim.moriio_params import Place
+from pdproxy_lab.sim.active import ActiveRequest
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.moriio import Moriio, Read, Report
+from pdproxy_lab.sim.moriio_params import Place
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.scripts import Params, script, spoiled
 from tests.schedulers.simulated import Simulated

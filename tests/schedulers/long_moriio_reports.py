@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import pytest
 
-from pdproxy.sim.active import State
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.moriio import Moriio, Report, WriteBlocks, Written
-from pdproxy.sim.moriio_params import Place
+from pdproxy_lab.sim.active import State
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.moriio import Moriio, Report, WriteBlocks, Written
+from pdproxy_lab.sim.moriio_params import Place
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.long_moriio import SILENT, name_of, of_moriio
 from tests.schedulers.scripts import BLOCK, Script, Step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
 from tests.schedulers.compare import SCRIPTS
 from tests.schedulers.long_nixl_pull import Pulls, SimulatedPull, params_of
 from tests.schedulers.scripts import Params, script, spoiled

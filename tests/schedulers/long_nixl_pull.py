@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.nixl import Nixl, PeerNotice, Pull, peer_of
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.nixl import Nixl, PeerNotice, Pull, peer_of
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.scripts import Params, script, spoiled
 from tests.schedulers.simulated import Simulated, stats

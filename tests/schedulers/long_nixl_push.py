@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.nixl import Nixl, Peer, PeerNotice, peer_of
-from pdproxy.sim.nixl_push import NixlPush, Push, Register, Registration, _Met
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.nixl import Nixl, Peer, PeerNotice, peer_of
+from pdproxy_lab.sim.nixl_push import NixlPush, Push, Register, Registration, _Met
 from tests.schedulers.compare import SCRIPTS, Comparison, followed
 from tests.schedulers.scripts import Params, Script, script, spoiled
 from tests.schedulers.simulated import Simulated, prefilled, stats

@@ -8,12 +8,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pdproxy.sim.active import ActiveRequest, State
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.memory import Attention, BlockPool
-from pdproxy.sim.nixl import Greeting, Handshake, Nixl
-from pdproxy.sim.request import EngineDeadError, EngineRequest, SamplingParams
-from pdproxy.sim.stats import Stats
+from pdproxy_lab.sim.active import ActiveRequest, State
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.memory import Attention, BlockPool
+from pdproxy_lab.sim.nixl import Greeting, Handshake, Nixl
+from pdproxy_lab.sim.request import EngineDeadError, EngineRequest, SamplingParams
+from pdproxy_lab.sim.stats import Stats
 from tests.schedulers.scripts import BLOCK, Script, Step
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.moments import FAST
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.request import EngineOutput, EngineRequest, SamplingParams
-from pdproxy.sim.virtual import VirtualCluster, VirtualEngine
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
+from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPT = tuple(range(300, 400))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
 from tests.sim.engines import OTHER, PREFILL, PROMPT, plain
 
 LEASE = 30

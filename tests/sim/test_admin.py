@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.moments import FAST
 from tests.sim.raw import ask, completion, get, post
 

@@ -6,10 +6,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdproxy.sim.bootstrap import query
-from pdproxy.sim.facts import Facts, MooncakeFacts
-from pdproxy.sim.server import SimServer
-from pdproxy.sim.side_channel import LinkError
+from pdproxy_lab.sim.bootstrap import query
+from pdproxy_lab.sim.facts import Facts, MooncakeFacts
+from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.sim.side_channel import LinkError
 from tests.sim.moments import FAST
 
 PROMPT = {"model": "sim", "prompt": "one two three four", "temperature": 0}
@@ -160,7 +160,7 @@ async def test_decode_waits_longer_than_prefill_for_a_worker_that_is_gone(sessio
         status, _ = await post(session, d, kv_transfer_params=to_decode(p))
         assert status == 200
         params = to_decode(p, "xfer-2")
-        monkeypatch.setattr("pdproxy.sim.mooncake_link.LONGER_THAN_PREFILL", 0.05)
+        monkeypatch.setattr("pdproxy_lab.sim.mooncake_link.LONGER_THAN_PREFILL", 0.05)
         await p.kill()
         status, body = await post(session, d, kv_transfer_params=params, prompt="another")
         assert status == 500, body

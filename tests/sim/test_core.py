@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.tokenizer import EOS
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.tokenizer import EOS
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 SMALL: dict[str, Any] = {"num_gpu_blocks": 20, "max_model_len": 256, "block_size": 16}

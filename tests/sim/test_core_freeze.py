@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 
-from pdproxy.sim.faults.book import fault_of
-from pdproxy.sim.faults.kind import FaultError
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.faults.book import fault_of
+from pdproxy_lab.sim.faults.kind import FaultError
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.moments import FAST
 from tests.sim.raw import PATIENCE, Raw, ask, completion, get, turns, until
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.cpu import Cpu, base_id
-from pdproxy.sim.facts import CpuBuffer, Facts
-from pdproxy.sim.request import EngineDeadError
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.cpu import Cpu, base_id
+from pdproxy_lab.sim.facts import CpuBuffer, Facts
+from pdproxy_lab.sim.request import EngineDeadError
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 from tests.sim.raw import Raw, ask, completion, until

@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from pdproxy.sim.cpu_link import CpuLink, _Question
-from pdproxy.sim.facts import CpuBuffer, Facts
-from pdproxy.sim.network import Sockets
-from pdproxy.sim.request import EngineDeadError
-from pdproxy.sim.side_channel import receive_frame, send_frame
+from pdproxy_lab.sim.cpu_link import CpuLink, _Question
+from pdproxy_lab.sim.facts import CpuBuffer, Facts
+from pdproxy_lab.sim.network import Sockets
+from pdproxy_lab.sim.request import EngineDeadError
+from pdproxy_lab.sim.side_channel import receive_frame, send_frame
 from tests.fakes.ports import free_port
 from tests.sim.raw import ask, post
 

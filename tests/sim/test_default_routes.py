@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.moments import FAST
 from tests.sim.raw import Raw, ask, chat, completion, get, post, until
 

@@ -7,9 +7,9 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.engine import Engine
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.request import EngineDeadError, EngineRequest, SamplingParams
+from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.request import EngineDeadError, EngineRequest, SamplingParams
 from tests.sim.engines import PREFILL, PROMPT, Engines, plain
 
 FAST = Hardware(speed=0)

@@ -7,10 +7,10 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.engine import Engine
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.receiving_line import ReceivingLine
-from pdproxy.sim.request import EngineRequest, SamplingParams
+from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.receiving_line import ReceivingLine
+from pdproxy_lab.sim.request import EngineRequest, SamplingParams
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
 
 NOTHING = {"prefill_tokens_per_s": 1e12, "decode_step_s": 0.0, "decode_step_per_seq_s": 0.0, "transfer_latency_s": 0.0}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pdproxy.sim.faults.book import Fault, FaultBook, Situation, fault_of, parse
-from pdproxy.sim.faults.kind import FaultError
-from pdproxy.sim.faults.kinds import KINDS
+from pdproxy_lab.sim.faults.book import Fault, FaultBook, Situation, fault_of, parse
+from pdproxy_lab.sim.faults.kind import FaultError
+from pdproxy_lab.sim.faults.kinds import KINDS
 from tests.sim.raw import COMPLETIONS
 
 

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from pdproxy.sim import writing
-from pdproxy.sim.faults.answers import NO_HTTP
-from pdproxy.sim.write_style import cut
+from pdproxy_lab.sim import writing
+from pdproxy_lab.sim.faults.answers import NO_HTTP
+from pdproxy_lab.sim.write_style import cut
 from tests.sim.moments import STREAM_MOMENTS, WORDS
 from tests.sim.raw import Raw, ask, chat, completion, get, until
 

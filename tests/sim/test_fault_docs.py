@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from pdproxy.sim.faults.kinds import KINDS
-from pdproxy.sim.faults.moments import MOMENTS
+from pdproxy_lab.sim.faults.kinds import KINDS
+from pdproxy_lab.sim.faults.moments import MOMENTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "simulator.md"
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdproxy.sim.faults.answers import NO_HTTP
+from pdproxy_lab.sim.faults.answers import NO_HTTP
 from tests.sim.moments import STREAM_MOMENTS, WORDS
 from tests.sim.raw import COMPLETIONS, PATIENCE, Raw, ask, completion, get, post, turns, until
 

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.cli import sim as command
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts, KvEventsConfig
-from pdproxy.sim.kv_events import END
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.cli import sim as command
+from pdproxy_lab.sim.facts import Facts, KvEventsConfig
+from pdproxy_lab.sim.kv_events import END
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import ask, completion, get, until
 from tests.sim.test_sim_command import arguments
 

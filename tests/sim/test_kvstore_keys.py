@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.kvstore_keys import refusal
-from pdproxy.sim.request import EngineDeadError
-from pdproxy.sim.server import SimServer
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Route, parse
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.kvstore_keys import refusal
+from pdproxy_lab.sim.request import EngineDeadError
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 from tests.sim.raw import ask, post
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
 
 LEASE = 30

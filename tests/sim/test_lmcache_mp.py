@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.facts import Facts, LMCache
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 URL = "http://127.0.0.1:5768/api/v1/telemetry"

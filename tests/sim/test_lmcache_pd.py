@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.connector import ProxyNotice
-from pdproxy.sim.facts import Facts, LMCache
-from pdproxy.sim.request import EngineDeadError
+from pdproxy_lab.sim.connector import ProxyNotice
+from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 NOTIFY = "tcp://127.0.0.1:7500"

@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.sim.api.metrics import page
-from pdproxy.sim.engine import Engine
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.stats import Histogram
+from pdproxy_lab.sim.api.metrics import page
+from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.stats import Histogram
 
 MODEL = 'a "model" \\ with\nall'
 VALUES = (0.0004, 1, 3.5, 123_456, 2_000_000, 4e9, 1e22)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.facts import Facts, MooncakeFacts
-from pdproxy.sim.mooncake import Mooncake
-from pdproxy.sim.request import EngineDeadError
-from pdproxy.sim.virtual import VirtualEngine
+from pdproxy_lab.sim.facts import Facts, MooncakeFacts
+from pdproxy_lab.sim.mooncake import Mooncake
+from pdproxy_lab.sim.request import EngineDeadError
+from pdproxy_lab.sim.virtual import VirtualEngine
 from tests.sim.engines import OTHER, PROMPT, Engines, Run, plain
 
 LEASE = 480.0

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts, KvEventsConfig
-from pdproxy.sim.kv_event_log import block_hash
-from pdproxy.sim.request import EngineDeadError
+from pdproxy_lab.sim.facts import Facts, KvEventsConfig
+from pdproxy_lab.sim.kv_event_log import block_hash
+from pdproxy_lab.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
 
 

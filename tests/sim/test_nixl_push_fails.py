@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
 from tests.sim.engines import OTHER, Engines, plain
 from tests.sim.pushes import LEASE, decode, facts, free, meet, prefill, promise, wait
 

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts, LMCache
-from pdproxy.sim.faults.book import parse
-from pdproxy.sim.faults.kind import FaultError
-from pdproxy.sim.faults.notices import NO_NOTICES
-from pdproxy.sim.pd_link import spec
-from pdproxy.sim.server import SimServer
-from pdproxy.sim.storage import MemoryStorage
+from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.faults.book import parse
+from pdproxy_lab.sim.faults.kind import FaultError
+from pdproxy_lab.sim.faults.notices import NO_NOTICES
+from pdproxy_lab.sim.pd_link import spec
+from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.sim.storage import MemoryStorage
 from tests.sim.engines import PREFILL, plain
 from tests.sim.raw import Raw, ask, until
 

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.notifier import external
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.notifier import external
 from tests.sim.engines import PREFILL, PROMPT, Engines
 
 NOTIFY = "tcp://127.0.0.1:7500"

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.virtual_link import HOST
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.virtual_link import HOST
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 

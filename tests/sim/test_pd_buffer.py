@@ -2,8 +2,8 @@
 
 import pytest
 
-from pdproxy.sim.facts import LMCache
-from pdproxy.sim.pd_buffer import Allocation, Batch, PDBuffer
+from pdproxy_lab.sim.facts import LMCache
+from pdproxy_lab.sim.pd_buffer import Allocation, Batch, PDBuffer
 
 PAGES = ((7, (1, 2)),)
 

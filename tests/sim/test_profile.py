@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import MAX_BYTES, load, shipped
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
 from tests.sim import test_sim_command
 
 ORIGIN = {"accelerator": "a", "model": "m", "engine": "e", "measured": "now"}
@@ -127,7 +127,7 @@ def test_a_folder_is_refused(tmp_path):
 
 
 def facts(*options: str) -> Facts:
-    from pdproxy.cli import sim
+    from pdproxy_lab.cli import sim
 
     arguments: Any = test_sim_command.arguments(*options)
     return sim.facts_from(arguments)

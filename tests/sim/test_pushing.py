@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts, Role
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts, Role
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 
 PROMPT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"

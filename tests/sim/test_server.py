@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.journal import Journal, Request
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.journal import Journal, Request
+from pdproxy_lab.sim.server import SimServer
 from tests.fakes.bodies import whole_bodies
 from tests.sim.moments import FAST
 from tests.sim.raw import CHAT, COMPLETIONS, PATIENCE, Raw, ask, chat, completion, get, post, turns, until

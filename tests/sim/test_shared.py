@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.folder import FolderStorage
-from pdproxy.sim.storage import MemoryStorage, key_of
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.folder import FolderStorage
+from pdproxy_lab.sim.storage import MemoryStorage, key_of
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
 
 SIZE = 32

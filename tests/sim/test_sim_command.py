@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from pdproxy.cli import sim
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts
+from pdproxy_lab.cli import sim
+from pdproxy_lab.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts
 
 PATIENCE = 30
 
@@ -144,7 +144,7 @@ def arguments(*options: str) -> object:
     from pdproxy.cli.parser import Parser
 
     commands = Parser().add_subparsers()
-    sim.add(commands)
+    sim.add(commands, "")
     return commands.choices["sim"].parse_args(options)
 
 
@@ -186,8 +186,8 @@ def test_every_fact_is_an_option() -> None:
 
 
 def test_help_names_every_kind_of_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    from pdproxy.sim.faults.kinds import KINDS
-    from pdproxy.sim.faults.moments import MOMENTS
+    from pdproxy_lab.sim.faults.kinds import KINDS
+    from pdproxy_lab.sim.faults.moments import MOMENTS
 
     assert main(["sim", "--help"]) == 0
     said = capsys.readouterr().out

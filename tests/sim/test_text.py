@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.sim.api.detokenizer import Detokenizer
-from pdproxy.sim.api.errors import EngineRefused, Refused
-from pdproxy.sim.api.protocol import ChatBody
-from pdproxy.sim.api.sampling import admit, sampling_params
-from pdproxy.sim.api.structured import TextGrammar, texts_of_regex, texts_of_schema
-from pdproxy.sim.api.template import render
-from pdproxy.sim.api.tools import CallParser, calls_tools, grammar_of_calls
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.tokenizer import EOS, Tokenizer
+from pdproxy_lab.sim.api.detokenizer import Detokenizer
+from pdproxy_lab.sim.api.errors import EngineRefused, Refused
+from pdproxy_lab.sim.api.protocol import ChatBody
+from pdproxy_lab.sim.api.sampling import admit, sampling_params
+from pdproxy_lab.sim.api.structured import TextGrammar, texts_of_regex, texts_of_schema
+from pdproxy_lab.sim.api.template import render
+from pdproxy_lab.sim.api.tools import CallParser, calls_tools, grammar_of_calls
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.tokenizer import EOS, Tokenizer
 
 TOKENIZER = Tokenizer()
 TEXT = st.text(st.sampled_from(list("ab c.é🦊\n")), max_size=40)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.sim.tokenizer import BOS, FIRST_BYTE, IM_END, IM_START, SPECIAL, THINK, VOCABULARY, Tokenizer
+from pdproxy_lab.sim.tokenizer import BOS, FIRST_BYTE, IM_END, IM_START, SPECIAL, THINK, VOCABULARY, Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.sim.nixl import EXPIRY_MARGIN
+from pdproxy_lab.sim.nixl import EXPIRY_MARGIN
 from tests.sim.engines import PREFILL, PROMPT, plain
 from tests.sim.test_turns import MORE, Pair, pulled
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.facts import Facts
+from pdproxy_lab.sim.facts import Facts
 from tests.sim.engines import PROMPT, Engines, plain
 
 BOTH = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 60.0}

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.sim import since
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim import since
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.moments import FAST
 from tests.sim.raw import ask, chat, completion, post
 

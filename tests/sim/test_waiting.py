@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.active import ActiveRequest
-from pdproxy.sim.memory import Attention, BlockPool
-from pdproxy.sim.request import EngineRequest, SamplingParams
-from pdproxy.sim.waiting import WaitingRequests, fits_whole
+from pdproxy_lab.sim.active import ActiveRequest
+from pdproxy_lab.sim.memory import Attention, BlockPool
+from pdproxy_lab.sim.request import EngineRequest, SamplingParams
+from pdproxy_lab.sim.waiting import WaitingRequests, fits_whole
 
 POOL = BlockPool(8, 16)
 

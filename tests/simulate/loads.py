@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.shape import Fleet, Shape
 
 H200 = Hardware(
     prefill_tokens_per_s=47_619.0,

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.slo import Slo, parse_slo
-from pdproxy.bench.workload import Lengths
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.load import Synthetic
-from pdproxy.lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import kept
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.placement import Candidates, Placed
 from pdproxy.scheduling.policy import Ask
+from pdproxy_lab.bench.arrivals import Arrivals
+from pdproxy_lab.bench.slo import Slo, parse_slo
+from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.load import Synthetic
+from pdproxy_lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import kept
 from tests.simulate.loads import LEAST_LOAD, copies, drawn
 
 H200 = load("h200-8b").hardware

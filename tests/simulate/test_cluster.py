@@ -9,15 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.slo import parse_slo
-from pdproxy.bench.workload import Lengths
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.load import Synthetic
-from pdproxy.lab.simulate.run import Simulation, run
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import summarise
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.bench.arrivals import Arrivals
+from pdproxy_lab.bench.slo import parse_slo
+from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.load import Synthetic
+from pdproxy_lab.simulate.run import Simulation, run
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import summarise
 from tests.simulate.loads import H200, LEAST_LOAD, cluster, drawn
 
 FLEETS = st.sampled_from(
@@ -139,7 +139,7 @@ def _simulation(fleet: Fleet, prompt: int, answer: int, rate: float) -> Simulati
 
 def test_engines_that_make_no_progress_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """No load is known that causes it. Requests that only preempt each other would go on for ever."""
-    monkeypatch.setattr("pdproxy.lab.simulate.cluster._NO_PROGRESS", 20)
+    monkeypatch.setattr("pdproxy_lab.simulate.cluster._NO_PROGRESS", 20)
     made = cluster(Fleet(aggregated=1), Shape(max_num_batched_tokens=64, kv_tokens=64_000))
     with pytest.raises(ValueError, match="no request came or ended in 20 steps"):
         made.run([Call(0, 0.0, 4000, 2)])

@@ -147,6 +147,6 @@ def test_an_interrupt_ends_the_command(capsys: pytest.CaptureFixture[str], monke
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pdproxy.lab.simulate.run.run", interrupted)
+    monkeypatch.setattr("pdproxy_lab.simulate.run.run", interrupted)
     assert main([*PLAIN, *LOAD]) == 130
     assert capsys.readouterr().err == "pdproxy simulate: interrupted\n"

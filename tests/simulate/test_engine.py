@@ -6,8 +6,8 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.shape import Fleet, Shape
 from tests.simulate.loads import SIMPLE, cluster
 
 PLAIN, PAIR = Fleet(aggregated=1), Fleet(prefill=1, decode=1)

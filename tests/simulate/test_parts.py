@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.trace import Entry
-from pdproxy.bench.workload import Lengths
-from pdproxy.lab.simulate.gaps import Histogram, WorstGaps
-from pdproxy.lab.simulate.load import Replay, Synthetic
-from pdproxy.lab.simulate.memory import KVMemory
-from pdproxy.lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.bench.arrivals import Arrivals
+from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.workload import Lengths
+from pdproxy_lab.simulate.gaps import Histogram, WorstGaps
+from pdproxy_lab.simulate.load import Replay, Synthetic
+from pdproxy_lab.simulate.memory import KVMemory
+from pdproxy_lab.simulate.shape import Fleet, Shape
 
 SECONDS = st.floats(1e-4, 10.0)
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from pdproxy.bench.trace import Entry, spread
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.load import Replay
-from pdproxy.lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.bench.trace import Entry, spread
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.load import Replay
+from pdproxy_lab.simulate.shape import Fleet, Shape
 from tests.simulate.loads import H200, cluster, conversations, copies, drawn
 from tests.simulate.token_level import TokenLevel
 

@@ -8,15 +8,15 @@ from statistics import fmean
 
 import pytest
 
-from pdproxy.bench.slo import parse_slo
-from pdproxy.lab.simulate import placements, workers
-from pdproxy.lab.simulate.cluster import Call, Cluster
-from pdproxy.lab.simulate.placements import bounds_of
-from pdproxy.lab.simulate.replicas import Replicas, ReplicatedCluster
-from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.lab.simulate.summary import summarise
-from pdproxy.lab.simulate.workers import WorkersCluster
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.bench.slo import parse_slo
+from pdproxy_lab.simulate import placements, workers
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.placements import bounds_of
+from pdproxy_lab.simulate.replicas import Replicas, ReplicatedCluster
+from pdproxy_lab.simulate.shape import Fleet, Shape
+from pdproxy_lab.simulate.summary import summarise
+from pdproxy_lab.simulate.workers import WorkersCluster
 from tests.simulate.loads import H200, LEAST_LOAD, drawn
 
 SHAPES = dict.fromkeys(Role, Shape(max_num_batched_tokens=2048))

@@ -7,17 +7,17 @@ from functools import partial
 from itertools import pairwise
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.lab.simulate.cluster import TEXT_BYTES, Call
-from pdproxy.lab.simulate.records import Records
-from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.facts import Role as SimRole
-from pdproxy.sim.request import EngineOutput, EngineRequest, SamplingParams
-from pdproxy.sim.virtual import VirtualCluster, VirtualEngine
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import Role as SimRole
+from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
+from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
+from pdproxy_lab.simulate.cluster import TEXT_BYTES, Call
+from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.shape import Fleet, Shape
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 _ROLES: dict[Role, SimRole] = {Role.PREFILL: "prefill", Role.DECODE: "decode", Role.AGGREGATED: "aggregated"}

@@ -322,14 +322,19 @@ def test_scripts_for_other_shells(shell: str, capsys: pytest.CaptureFixture[str]
     assert all(command in out for command in COMMANDS)
 
 
-def test_the_version_is_printed_without_the_settings() -> None:
-    """Neither other commands nor the libraries of some of them are imported."""
+@pytest.mark.parametrize(
+    ("line", "imported"), [("--version", []), ("--help", []), ("serve --help", ["pdproxy.cli.serve", "yaml"])]
+)
+def test_a_command_is_imported_alone(line: str, imported: list[str]) -> None:
+    """No other command, no tool, and none of the libraries of other commands."""
     code = (
-        "import sys; from pdproxy.cli.main import main; main(['--version'])\n"
-        "print([m for m in ('shtab', 'yaml', 'asyncio', 'pdproxy.cli.serve', 'pdproxy.sim') if m in sys.modules])"
+        "import sys; from pdproxy.cli.main import main; from pdproxy.cli.commands import COMMANDS\n"
+        f"main({line.split()})\n"
+        "watched = {'shtab', 'yaml', 'asyncio', *(one.module for one in COMMANDS.values())}\n"
+        "print(sorted(x for x in sys.modules if x in watched or x.startswith('pdproxy_lab')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.stderr) == (f"pdproxy {__version__}\n[]\n", "")
+    assert (done.stdout.splitlines()[-1], done.stderr) == (str(imported), "")
 
 
 def test_config_print_shows_what_is_in_force(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from pdproxy.cli import serve, sim
+from pdproxy.cli import serve
 from pdproxy.cli.main import main
 from pdproxy.cli.options import settings_from
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.cli import sim
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.serving.dispatch.cut import Cut, find_cut
-from pdproxy.sim.api.detokenizer import Detokenizer
-from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.transfer.continued_events import LastEvent
 from pdproxy.wire.continuable import Continuable, Reason
 from pdproxy.wire.request import Route
+from pdproxy_lab.sim.api.detokenizer import Detokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer()
 

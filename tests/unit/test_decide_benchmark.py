@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.bench.trace import Entry
-from pdproxy.lab.plan.capacity import Level
 from pdproxy.scheduling.nodes import Role
+from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.plan.capacity import Level
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -10,13 +10,13 @@ import yaml
 from tests.reference.markdown import wrapped
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "proxy" / "pdproxy"
+PROXY = ROOT / "proxy" / "pdproxy"
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(ROOT.glob("*.md")),
     *(ROOT / name for name in ("benchmarks/README.md", "tests/engines/README.md")),
 ]
-PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"pdproxy"}
+PACKAGES = {path.parent.name for path in PROXY.glob("*/__init__.py")} | {"pdproxy", "pdproxy_lab"}
 FOLDERS = {".ci", "benchmarks", "configs", "docs", "tests"} | PACKAGES
 CODE = re.compile(r"`([^`\n]+)`")
 DOTTED = re.compile(r"\w+(\.\w+)+")
@@ -44,9 +44,9 @@ SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
 
 
 def resolves(name: str) -> bool:
-    """Return whether a dotted name is a module of the package, or an attribute of one."""
+    """Return whether a dotted name is a module of a package, or an attribute of one. Those of the proxy need no `pdproxy`."""
     try:
-        pkgutil.resolve_name(name if name.startswith("pdproxy.") else f"pdproxy.{name}")
+        pkgutil.resolve_name(name if name.startswith(("pdproxy.", "pdproxy_lab.")) else f"pdproxy.{name}")
     except (ImportError, AttributeError):
         return False
     return True
@@ -70,8 +70,9 @@ def missing_names(text: str) -> list[str]:
 
 
 def missing_files(text: str, folder: Path) -> list[str]:
-    """Return the files that are neither under the root, nor in the package, nor beside the page."""
-    return sorted(name for name in files_in(text) if not any(any(at.glob(name)) for at in (ROOT, PACKAGE, folder)))
+    """Return the files that are neither under the root, nor in one of the packages, nor beside the page."""
+    folders = (ROOT, ROOT / "proxy", PROXY, folder)
+    return sorted(name for name in files_in(text) if not any(any(at.glob(name)) for at in folders))
 
 
 def anchors(text: str) -> set[str]:

@@ -14,6 +14,7 @@ from pdproxy.cli.options import settings_from
 from pdproxy.settings.conform import leaves
 from pdproxy.settings.environment import RESERVED, variable
 from pdproxy.settings.schema import Settings
+from tests.chaos.__main__ import parser_of_options
 from tests.reference import command_line
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ FLAG = re.compile(r"--[a-z][\w-]*")
 OTHERS = {"--minutes", "--no-build-isolation"}
 """Flags of other programs, which the pages name: `python -m tests.fuzz.run`, pip."""
 VLLM = frozenset((ROOT / "tests" / "reference" / "vllm_names.txt").read_text().split("\n"))
-PARSER = command_line.parser()
+PARSER, CHAOS = command_line.parser(), parser_of_options()
 COMMANDS = command_line.commands(PARSER)
 SETTINGS = {variable(path) for path, _ in leaves(Settings)}
 
@@ -101,6 +102,14 @@ def test_a_command_is_taken(
         settings_from(arguments, need_engines=False)
 
 
+def test_commands_of_chaos_are_taken() -> None:
+    """Its page has some."""
+    found = [program(words) for _, words in all_commands("python -m tests.chaos")]
+    assert len(found) > 2
+    for words in found:
+        CHAOS.parse_args(words[3:])
+
+
 @pytest.mark.parametrize(
     ("page", "words"), ENGINES, ids=[f"{page}: {shlex.join(words)}"[:150] for page, words in ENGINES]
 )
@@ -137,7 +146,7 @@ def test_a_page_names_only_flags_and_variables_that_exist(page: Path) -> None:
 
 def wrong_words(text: str) -> list[str]:
     """Return code in a paragraph that names a command or a flag that neither pdproxy nor vLLM has."""
-    every = {flag for of in _all(PARSER) for flag in command_line.options(of)} | VLLM | OTHERS
+    every = {flag for of in (CHAOS, *_all(PARSER)) for flag in command_line.options(of)} | VLLM | OTHERS
     wrong = []
     for code in inline(text):
         words = code.split()

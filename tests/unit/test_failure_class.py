@@ -16,8 +16,8 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch.failure_class import verdict_of
-from pdproxy.sim.error_body import error_body
-from pdproxy.sim.request import EngineDeadError
+from pdproxy_lab.sim.error_body import error_body
+from pdproxy_lab.sim.request import EngineDeadError
 
 DEAD = json.dumps(error_body(str(EngineDeadError()), "InternalServerError", 500)).encode()
 QUOTED = json.dumps(error_body(f"The prompt was: {EngineDeadError()}", "InternalServerError", 500)).encode()

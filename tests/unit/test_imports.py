@@ -1,4 +1,4 @@
-"""No circles among the imports of pdproxy's modules, whether an import runs at the start, in a function or for types only."""
+"""No circles among the imports of the packages' modules, whether an import runs at the start, in a function or for types only."""
 
 import ast
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import pytest
 
 import pdproxy
 
-PACKAGE = Path(pdproxy.__file__).parent
+PACKAGES = Path(pdproxy.__file__).parents[1]
 
 
 def imported(source: str, modules: set[str]) -> set[str]:
@@ -47,8 +47,8 @@ def circles(imports: Mapping[str, set[str]]) -> set[frozenset[str]]:
 
 def test_no_module_imports_itself_through_others() -> None:
     files = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in PACKAGE.rglob("*.py")
+        ".".join(path.relative_to(PACKAGES).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGES.rglob("*.py")
     }
     imports = {name: imported(path.read_text(), set(files)) - {name} for name, path in files.items()}
     assert len(files) > 200

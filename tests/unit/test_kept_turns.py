@@ -21,8 +21,8 @@ from pdproxy.serving.kv.kept_turns import (
     scope_of,
 )
 from pdproxy.serving.kv.open_turns import MAX_NAMESAKES, MAX_OVER, WAIT, OpenTurn, OpenTurns
-from pdproxy.sim.facts import Facts
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read, shown_in_streams
+from pdproxy_lab.sim.facts import Facts
 from tests.sim.engines import Engines, plain
 
 LIMITS = TurnLimits(seconds=100, count=100, max_bytes=1 << 20, max_blocks=100, min_tokens=1, min_share=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

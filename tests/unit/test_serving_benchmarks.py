@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -17,8 +17,6 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.engine_networks import USUAL
 from pdproxy.kit.shared_records import SharedRecords
-from pdproxy.lab.chaos.virtual.loop import VirtualLoop
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.observe.events import Event, Observers, TurnClaimed, TurnDropped, TurnKept
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.kv import shared_turns
@@ -27,6 +25,8 @@ from pdproxy.serving.kv.shared_turns import CLAIMS, PATIENCE, SILENT, TOLD_AGAIN
 from pdproxy.serving.kv.turn_messages import is_turn
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
+from tests.chaos.virtual.loop import VirtualLoop
+from tests.chaos.virtual.network import VirtualNetwork
 from tests.unit.test_kept_turns import HISTORY, LIMITS, SCOPE, node, params, text
 from tests.unit.test_siblings import Parent
 

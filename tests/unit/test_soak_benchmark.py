@@ -14,8 +14,8 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import soak
-from pdproxy.lab.chaos.answers import Answer, Told
-from pdproxy.lab.chaos.oracle import Body
+from tests.chaos.answers import Answer, Told
+from tests.chaos.oracle import Body
 
 STEADY = {"memory": 80.0, "files": 60.0, "tasks": 90.0}
 

@@ -10,9 +10,9 @@ import pytest
 
 from pdproxy.kit.fair_queue import FairQueue
 from pdproxy.kit.fair_tenants import Entry
-from pdproxy.lab.chaos.virtual.loop import VirtualLoop
-from pdproxy.lab.chaos.virtual.network import VirtualNetwork
 from pdproxy.serving.request.spaced_places import FASTER, LEAST, SpacedPlaces
+from tests.chaos.virtual.loop import VirtualLoop
+from tests.chaos.virtual.network import VirtualNetwork
 from tests.fakes.engine_model import Model, Pool, modelled
 
 TOGETHER = Pool(step=0.0055, prefill_tokens_per_s=14_000.0, together=True)

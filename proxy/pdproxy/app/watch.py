@@ -1,4 +1,4 @@
-"""How an instrument of `lab` observes a proxy: given when the proxy is built. Serving needs none of it."""
+"""How a tool or a test observes a proxy in its process: given when the proxy is built. Serving needs none of it."""
 
 from __future__ import annotations
 

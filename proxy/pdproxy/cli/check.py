@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "check",
-        help="check whether engines will work with prefill and decode split (connector nixl)",
+        help=summary,
         description="Ask the engines for their settings, send a few requests through each pair of a prefill and a decode "
         "engine, and print what is wrong and how to fix it. For connector nixl; `pdproxy conformance` tests all connectors. "
         "Run it before there is traffic. The exit code is 0 if the engines are ready, 1 if not, 2 if the settings are wrong. "
@@ -77,11 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
             "run `pdproxy conformance`, which tests all connectors"
         )
     # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
-    from pdproxy.lab.check import report
-    from pdproxy.lab.check.gather import gather_all
-    from pdproxy.lab.check.machine import machine_facts
-    from pdproxy.lab.check.options import Options
-    from pdproxy.lab.check.rules import judge
+    from pdproxy.check import report
+    from pdproxy.check.gather import gather_all
+    from pdproxy.check.machine import machine_facts
+    from pdproxy.check.options import Options
+    from pdproxy.check.rules import judge
 
     options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
     try:
@@ -104,9 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _security(arguments: argparse.Namespace) -> int:
     """Print what the settings leave open."""
     settings = settings_from(arguments, need_engines=False)
-    from pdproxy.lab.check import report
-    from pdproxy.lab.check.security.report import as_json, as_text, exit_code, judge
-    from pdproxy.lab.check.security.view import view_of
+    from pdproxy.check import report
+    from pdproxy.check.security.report import as_json, as_text, exit_code, judge
+    from pdproxy.check.security.view import view_of
 
     findings = judge(view_of(settings))
     style = report.Style(can_print("✗→"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))

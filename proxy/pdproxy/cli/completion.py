@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "completion",
-        help="print a script for completion in bash, zsh or tcsh",
+        help=summary,
         description="Print a script with which the shell completes commands, options and file names of pdproxy. Print it again "
         "after an upgrade.",
         epilog=examples(

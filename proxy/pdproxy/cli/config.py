@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "config",
-        help="begin a settings file; print or check the settings",
+        help=summary,
         description="Begin a settings file, or print or check the settings that `pdproxy serve` would use with the same options, "
         "variables and file. No engine is asked.",
     )

@@ -30,11 +30,11 @@ MAX_DRAIN = 604_800.0
 _ENGINE = "its URL, http://HOST:PORT or HOST:PORT, or its id (`pdproxy engines list`)"
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "engines",
-        help="list, add, drain and remove the engines of a running proxy",
+        help=summary,
         description="List, add, drain and remove the engines of a running proxy, by its admin API (listen.admin). The exit code "
         "is 0 if it was done, 1 with a line if the proxy refuses it or does not answer, 2 if arguments or settings are wrong.",
     )

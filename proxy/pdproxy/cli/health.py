@@ -56,11 +56,11 @@ class _Place(NamedTuple):
         return f"{'http' if self.context is None else 'https'}://{host}:{self.port}"
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "health",
-        help="check whether a running proxy answers, for health checks",
+        help=summary,
         description="Ask the proxy that `pdproxy serve` runs on this machine with the same options, variables and file. The "
         "exit code is 0 if it answers 200 in time, 1 with the reason in one line if it does not, 2 if the options or the "
         "settings are wrong. With TLS, the proxy must have the certificate that the settings name.",

@@ -19,11 +19,11 @@ MODULE = "pdproxy_nixl"
 NOTIFY = "tcp://127.0.0.1:7500"
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "notifier",
-        help="print the file that makes vLLM report its KV transfers",
+        help=summary,
         description="Print or write (--out) a Python file for engines: vLLM's NIXL connector, which also reports to the proxy"
         " when KV is ready, loaded or released. The command also prints the flags that the engines need. Engines with the file"
         " work together with engines without it. The proxy needs --kv-notifier true.",

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
 
-def add(commands: Commands) -> None:
-    """Add the command."""
+def add(commands: Commands, summary: str) -> None:
+    """Add the command. `summary`: what it does, in the list of all commands."""
     parser = commands.add_parser(
         "serve",
-        help="run the proxy",
+        help=summary,
         description="Serve the OpenAI API from prefill and decode engines until SIGTERM or Ctrl-C; requests in flight are "
         "completed. The exit code is 0, 1 after a failure, 2 with a line for each mistake if the settings are wrong.",
         usage="pdproxy serve --prefill URL [URL ...] --decode URL [URL ...] [option ...]",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pdproxy.lab.chaos.options import Options
+from tests.chaos.options import Options
 from tests.chaos.planted.bug import all_bugs
 from tests.chaos.planted.hunt import HEAD, Hunt, hunts
 

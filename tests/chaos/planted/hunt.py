@@ -13,10 +13,11 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from pdproxy.lab.chaos.course import Result
-from pdproxy.lab.chaos.finding import Finding
-from pdproxy.lab.chaos.options import Options
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
 from tests.chaos.planted.bug import Bug, copy_package
+from tests.chaos.run import ROOT
 
 _WALL = 600.0
 """Seconds of one seed by the wall clock, on a machine that does other things."""
@@ -88,11 +89,12 @@ def run_seed(package: Path, options: Options) -> Result:
     Raises:
         RuntimeError: there is no result.
     """
+    path = os.pathsep.join(map(str, (package.parent, ROOT, ROOT / "proxy")))  # the copy stands before the package
     done = subprocess.run(
-        [sys.executable, "-m", "pdproxy.lab.chaos.child"],
+        [sys.executable, "-m", "tests.chaos.child"],
         input=msgspec.json.encode(options),
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(package.parent), "PYTHONHASHSEED": "0"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
         cwd=package.parent,  # -m looks there first
         timeout=_WALL,
         check=False,

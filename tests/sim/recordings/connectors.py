@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.sim.facts import LMCache
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.facts import LMCache
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import until
 from tests.sim.recordings.reading import Exchange, raw, read_all
 from tests.sim.recordings.sequences import warm

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import until
 from tests.sim.recordings.reading import Exchange, Sent, read_all
 from tests.sim.recordings.stage import ROOMY, Stage, words

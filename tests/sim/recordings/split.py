@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.recordings.reading import Sent, prefills, read
 from tests.sim.recordings.stage import PREFILL, Stage, count_tokens, other_prompt, words
 

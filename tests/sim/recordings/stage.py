@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.server import SimServer
-from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.server import SimServer
+from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.sim.raw import Raw, ask, until
 from tests.sim.recordings.reading import Exchange, Sent
 from tests.sim.shape import Seen, differences

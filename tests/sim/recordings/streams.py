@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.sim.server import SimServer
+from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import Raw, turns
 from tests.sim.recordings.reading import Sent, raw, read
 from tests.sim.recordings.stage import PREFILL, Stage, seen

@@ -1,1 +1,0 @@
-"""The operator's instruments: what one runs beside the proxy, or before it."""

@@ -1,1 +1,0 @@
-"""Chaos: the proxy and simulated engines under seeded load and faults, in virtual time, checked against invariants."""

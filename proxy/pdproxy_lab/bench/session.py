@@ -1,0 +1,231 @@
+"""All runs of one measurement: each server with each seed, in turn. Owns the first questions to a server, and an orderly end.
+
+Servers are measured alternately, so that a slow change of the machine meets all of them. A server's prompts differ from another's
+in their tokens and agree in their lengths and times: two proxies before the same engines don't find each other's prompts cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pdproxy_lab.bench.client import Progress, Run, Target, session_of
+from pdproxy_lab.bench.errors import USAGE_ERROR, BenchError
+from pdproxy_lab.bench.measures import summarise
+from pdproxy_lab.bench.prompts import ONE_EACH, Endpoint, Prompts, WordTokens, word_tokens
+from pdproxy_lab.bench.reading import Address
+from pdproxy_lab.bench.record import Record, Shape, details_of, record_of
+from pdproxy_lab.bench.slo import Slo
+from pdproxy_lab.bench.workload import Lengths, Planned
+
+MAX_IN_FLIGHT = 4096
+"""Requests of one run, unless the option says otherwise or the system allows fewer files."""
+_OTHER_FILES = 64
+_ASK = 10.0
+"""Seconds for the list of models."""
+_MAX_MODELS = 1 << 20
+"""Bytes of that list."""
+_WARM_UP_GAP = 0.05
+_PROGRESS = 0.5
+"""Seconds between two reports of the progress."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. `plan` returns the requests of a seed, `shape` describes them without seed and number."""
+
+    servers: tuple[Address, ...]
+    seeds: range
+    plan: Callable[[int], list[Planned]]
+    shape: Shape
+    endpoint: Endpoint
+    slos: tuple[Slo, ...] = ()
+    model: str | None = None
+    """None: the first one that the server lists."""
+    headers: Mapping[str, str] = {}
+    timeout: float = 300.0
+    """Seconds that each request may take."""
+    max_in_flight: int | None = None
+    allow_lag: bool = False
+    ids: Lengths = Lengths(300, 4000)
+    extra: Mapping[str, Any] = {}
+    warm_up: int = 1
+    """Requests to each server before its first run."""
+    detailed: bool = False
+    tls: ssl.SSLContext | None = None
+    version: str = ""
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class Session:
+    """Measures. `on_record` gets each run's record when it ends, `on_progress` the server's name, the seed and the progress."""
+
+    def __init__(
+        self,
+        options: Options,
+        on_record: Callable[[Record], None],
+        on_progress: Callable[[str, int, Progress], None] | None = None,
+    ) -> None:
+        self._options = options
+        self._on_record = on_record
+        self._on_progress = on_progress
+        self._run: Run | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._words: dict[str, WordTokens] = {}
+        """By a server's name, for chats."""
+        self.stopped = False
+
+    def stop(self) -> None:
+        """End it now. The run that goes on is recorded as partial, and no further one begins."""
+        self.stopped = True
+        if self._run is not None:
+            self._run.stop()
+        elif self._asking is not None:
+            self._asking.cancel()
+
+    async def measure(self) -> None:
+        """Measure all servers with all seeds.
+
+        Raises:
+            BenchError: a server can't be asked, or its first answers are wrong.
+        """
+        most = in_flight_limit(self._options.max_in_flight)
+        async with session_of(self._options.tls) as session:
+            self._asking = asyncio.create_task(self._prepare(session))
+            await asyncio.wait([self._asking])
+            if self.stopped or self._asking.cancelled():
+                return
+            self._asking.result()
+            gc.collect()
+            gc.freeze()  # what is there by now need not be searched while times are taken
+            try:
+                for seed in self._options.seeds:
+                    planned = self._options.plan(seed)
+                    for target in self._targets:
+                        if not self.stopped:
+                            await self._one(session, target, seed, planned, most)
+            finally:
+                gc.unfreeze()
+
+    async def _prepare(self, session: aiohttp.ClientSession) -> None:
+        options = self._options
+        self._targets = []
+        for server in options.servers:
+            model = options.model or await _first_model(session, server, options)
+            target = Target(name=server.name, url=server.url, model=model, headers=options.headers)
+            self._targets.append(target)
+            first = options.plan(options.seeds.start)[:1]
+            planned = (
+                [msgspec.structs.replace(first[0], at=i * _WARM_UP_GAP) for i in range(options.warm_up)]
+                if first
+                else []
+            )
+            run = self._run_of(session, target, "warm-up", MAX_IN_FLIGHT)
+            for outcome in (await run.go(planned)).outcomes:
+                if outcome.error is not None:
+                    raise BenchError(f"{server.name}: the first request failed: {outcome.error}: {outcome.text}")
+            if options.endpoint == "chat" and planned:
+                await self._count_words(session, target)
+
+    async def _count_words(self, session: aiohttp.ClientSession, target: Target) -> None:
+        """Find how many tokens words have, by two chats. Without the server's count of them: one each."""
+        options = self._options
+        prompts = Prompts(options.endpoint, target.model, "", options.ids, dict(options.extra))
+        run = Run(session, target, options.endpoint, prompts.listing, timeout=options.timeout, max_in_flight=2)
+        seen = await run.go([Planned(0.0, 1, 1), Planned(_WARM_UP_GAP, 1, 1)])
+        known = [outcome.prompt_tokens for outcome in seen.outcomes if outcome.prompt_tokens is not None]
+        if len(known) == 2:
+            self._words[target.name] = word_tokens(*known)
+
+    def _run_of(self, session: aiohttp.ClientSession, target: Target, seed: object, most: int) -> Run:
+        options = self._options
+        salt = f"{options.shape.salt}:{target.name}:{seed}"
+        words = self._words.get(target.name, ONE_EACH)
+        prompts = Prompts(options.endpoint, target.model, salt, options.ids, dict(options.extra), words)
+        return Run(session, target, options.endpoint, prompts.body, timeout=options.timeout, max_in_flight=most)
+
+    async def _one(
+        self, session: aiohttp.ClientSession, target: Target, seed: int, planned: Sequence[Planned], most: int
+    ) -> None:
+        options = self._options
+        self._run = run = self._run_of(session, target, seed, most)
+        async with self._reporting(run, target, seed):
+            seen = await run.go(planned)
+        self._run = None
+        summary = summarise(seen, options.slos, allow_lag=options.allow_lag, max_in_flight=most)
+        shape = msgspec.structs.replace(options.shape, seed=seed, requests=len(planned))
+        record = record_of(summary, target, shape, options.slos, options.version)
+        self._on_record(record | details_of(seen) if options.detailed else record)
+
+    @asynccontextmanager
+    async def _reporting(self, run: Run, target: Target, seed: int) -> AsyncIterator[None]:
+        async def report() -> None:
+            while self._on_progress is not None:
+                self._on_progress(target.name, seed, run.progress())
+                await asyncio.sleep(_PROGRESS)
+
+        task = asyncio.create_task(report())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def in_flight_limit(wanted: int | None) -> int:
+    """Return how many requests may be in flight, and let the process have as many files.
+
+    Raises:
+        BenchError: the system doesn't allow that many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = (wanted or MAX_IN_FLIGHT) + _OTHER_FILES
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if wanted is not None and allowed < needed:
+        raise BenchError(f"--max-in-flight: {wanted} need {needed} open files, the system allows {hard}", USAGE_ERROR)
+    return allowed - _OTHER_FILES
+
+
+async def _first_model(session: aiohttp.ClientSession, server: Address, options: Options) -> str:
+    url = server.url + "/v1/models"
+    try:
+        async with (
+            asyncio.timeout(min(options.timeout, _ASK)),
+            session.get(
+                url, headers={**options.headers, "accept-encoding": "identity"}, allow_redirects=False
+            ) as answer,
+        ):
+            content = b""
+            async for chunk in answer.content.iter_any():
+                content += chunk
+                if len(content) > _MAX_MODELS:
+                    raise BenchError(f"{server.name}: {url}: the answer is longer than {_MAX_MODELS} bytes")
+            if answer.status != 200:
+                raise BenchError(f"{server.name}: {url}: status {answer.status} (--api-key, --header or --model)")
+    except TimeoutError:
+        raise BenchError(f"{server.name}: {url}: no answer within {min(options.timeout, _ASK):g} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise BenchError(f"{server.name}: {url}: {error or type(error).__name__}") from None
+    try:
+        models = msgspec.json.decode(content, type=_Models).data
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BenchError(f"{server.name}: {url}: the answer is no list of models (--model)") from None
+    if not models or not 0 < len(models[0].id) <= 256:
+        raise BenchError(f"{server.name}: {url}: it lists no model (--model)")
+    return models[0].id

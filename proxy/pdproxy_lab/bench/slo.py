@@ -1,0 +1,66 @@
+"""Service level objectives: what a request must keep to be a good one."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pdproxy_lab.bench.outcome import Outcome
+
+LIMITS = ("ttft", "tpot", "gap", "e2e")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s)")
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits in seconds, None: no such limit. `ttft` and `e2e` count from when the request was due."""
+
+    name: str
+    ttft: float | None = None
+    tpot: float | None = None
+    gap: float | None = None
+    """Of the longest time between two events with tokens."""
+    e2e: float | None = None
+
+    def kept(self, outcome: Outcome) -> bool:
+        """Return whether a request was good. One that failed is not; one token alone has no TPOT and no gap to miss.
+
+        If the server has not counted its tokens, its TPOT is not known: ask `knows` before.
+        """
+        if outcome.error is not None:
+            return False
+        found = (
+            (self.ttft, outcome.ttft),
+            (self.tpot, outcome.tpot),
+            (self.gap, outcome.worst_gap),
+            (self.e2e, outcome.e2e),
+        )
+        return all(limit is None or value is None or value <= limit for limit, value in found)
+
+    def knows(self, outcome: Outcome) -> bool:
+        """Return whether it can be said if the request was good."""
+        return outcome.error is not None or self.tpot is None or outcome.output_tokens is not None
+
+
+def parse_slo(text: str) -> Slo:
+    """Read `ttft=500ms,tpot=15ms`, with a name in front: `chat:ttft=0.5s`. Without a name, the text is the name.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    name, colon, rest = text.partition(":")
+    if not colon:
+        name, rest = text, text
+    elif not _NAME.fullmatch(name):
+        raise ValueError(f"a name has 1 to 32 letters, digits, '.', '_' or '-', got {name[:40]!r}")
+    limits: dict[str, float] = {}
+    for part in rest.split(","):
+        key, equals, value = part.strip().partition("=")
+        found = _TIME.fullmatch(value)
+        if key not in LIMITS or not equals or found is None or key in limits or not float(found[1]):
+            raise ValueError(
+                f"expected [NAME:]ttft=500ms,tpot=15ms,gap=50ms,e2e=10s, each once at most, got {text[:80]!r}"
+            )
+        limits[key] = float(found[1]) / (1000 if found[2] == "ms" else 1)
+    return Slo(name=name, **limits)

@@ -1,0 +1,1 @@
+"""The tools' commands of `pdproxy`: one file per command, which parses, calls and prints."""

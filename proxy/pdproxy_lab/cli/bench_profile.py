@@ -1,0 +1,57 @@
+"""`pdproxy bench --profile`: the requests of a bench once more, on one virtual engine with a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdproxy_lab.cli.load_options import as_settings_error
+
+if TYPE_CHECKING:
+    from pdproxy_lab.bench.slo import Slo
+    from pdproxy_lab.bench.workload import Planned
+    from pdproxy_lab.simulate.run import Simulation
+
+
+def simulation_of(name: str, plan: Callable[[int], Sequence[Planned]], slos: tuple[Slo, ...]) -> Simulation:
+    """Return one plain engine with a profile. `plan`: makes the requests of a seed.
+
+    Raises:
+        SettingsError: the profile can't be used.
+    """
+    from pdproxy.engine_model.profile import load
+    from pdproxy.scheduling.nodes import Role
+    from pdproxy_lab.simulate.load import Given
+    from pdproxy_lab.simulate.run import Simulation
+    from pdproxy_lab.simulate.shape import Fleet, Shape
+
+    with as_settings_error("--profile: "):
+        profile = load(name)
+        limits = profile.engine
+        shape = Shape(
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            kv_tokens=limits.block_size * limits.num_gpu_blocks,
+            block_size=limits.block_size,
+        )
+        return Simulation(
+            fleet=Fleet(aggregated=1),
+            hardware=profile.hardware,
+            shapes=dict.fromkeys(Role, shape),
+            policies={Role.PREFILL: "least_load", Role.DECODE: "least_load"},
+            load=Given(plan=plan),
+            slos=slos,
+        )
+
+
+def records_of(simulation: Simulation, name: str, seeds: range) -> list[dict[str, Any]]:
+    """Run the seeds of a bench and return a record of each, with the profile's name as that of the server.
+
+    Raises:
+        SettingsError: the engine can't serve the load.
+    """
+    from pdproxy_lab.simulate.run import run_all
+
+    with as_settings_error("--profile: "):
+        return run_all(simulation, f"profile {Path(name).stem}"[:32], seeds, {"profile": name})

@@ -1,0 +1,117 @@
+"""Processes that leave no children: programs that run to their end, and engines under a guard.
+
+Owns their process groups. See `scripts/guard.py` for how an engine ends even where the demo is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pdproxy_lab.demo.options import DemoError
+
+GUARD = Path(__file__).resolve().parents[1] / "scripts" / "guard.py"
+GRACE = 10.0
+"""Seconds that an engine gets between SIGTERM and SIGKILL."""
+_TAIL = 15
+_NOISE = ('"GET /',)
+"""Scrapes and probes, which fill a log."""
+
+
+async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str) -> bytes:
+    """Run a program and return what it printed; its whole group is killed at the deadline, and on cancellation.
+
+    Raises:
+        DemoError: it failed or took too long; ends with its last line.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise DemoError(f"{doing}: {command[0]}: {error.strerror or error}") from error
+    try:
+        async with asyncio.timeout(deadline):
+            out, err = await process.communicate()
+    except TimeoutError:
+        raise DemoError(f"{doing} took more than {deadline:.0f} s") from None
+    finally:
+        kill_group(process.pid)
+    if process.returncode:
+        lines = [line for line in err.decode("utf-8", "replace").splitlines() if line.strip()] or ["no message"]
+        raise DemoError(f"{doing} failed with exit code {process.returncode}: {lines[-1].strip()}")
+    return out
+
+
+def kill_group(leader: int) -> None:
+    """Kill what is left of a session that this class started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class EngineProcess:
+    """One engine under its guard."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._command = command
+        self._environment = environment
+        self._guard: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it; everything it prints goes to its log."""
+        with self.log.open("wb") as out:
+            self._guard = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(GUARD), str(GRACE), *self._command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                env=dict(self._environment),
+                start_new_session=True,
+            )
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or was not started."""
+        return self._guard is None or self._guard.returncode is not None
+
+    def said(self, *words: str) -> bool:
+        """Return whether its log has one of these."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError:
+            return False
+        return any(word in text for word in words)
+
+    def tail(self) -> str:
+        """Return the last lines of its log."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return "it has no log"
+        return "\n".join([line for line in lines if not any(noise in line for noise in _NOISE)][-_TAIL:])
+
+    async def stop(self, at_once: asyncio.Event) -> None:
+        """End it with its children: gracefully, or by SIGKILL once `at_once` is set or the grace has passed."""
+        guard = self._guard
+        if guard is None:
+            return
+        if guard.stdin is not None:
+            guard.stdin.close()
+        ended = asyncio.ensure_future(guard.wait())
+        hurry = asyncio.ensure_future(at_once.wait())
+        await asyncio.wait({ended, hurry}, timeout=GRACE + 2.0, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        if not ended.done():
+            kill_group(guard.pid)
+        await ended

@@ -1,0 +1,192 @@
+"""The answer of a plan: the arrangement, what it does at the asked rate, and the reason. Pure.
+
+It is what the report, the JSON file and the plot are made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pdproxy_lab.plan.arrangement import Arrangement, plain
+from pdproxy_lab.plan.bounds import work_of
+from pdproxy_lab.plan.capacity import GRID, Level, Prober
+from pdproxy_lab.plan.question import SAMPLE, Question
+from pdproxy_lab.plan.search import Found, Result, best_of
+from pdproxy_lab.simulate.summary import Summary
+
+_FEW = 200
+_BEYOND = GRID**5
+"""How far above its capacity an arrangement is looked at, to see what it misses."""
+
+
+class AtRate(msgspec.Struct, frozen=True, kw_only=True):
+    """What an arrangement does at a rate (requests per second), over all seeds."""
+
+    rate: float
+    share: float
+    """The part of all requests that is good."""
+    goodput_per_gpu: float
+    """Good requests per second."""
+    headroom: float
+    """By which part the rate may grow until the SLO is no longer kept, to 1 %; below 0, it is too high."""
+    kept: bool
+    """Whether so many requests are good as must be."""
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an arrangement serves no higher rate: what it is like 5 % above its capacity."""
+
+    missed: dict[str, float]
+    """By limit (ttft, tpot, gap, e2e): the part of requests that misses it."""
+    busy: dict[str, float]
+    """By role: the part of the time in which its engines compute."""
+    with_prefill: dict[str, float]
+    """By role: the part of the time in steps with a part of a prompt."""
+
+    @property
+    def limit(self) -> str | None:
+        """The limit that most requests miss; None: none does."""
+        worst = max(self.missed, key=lambda name: self.missed[name], default=None)
+        return worst if worst is not None and self.missed[worst] > 0 else None
+
+
+class Hopeless(msgspec.Struct, frozen=True, kw_only=True):
+    """What plain engines are like at a low rate (requests per second), where nothing keeps the SLO."""
+
+    arrangement: Arrangement
+    rate: float
+    missed: dict[str, float]
+    """By limit (ttft, tpot, gap, e2e): the part of requests that misses it."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the requests are, of `SAMPLE` at most."""
+
+    longest: int
+    """Tokens of prompt and answer."""
+    refused: float
+    """The part that does not fit into an engine's KV memory."""
+    beyond: float
+    """The part that is longer than the engine was measured for."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the report needs. `other`: the best arrangement of the other kind, plain or split."""
+
+    question: Question
+    result: Result
+    best: Found | None
+    other: Found | None
+    asked: AtRate | None
+    reason: Reason | None
+    """Of the best one."""
+    other_reason: Reason | None
+    sizes: Sizes
+    hopeless: Hopeless | None = None
+    """If there is no best one."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether the answer is to split."""
+        return self.best is not None and bool(self.best.arrangement.prefill)
+
+
+def answer(question: Question, result: Result, rate: float | None) -> Answer:
+    """Simulate what the report needs beside the search. `rate`: requests per second that were asked for; None: none."""
+    best = result.best
+    other = None if best is None else best_of(result.found, prefill=not best.arrangement.prefill)
+    prober = Prober(question, work_of(question))
+    return Answer(
+        question=question,
+        result=result,
+        best=best,
+        other=other,
+        asked=None if best is None or rate is None else _at_rate(prober, best, result, rate),
+        reason=None if best is None else _reason(prober, best, result.level),
+        other_reason=None if other is None else _reason(prober, other, result.level),
+        sizes=_sizes(question),
+        hopeless=None if best is not None else _hopeless(prober, result),
+    )
+
+
+def _sizes(question: Question) -> Sizes:
+    shape, calls = question.shape, question.sample(SAMPLE)
+    most = question.max_model_len
+    return Sizes(
+        longest=max(call.prompt + call.output for call in calls),
+        refused=sum(not shape.fits(call.prompt, call.output) for call in calls) / len(calls),
+        beyond=0.0 if most is None else sum(call.prompt + call.output > most for call in calls) / len(calls),
+    )
+
+
+def _hopeless(prober: Prober, result: Result) -> Hopeless:
+    question = prober.question
+    one = plain(result.gpus, question.chunks[-1], question.policies[0])
+    rate = prober.least(one)
+    run: Summary = prober.at(one, Level(min(result.level.requests, _FEW), 1, 1), rate)[0]
+    return Hopeless(arrangement=one, rate=rate, missed=_missed(run))
+
+
+def _missed(run: Summary) -> dict[str, float]:
+    return {name: 1 - good / run.requests for name, good in run.good.items() if name != "all"}
+
+
+def _at_rate(prober: Prober, best: Found, result: Result, rate: float) -> AtRate:
+    runs = prober.at(best.arrangement, result.level, rate)
+    share = sum(run.good["all"] for run in runs) / sum(run.requests for run in runs)
+    return AtRate(
+        rate=rate,
+        share=share,
+        goodput_per_gpu=rate * share / result.gpus,
+        headroom=best.rate / rate - 1,
+        kept=share >= prober.question.share - 1e-9,
+    )
+
+
+def _reason(prober: Prober, found: Found, level: Level) -> Reason:
+    run: Summary = prober.at(found.arrangement, Level(level.requests, 1, 1), found.rate * _BEYOND)[0]
+    return Reason(
+        missed=_missed(run),
+        busy={role: use.busy for role, use in run.roles.items()},
+        with_prefill={role: use.with_prefill for role, use in run.roles.items()},
+    )
+
+
+def as_json(found: Answer) -> dict[str, Any]:
+    """Return the answer for `--json`: rates in requests per second."""
+    best, result = found.best, found.result
+    return {
+        "gpus": result.gpus,
+        "slo": {key: value for key, value in msgspec.structs.asdict(found.question.slo).items() if value is not None},
+        "share": found.question.share,
+        "split": None if best is None else found.splits,
+        "plan": None if best is None else _entry(best, result.gpus),
+        "asked": None if found.asked is None else msgspec.structs.asdict(found.asked),
+        "reason": None if found.reason is None else msgspec.structs.asdict(found.reason),
+        "other_kind": None if found.other is None else _entry(found.other, result.gpus),
+        "other_reason": None if found.other_reason is None else msgspec.structs.asdict(found.other_reason),
+        "at_a_low_rate": None
+        if found.hopeless is None
+        else {"rate": found.hopeless.rate, "missed": found.hopeless.missed},
+        "do_not_fit": found.sizes.refused,
+        "alternatives": [_entry(one, result.gpus) for one in result.found],
+        "simulations": result.runs,
+    }
+
+
+def _entry(one: Found, gpus: int) -> dict[str, Any]:
+    this: Arrangement = one.arrangement
+    return {
+        "name": this.name,
+        "prefill": this.prefill,
+        "decode": this.decode,
+        "aggregated": this.aggregated,
+        "max_num_batched_tokens": this.chunk,
+        "prefill_max_num_batched_tokens": this.prefill_chunk or None,
+        "policy": this.policy,
+        "capacity": one.rate,
+        "capacity_per_gpu": one.rate / gpus,
+        "long_runs": one.exact,
+    }

@@ -1,0 +1,202 @@
+"""A plan in words, with a table of alternatives. Pure."""
+
+from __future__ import annotations
+
+from pdproxy_lab.plan.answer import Answer, Reason
+from pdproxy_lab.plan.arrangement import Arrangement
+from pdproxy_lab.plan.search import Found
+
+_FLAG = "--max-num-batched-tokens"
+_MAX_ROWS = 16
+_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "worst gap", "e2e": "end to end"}
+
+
+def text(found: Answer) -> str:
+    """Return the report, with a line feed at its end."""
+    best = found.best
+    if best is None:
+        lines = [
+            f"No arrangement of {_gpus(found)} keeps {_slo(found)} at any rate.",
+            *_hopeless(found),
+            *_sizes(found),
+        ]
+        return "\n".join(lines) + "\n"
+    lines = [_headline(best.arrangement), _capacity(found, best), *_asked(found)]
+    lines += _why(found, best)
+    return "\n".join([*lines, "", *_table(found, best), *_notes(found)]) + "\n"
+
+
+def _headline(one: Arrangement) -> str:
+    if one.prefill:
+        return (
+            f"Split: {_engines(one.prefill, 'prefill')} with {_FLAG} {one.prefill_chunk}, {_engines(one.decode, 'decode')}"
+            f" with {one.chunk}, policy {one.policy}."
+        )
+    return f"Don't split: {_engines(one.aggregated, 'plain')} with {_FLAG} {one.chunk}, policy {one.policy}."
+
+
+def _engines(count: int, word: str) -> str:
+    return f"{count} {word} engine{'' if count == 1 else 's'}"
+
+
+def _slo(found: Answer) -> str:
+    return f"{found.question.slo.name} for {100 * found.question.share:g} % of the requests"
+
+
+def _capacity(found: Answer, best: Found) -> str:
+    return f"This keeps {_slo(found)} up to {_rate(best.rate)} req/s, {_rate(best.rate / found.result.gpus)} per GPU."
+
+
+def _asked(found: Answer) -> list[str]:
+    asked = found.asked
+    if asked is None:
+        return []
+    done = f"At {_rate(asked.rate)} req/s {100 * asked.share:.1f} % are good: {_rate(asked.goodput_per_gpu)} good req/s per GPU."
+    if asked.kept:
+        return [f"{done} Headroom: {100 * max(asked.headroom, 0.0):.0f} %."]
+    if asked.headroom >= 0:
+        return [
+            f"{done} That is too few, though higher rates keep the SLO: with this load, capacities are only about right."
+        ]
+    less = f"{max(-100 * asked.headroom, 1.0):.0f} % less within the SLO"
+    return [f"{done} That is too much: {_gpus(found)} {'serves' if found.result.gpus == 1 else 'serve'} {less}."]
+
+
+def _hopeless(found: Answer) -> list[str]:
+    """Return what requests miss even at a low rate."""
+    low = found.hopeless
+    if low is None:
+        return []
+    parts = [
+        f"{100 * missed:.0f} % of the requests miss {_NAMES[name]}" for name, missed in low.missed.items() if missed > 0
+    ]
+    one = f"{_engines(low.arrangement.aggregated, 'plain')} with {_FLAG} {low.arrangement.chunk}"
+    return [f"Even at {_rate(low.rate)} req/s, with {one}, {', '.join(parts)}."] if parts else []
+
+
+def _sizes(found: Answer) -> list[str]:
+    """Return what must be said of long requests."""
+    sizes, question = found.sizes, found.question
+    lines = []
+    if sizes.refused:
+        lines.append(
+            f"{_part(sizes.refused)} of the requests do not fit into an engine's KV memory of {question.shape.kv_tokens} tokens:"
+            " each is a miss (--kv-tokens, --max-tokens)."
+        )
+    if sizes.beyond:
+        lines.append(
+            f"{_part(sizes.beyond)} of the requests are longer than the profile's max_model_len of {question.max_model_len}"
+            f" tokens, the longest has {sizes.longest}. They are simulated all the same."
+        )
+    return lines
+
+
+def _part(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else "Under 1 %"
+
+
+def _gpus(found: Answer) -> str:
+    return f"{found.result.gpus} GPU{'' if found.result.gpus == 1 else 's'}"
+
+
+def _why(found: Answer, best: Found) -> list[str]:
+    other, reason = found.other, found.other_reason
+    if other is None or reason is None:
+        if found.result.gpus == 1:
+            return ["Why: one GPU can't be split."]
+        return [f"Why: no {'plain' if best.arrangement.prefill else 'split'} arrangement keeps the SLO at any rate."]
+    name = (
+        other.arrangement.name
+        if other.arrangement.prefill
+        else f"{other.arrangement.name}, chunk {other.arrangement.chunks}"
+    )
+    kind = "that splits" if other.arrangement.prefill else "that does not split"
+    less = 100 * (1 - other.rate / best.rate)
+    gain = f"{less:.0f} % less" if less >= 0.5 else "no more"
+    if less < -0.5:
+        gain = f"only {-less:.0f} % more, which is not worth it"
+    return [
+        f"Why: the best one {kind} ({name}) serves {_rate(other.rate)} req/s, {gain}.",
+        f"     At a rate 5 % higher, {_misses(reason)}{_cause(reason)}.",
+    ]
+
+
+def _misses(reason: Reason) -> str:
+    limit = reason.limit
+    if limit is None:
+        return "its requests miss a limit"
+    return f"{100 * reason.missed[limit]:.0f} % of its requests miss the limit of {_NAMES[limit]}"
+
+
+def _cause(reason: Reason) -> str:
+    """Return what the engines do meanwhile."""
+    parts = []
+    for role, busy in reason.busy.items():
+        if role == "aggregated":
+            share = f": its engines are in steps with prefill for {100 * reason.with_prefill[role]:.0f} % of the time"
+            return (
+                f"{share}, and each such step delays the tokens of all requests"
+                if reason.limit in ("tpot", "gap")
+                else share
+            )
+        parts.append(f"{role} engines compute for {100 * busy:.0f} % of the time")
+    return f", while {' and '.join(parts)}" if parts else ""
+
+
+def _table(found: Answer, best: Found) -> list[str]:
+    gpus = found.result.gpus
+    rows = [("", "chunk", "policy", "req/s", "per GPU", "of the plan")]
+    shown = [one for one in found.result.found if one.place is not None][:_MAX_ROWS]
+    if found.other is not None and found.other not in shown:
+        shown[-1] = found.other
+    if best not in shown:
+        shown.insert(0, best)
+    for one in shown:
+        this, about = one.arrangement, "" if one.exact else "~"
+        share = f"{100 * one.rate / best.rate:.0f} %"
+        rows.append(
+            (this.name, this.chunks, this.policy, about + _rate(one.rate), about + _rate(one.rate / gpus), share)
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+        lines.append("  ".join([*left, *right]).rstrip())
+    return lines
+
+
+def _notes(found: Answer) -> list[str]:
+    level = found.result.level
+    runs = f"{level.seeds} run{'' if level.seeds == 1 else 's'} of {level.requests} requests"
+    return [
+        "Rates at which the SLO is just kept. ~: from shorter runs, or at most so much.",
+        f"{found.result.runs} simulations; the plan's capacity is from {runs} per rate.",
+        *_seqs(found),
+        *_sizes(found),
+        *_handoffs(found),
+    ]
+
+
+def _handoffs(found: Answer) -> list[str]:
+    """Return what must be said of a split by a profile of one engine alone."""
+    hardware = found.question.hardware
+    if not found.splits or hardware.handoff_overhead_s or hardware.pull_s or hardware.pull_token_s:
+        return []
+    return [
+        "The profile has no time for handoffs and for stalls by pulls. A profile of one engine alone lacks them, and so splits",
+        "look better than they are: measure a pair (pdproxy calibrate --prefill URL --decode URL).",
+    ]
+
+
+def _seqs(found: Answer) -> list[str]:
+    """Return which --max-num-seqs an engine needs: vLLM does not start with a lower --max-num-batched-tokens."""
+    one, seqs = found.best.arrangement if found.best is not None else None, found.question.shape.max_num_seqs
+    chunks = () if one is None else (one.prefill_chunk or one.chunk, one.chunk)
+    lower = sorted({chunk for chunk in chunks if chunk < seqs})
+    values = " and ".join(str(chunk) for chunk in lower)
+    return [f"With {_FLAG} {values}, --max-num-seqs must be as low, or vLLM does not start."] if lower else []
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"

@@ -1,0 +1,48 @@
+"""All connectors. Pure. A new one is one file, one line here and its name in `Facts.connector`."""
+
+from __future__ import annotations
+
+from pdproxy_lab.sim.connector import Connector
+from pdproxy_lab.sim.cpu import Cpu
+from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.kvstore_keys import KVStoreKeys
+from pdproxy_lab.sim.lmcache_mp import LMCacheMP
+from pdproxy_lab.sim.lmcache_pd import LMCachePD
+from pdproxy_lab.sim.memory import BlockPool
+from pdproxy_lab.sim.mooncake import Mooncake
+from pdproxy_lab.sim.moriio import Moriio
+from pdproxy_lab.sim.nixl import Nixl
+from pdproxy_lab.sim.nixl_push import NixlPush
+from pdproxy_lab.sim.p2p_nccl import P2pNccl
+from pdproxy_lab.sim.shared import Shared
+from pdproxy_lab.sim.stats import Stats
+from pdproxy_lab.sim.storage import Storage
+
+
+def connector_of(
+    facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats, storage: Storage
+) -> Connector:
+    """Return the connector of one engine; it may share `storage` with other engines."""
+    match facts.connector:
+        case "nixl":
+            return Nixl(facts, engine_id, side_channel_port, pool, stats)
+        case "nixl-push":
+            return NixlPush(facts, engine_id, side_channel_port, pool, stats)
+        case "mooncake":
+            return Mooncake(facts, pool, stats)
+        case "lmcache-pd":
+            return LMCachePD(facts, pool)
+        case "lmcache-mp":
+            return LMCacheMP(facts, pool, storage)
+        case "shared":
+            return Shared(facts, pool, storage)
+        case "kvstore-keys":
+            return KVStoreKeys(facts, pool, storage)
+        case "cpu":
+            return Cpu(facts, pool)
+        case "p2p-nccl":
+            return P2pNccl(facts, pool)
+        case "moriio":
+            return Moriio(facts, pool)
+        case "none":
+            return Connector()

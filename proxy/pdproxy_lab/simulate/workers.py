@@ -1,0 +1,105 @@
+"""Several workers of one proxy in front of one fleet, in virtual time: each has a ledger of its own, on shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import count
+from random import Random
+from typing import Any
+
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.kit.shared_table import SharedTable
+from pdproxy.scheduling import shared_breakers, shared_ledger
+from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.policy import PolicyFactory
+from pdproxy.scheduling.shared_breakers import SharedBreakers
+from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.slo import Slo
+from pdproxy_lab.simulate.cluster import Call, Cluster
+from pdproxy_lab.simulate.placements import MakePlacement
+from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.shape import Fleet, Shape
+
+LOOK_S = 0.25
+"""Seconds between two looks of a worker at what is shared (`app.share.REFRESH_EVERY`), and between two samples."""
+CONNECTIONS = 64
+"""Of the clients. Each stays with its worker."""
+_SLOTS = 512
+
+
+def auto(slo: Slo, workers: int, *, leader: int = 0) -> MakePlacement:
+    """Return what makes the placement `auto` of each of so many workers, in their order. `leader`: who judges for all."""
+    memory, numbers = AutoMemory(workers, _SLOTS), count()
+
+    def make(cluster: Cluster) -> WorkerAuto:
+        number = next(numbers)
+
+        def times_of(node: Node) -> tuple[Hardware, int]:
+            return cluster.hardware, cluster.shapes[node.role].max_num_batched_tokens
+
+        share = memory.of(number, lambda: number == leader)
+        return WorkerAuto(times_of, slo, share=share, cached=cluster.memories.cached)
+
+    return make
+
+
+class WorkersCluster(Cluster):
+    """A `Cluster` behind so many workers, among which connections are spread. Run once."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        hardware: Hardware,
+        shapes: Mapping[Role, Shape],
+        policies: Mapping[Role, str | PolicyFactory],
+        placement: MakePlacement | None = None,
+        *,
+        workers: int,
+        seed: int = 0,
+    ) -> None:
+        self._chance = Random(f"{seed}:connections")
+        self._loads = SharedTable(workers, _SLOTS, shared_ledger.MEASURES)
+        self._breakers = SharedTable(workers, _SLOTS, shared_breakers.MEASURES, shared_breakers.KEPT)
+        self._numbers = count()
+        self._last_due = 0.0
+        self.samples: list[tuple[float, float]] = []
+        """While requests come: the largest number of requests of an engine that answers clients, and the mean one."""
+        super().__init__(fleet, hardware, shapes, policies, placement)
+        self.ledgers = [self.ledger, *(self.make_ledger() for _ in range(workers - 1))]
+        self._of_connection = [self.ledgers[number % workers] for number in range(CONNECTIONS)]
+        for number, ledger in enumerate(self.ledgers):  # they were not started at the same time
+            self._at(LOOK_S * number / workers, self._looked, ledger)
+        self._at(LOOK_S, self._sampled, None)
+
+    def make_ledger(self, kind: type[Ledger] = SharedLedger, **options: Any) -> Ledger:
+        """Return the ledger of the next worker."""
+        number = next(self._numbers)
+        loads, breakers = self._loads, self._breakers
+        make = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
+        options |= {"column": loads.column(number), "others": loads.others(number), "breakers": make, "seed": number}
+        return super().make_ledger(SharedLedger, **options)
+
+    def ledger_for(self, call: Call) -> Ledger:
+        """See `Cluster`."""
+        return self._chance.choice(self._of_connection)
+
+    def run(self, calls: Iterable[Call]) -> Records:
+        """See `Cluster`."""
+        planned = list(calls)
+        self._last_due = planned[-1].due
+        return super().run(planned)
+
+    def _looked(self, ledger: Ledger, now: float) -> None:
+        if isinstance(ledger.placement, WorkerAuto):
+            ledger.placement.look(now)
+        if now < self._last_due:
+            self._at(now + LOOK_S, self._looked, ledger)
+
+    def _sampled(self, _: None, now: float) -> None:
+        counts = [engine.requests for url, engine in self.engines.items() if self.roles[url] is not Role.PREFILL]
+        self.samples.append((max(counts), sum(counts) / len(counts)))
+        if now < self._last_due:
+            self._at(now + LOOK_S, self._sampled, None)
