@@ -55,15 +55,19 @@ class Counting:
         sys.settrace(None)
         sys.setprofile(None)
         self._counts_now = False
-        found: Counter[str] = Counter()
-        for code, count in self._counts.items():
-            found[f"{code.co_filename}:{code.co_name}"] += count
         written = Path(f"{self._path}.{os.getpid()}")
         part = written.with_suffix(written.suffix + ".part")
-        part.write_text(json.dumps({"calls": self._calls, "bytecodes": found}))
+        part.write_text(json.dumps(self._found()))
         part.rename(written)
         self._counts.clear()
         self._calls = 0
+
+    def _found(self) -> dict[str, Any]:
+        """Return what is written."""
+        found: Counter[str] = Counter()
+        for code, count in self._counts.items():
+            found[f"{code.co_filename}:{code.co_name}"] += count
+        return {"calls": self._calls, "bytecodes": found}
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -100,19 +104,29 @@ class Counted:
         """Return for how many seconds it counted, calls, and bytecodes by function."""
         seconds = time.monotonic() - self._began
         calls, found = 0, Counter[str]()
+        for one in self._written():
+            calls += one["calls"]
+            found.update(one["bytecodes"])
+        return seconds, calls, found
+
+    def end_with_all(self) -> dict[str, Any]:
+        """Return all that the only process has counted."""
+        (found,) = self._written()
+        return found
+
+    def _written(self) -> list[dict[str, Any]]:
         for pid in self._pids:
             os.kill(pid, signal.SIGUSR2)
+        found = []
         for pid in self._pids:
             written, until = Path(f"{self._path}.{pid}"), time.monotonic() + PATIENCE
             while not written.exists():
                 if time.monotonic() > until:
                     raise TimeoutError(f"process {pid} has written no counts")
                 time.sleep(0.01)
-            one = json.loads(written.read_text())
-            calls += one["calls"]
-            found.update(one["bytecodes"])
+            found.append(json.loads(written.read_text()))
             written.unlink()
-        return seconds, calls, found
+        return found
 
 
 def count(workers: int, load: str, given: argparse.Namespace) -> tuple[float, float, float, dict[str, float]]:
