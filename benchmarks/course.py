@@ -3,7 +3,7 @@
 Usage: course.py [--load whole] [--requests 50] [--show calls]
 
 Requests come one after the other. A call counts if its function is the proxy's own; a function or a file, if at least every
-second request calls it; a change of file, if the next call is of a function in another file. --show: what counted, the most first.
+second request calls it; a change of file, if the next call is of a function in another file. --show: what counted.
 """
 
 from __future__ import annotations
