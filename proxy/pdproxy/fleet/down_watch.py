@@ -12,7 +12,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 
-LOOK = 1.0
+LOOK = 1.2
 """Seconds between two looks, at most."""
 
 
