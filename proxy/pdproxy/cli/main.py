@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pdproxy.cli.commands import parser_for
 from pdproxy.cli.parser import USAGE_ERROR
+from pdproxy.kit.plugins import PluginError
 from pdproxy.settings.errors import SettingsError
 
 _UNWRITABLE = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -35,6 +36,10 @@ def _run(given: Sequence[str]) -> int:
         arguments = parser_for(given).parse_args(given)
     except SystemExit as stop:  # --help, --version, or arguments that don't parse
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
+    except PluginError as error:
+        with contextlib.suppress(OSError):  # standard error is closed
+            sys.stderr.write(f"pdproxy: {error}\n")
+        return USAGE_ERROR
     try:
         code: int = arguments.run(arguments)
     except SettingsError as error:

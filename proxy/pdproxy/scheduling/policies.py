@@ -1,10 +1,14 @@
-"""The policies by their names in the settings. A new one is a module beside `least_load`, and an entry in `POLICIES`."""
+"""The policies by their names in the settings. A new one is a module beside `least_load`, and an entry in `_OWN`.
+
+Other packages bring policies, too: by entry points of the group `pdproxy.policies` (docs/guide/plugins.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from pdproxy.kit.plugins import PluginError, plugins
 from pdproxy.scheduling.least_load import LeastLoad
 from pdproxy.scheduling.nodes import ALL_USES, Role
 from pdproxy.scheduling.policy import Cached, Policy, PolicyContext, PolicyFactory, no_chance
@@ -20,16 +24,31 @@ def least_load(context: PolicyContext) -> Policy:
     return LeastLoad(context.role)
 
 
-POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
-    {
-        "least_load": least_load,
-        "round_robin": lambda context: RoundRobin(context.role),
-        "random": lambda context: RandomChoice(context.chance),
-        "power_of_two": lambda context: PowerOfTwo(context.role, context.chance),
-        "session": lambda context: Session(context.role),
-        "prefix": lambda context: Prefix(context.role, context.cached),
-    }
-)
+_OWN: Mapping[str, PolicyFactory] = {
+    "least_load": least_load,
+    "round_robin": lambda context: RoundRobin(context.role),
+    "random": lambda context: RandomChoice(context.chance),
+    "power_of_two": lambda context: PowerOfTwo(context.role, context.chance),
+    "session": lambda context: Session(context.role),
+    "prefix": lambda context: Prefix(context.role, context.cached),
+}
+
+
+def _of_others() -> dict[str, PolicyFactory]:
+    """Return the policies of other packages.
+
+    Raises:
+        PluginError: one of them can't be used.
+    """
+    found: dict[str, PolicyFactory] = {}
+    for name, factory in plugins("pdproxy.policies", _OWN).items():
+        if not callable(factory):
+            raise PluginError(f"the plugin {name!r} of pdproxy.policies is no function that makes a policy")
+        found[name] = factory
+    return found
+
+
+POLICIES: Mapping[str, PolicyFactory] = MappingProxyType({**_OWN, **_of_others()})
 """What `pools[].policy.prefill` and `pools[].policy.decode` may be."""
 
 

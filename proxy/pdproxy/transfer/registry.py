@@ -1,11 +1,13 @@
-"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and an entry in `ENTRIES`.
+"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and an entry in `_OWN`.
 
-The order matters in one place: where several contracts serve one `kv_connector`, the first is chosen if the operator names
-none.
+Other packages bring contracts, too: by entry points of the group `pdproxy.connectors` (docs/guide/plugins.md).
+
+The order matters in one place: where several contracts serve one `kv_connector`, the first is chosen if the operator names none.
 """
 
 from __future__ import annotations
 
+from pdproxy.kit.plugins import PluginError, plugins
 from pdproxy.transfer import (
     cpu,
     kvstore_keys,
@@ -20,7 +22,7 @@ from pdproxy.transfer import (
 )
 from pdproxy.transfer.entry import Entry
 
-ENTRIES: tuple[Entry, ...] = (
+_OWN: tuple[Entry, ...] = (
     nixl.ENTRY,
     nixl_push.ENTRY,
     mooncake.ENTRY,
@@ -33,6 +35,22 @@ ENTRIES: tuple[Entry, ...] = (
     p2p_nccl.ENTRY,
 )
 
+
+def _of_others() -> list[Entry]:
+    """Return the contracts of other packages.
+
+    Raises:
+        PluginError: one of them can't be used.
+    """
+    found: list[Entry] = []
+    for name, entry in plugins("pdproxy.connectors", [one.name for one in _OWN]).items():
+        if not isinstance(entry, Entry) or entry.name != name:
+            raise PluginError(f"the plugin {name!r} of pdproxy.connectors is no `Entry` of this name")
+        found.append(entry)
+    return found
+
+
+ENTRIES: tuple[Entry, ...] = (*_OWN, *_of_others())
 
 AUTO = "auto"
 """`pools[].connector`: the contract is found by asking the engines."""
