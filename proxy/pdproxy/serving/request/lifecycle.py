@@ -232,9 +232,13 @@ class Lifecycle:
     def _report(self, request: LiveRequest[Writer], error: PdproxyError | None) -> None:
         now = self._resources.now()
         totals = request.totals
-        outcome = "ok" if error is None else error.fault.value
-        if error is None and request.status >= 400:
-            outcome = Fault.CLIENT.value
+        text = reason = None
+        if error is None:
+            outcome = "ok" if request.status < 400 else Fault.CLIENT.value
+        else:
+            outcome, text = error.fault.value, error.logged
+            if error.reason is not None:
+                reason = error.reason.value
         self._resources.observers.notify(
             RequestEnded(
                 request_id=request.request_id,
@@ -249,12 +253,12 @@ class Lifecycle:
                 prompt_tokens=totals.prompt_tokens,
                 completion_tokens=totals.completion_tokens,
                 gaps=totals.gaps,
-                error=None if error is None else error.logged,
+                error=text,
                 method=request.method,
                 stream=request.stream,
                 client=request.address,
                 key=request.key,
-                reason=None if error is None or error.reason is None else error.reason.value,
+                reason=reason,
                 tenant=request.writer.client.label,
             )
         )
