@@ -50,6 +50,7 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.dispatch.turn import key_of
 from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
@@ -176,6 +177,14 @@ class Exchange:
         """The prompt's length as the last prefill engine that made its KV has reported it, 0 if none has."""
         custody = None if self._attempt is None else self._attempt.custody
         return (0 if custody is None else custody.handle.prompt_tokens) or self._prefilled
+
+    @property
+    def prefilled(self) -> int | Custody:
+        """The prompt's length as in `prompt_tokens`, 0 if its KV was only promised; its custody, if it is still being made."""
+        custody = None if self._attempt is None else self._attempt.custody
+        if custody is not None and custody.ends_later:
+            return custody
+        return (0 if custody is None else custody.made_tokens) or self._prefilled
 
     def times(self) -> LegTimes:
         """Return what happened so far."""
