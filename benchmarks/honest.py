@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from load import percentile
+from stage import any_certificate
 
 WORD = " hello"
 """The text of each of the mock engines' chunks."""
@@ -56,6 +57,7 @@ class Client:
     def __init__(self, url: str, number: int, chunks: int, tally: Tally, key: str | None = None) -> None:
         parts = urlsplit(url)
         self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
+        self.tls = any_certificate() if parts.scheme == "https" else None
         self.more = f"authorization: Bearer {key}\r\n" if key else ""
         self.number = number
         self.began = time.monotonic()
@@ -139,7 +141,7 @@ class Client:
     async def _answer(self, request: bytes, began: float) -> tuple[int, bytes, bytes]:
         """Send a request; return the status, the head and the body of its answer."""
         if self.writer is None:
-            self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
+            self.reader, self.writer = await asyncio.open_connection(self.host, self.port, ssl=self.tls)
         assert self.reader is not None
         reader = self.reader
         self.writer.write(request)
@@ -185,12 +187,15 @@ def late(url: str, seconds: float) -> dict[str, Any]:
     """
     parts = urlsplit(url)
     delays, lost, end = array("d"), 0, time.monotonic() + seconds
+    tls = any_certificate() if parts.scheme == "https" else None
     connection: socket.socket | None = None
     while (began := time.monotonic()) < end:
         try:
             if connection is None:
                 connection = socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), ANSWER_TIMEOUT)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if tls is not None:
+                    connection = tls.wrap_socket(connection)
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             answer = b""
             while not answer.endswith(b"\r\n\r\n"):

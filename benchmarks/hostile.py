@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import trustme
+
 import stage
 from hostile_clients import KEYS
 
@@ -56,6 +58,7 @@ class Kind:
 
     `page`: the page that is hostile on one more pair of engines. `files`: the proxy's limit of open files. `pipe`: its log is a
     pipe that nobody reads. `more`: flags of the clients. `keys`: the proxy requires keys, and honest clients have one.
+    `tls`: it speaks TLS, with a key of 2048 bits (RSA).
     """
 
     what: str
@@ -65,6 +68,7 @@ class Kind:
     pipe: bool = False
     more: tuple[str, ...] = ()
     keys: bool = False
+    tls: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -86,6 +90,8 @@ KINDS: dict[str, Kind] = {
     "stalled-addresses": Kind("the same, each from an address of its own", ("stalled-addresses",)),
     "keyless": Kind("250 halves of bodies without a key, to routes of each kind", ("keyless",), keys=True),
     "wrong-keys": Kind("one wrong key after the other, where 21,000 are valid", ("wrong-keys",), keys=True),
+    "tls-calm": Kind("none, and all clients speak TLS", tls=True),
+    "tls-handshakes": Kind("handshakes that stop behind their first message, 4,000 at once", ("tls-handshakes",), tls=True),
     "drip": Kind("bodies at one byte per second; bodies in chunks of one byte", ("drip",)),
     "readers": Kind("500 streams that are read at one byte per second", ("readers",)),
     "idle": Kind("4,000 connections that send nothing, or half a head", ("idle",)),
@@ -164,13 +170,17 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
         keys.write_text("\n".join([HONEST_KEY, *KEYS, *(f"other{number}" for number in range(OTHER_KEYS))]))
         env["PDPROXY_AUTH__API_KEYS_FILE"] = str(keys)
         env["PDPROXY_LISTEN__OPERATOR_ROUTES"] = "everywhere"  # its metrics are read without a key
+    base = stage.url(port)
+    if kind.tls:
+        env |= certified(Path(made.name))
+        base = base.replace("http:", "https:")
     unread, pipe = os.pipe() if kind.pipe else (None, None)
     process = subprocess.Popen(
         command, env=env, stdout=log, stderr=log if pipe is None else pipe, start_new_session=True, cwd=options.checkout
     )
     try:
-        stage.wait_for(stage.url(port) + stage.PDPROXY.ready, process)
-        yield process.pid, stage.url(port)
+        stage.wait_for(base + stage.PDPROXY.ready, process)
+        yield process.pid, base
     finally:
         for number in (signal.SIGTERM, signal.SIGKILL):
             if process.poll() is None:
@@ -181,6 +191,15 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
             if end is not None:
                 os.close(end)
         made.cleanup()
+
+
+def certified(folder: Path) -> dict[str, str]:
+    """Write a certificate for the loopback and its key; return the variables that name them to the proxy."""
+    one = trustme.CA().issue_cert("127.0.0.1", key_type=trustme.KeyType.RSA)
+    one.private_key_pem.write_to_path(folder / "key.pem")
+    one.cert_chain_pems[0].write_to_path(folder / "certificate.pem")
+    names = {"CERTIFICATE": "certificate.pem", "KEY": "key.pem"}
+    return {f"PDPROXY_LISTEN__TLS__{name}": str(folder / file) for name, file in names.items()}
 
 
 @contextmanager

@@ -15,9 +15,10 @@ import functools
 import itertools
 import json
 import socket
+import ssl
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,7 +26,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from stage import raise_files
+from stage import any_certificate, raise_files
 from tests.fuzz.cost.shapes import BODIES
 
 MIB = 1 << 20
@@ -39,6 +40,8 @@ LARGE_STALLED, SMALLER_STALLED = 21, 18
 """Bodies that lack their last byte: of the largest size, and of 1/2, 1/4 and so on of it, down to 256 bytes."""
 KEYS = [f"key{number}" for number in range(LARGE_STALLED + SMALLER_STALLED)]
 """Keys of hostile clients; the proxy accepts them."""
+HANDSHAKES = 4000
+"""TLS handshakes that are under way at once: more than the proxy lets be."""
 Request = Sequence[bytes]
 """The parts of a request: a head, and a body."""
 
@@ -285,6 +288,51 @@ def wrong_keys(client: Client) -> Run:
     return run
 
 
+def _hello() -> bytes:
+    """The first message of a client's handshake."""
+    out = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        any_certificate().wrap_bio(ssl.MemoryBIO(), out, server_hostname="127.0.0.1").do_handshake()
+    return out.read()
+
+
+def tls_handshakes(client: Client) -> Run:
+    """A client that begins one handshake after the other and ends none. The oldest ones beyond `HANDSHAKES` are closed."""
+    hello = _hello()
+    begun: deque[socket.socket] = deque()
+
+    def close() -> None:
+        with begun.popleft() as oldest:
+            try:
+                answer = oldest.recv(1)
+            except BlockingIOError:
+                client.answers["none"] += 1
+            except OSError as error:
+                client.answers[type(error).__name__] += 1
+            else:
+                client.answers["hello" if answer else "closed"] += 1
+
+    async def begin() -> None:
+        while not client.over:
+            try:
+                begun.append(await client.open())
+                await client.send(begun[-1], hello)
+            except OSError as error:  # a TimeoutError among them
+                client.answers[type(error).__name__] += 1
+                await asyncio.sleep(0.05)
+            while len(begun) > HANDSHAKES:
+                close()
+
+    async def run() -> None:
+        try:
+            await asyncio.gather(*(begin() for _ in range(64)))
+        finally:
+            while begun:
+                close()
+
+    return run
+
+
 def drip(client: Client) -> Run:
     """Bodies at one byte per second, and bodies in chunks of one byte."""
     chunked = POST.format(COMPLETIONS, "transfer-encoding: chunked\r\n\r\n").encode()
@@ -422,6 +470,7 @@ KINDS: dict[str, Kind] = {
     "stalled-addresses": stalled(lambda _: "", lambda n: f"127.0.2.{n + 1}"),
     "keyless": keyless(250),
     "wrong-keys": wrong_keys,
+    "tls-handshakes": tls_handshakes,
     "drip": drip,
     "readers": readers,
     "idle": idle(4000),

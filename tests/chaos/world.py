@@ -240,7 +240,7 @@ def begin_proxy(
     proxy.notices.socket.bind = lambda *place: None  # type: ignore[method-assign] # notices come through the network
     if (posted := proxy.notices.posted) is not None:
         posted.bind = lambda *place: None  # type: ignore[method-assign]
-        network.listen(settings.listen.host, settings.kv_ready.port).accept(posted.protocol)
+        network.listen(settings.listen.host, settings.kv_ready.port).accept(posted.listener.protocol)
     config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     state.connections, state.tasks = OrderedSet(), OrderedSet()  # type: ignore[assignment]

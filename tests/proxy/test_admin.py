@@ -338,8 +338,8 @@ async def test_pages_of_other_sites_are_kept_out() -> None:
 
 async def test_a_client_that_sends_nothing_or_half_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses its connection in time, and others are served meanwhile."""
-    monkeypatch.setattr("pdproxy.app.admin.HEAD_SECONDS", 0.2)
-    monkeypatch.setattr("pdproxy.app.admin.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("pdproxy.app.own_listener.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("pdproxy.app.own_listener.BODY_SECONDS", 0.2)
     async with world() as w, admin(w) as api:
         opened = [await asyncio.open_connection("127.0.0.1", api.port) for _ in range(3)]
         opened[1][1].write(b"GET /admin/v1/engines HTTP/1.1\r\nhost: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
 from pdproxy.serving.dispatch.both_legs import REFUSAL_GRACE
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
+from pdproxy.settings.schema import Auth
 from pdproxy.wire.request import Route
 from pdproxy_lab.sim.faults.book import Fault
 from pdproxy_lab.sim.reply import Reply
@@ -23,6 +25,7 @@ from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 from tests.proxy.test_connectors import COMPLETIONS, TEXT, bare, completion, events
+from tests.proxy.test_quotas import A, keys, left
 
 PUSH = "nixl-push"
 SLOW = {"hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)}
@@ -39,12 +42,21 @@ class Gate:
         await self.opened.wait()
         await reply.serve()
 
+    def then(self, script: Callable[[Reply], Awaitable[None]]) -> Callable[[Reply], Awaitable[None]]:
+        """A script that runs another one when the test says so."""
 
-def fails(status: int = 500) -> Callable[[Reply], Awaitable[None]]:
-    """A script that refuses."""
+        async def waits(reply: Reply) -> None:
+            await self.opened.wait()
+            await script(reply)
+
+        return waits
+
+
+def fails(status: int = 500, param: str | None = None) -> Callable[[Reply], Awaitable[None]]:
+    """A script that refuses. `param`: what is wrong."""
 
     async def script(reply: Reply) -> None:
-        error = {"message": "no", "type": "InternalServerError", "param": None, "code": status}
+        error = {"message": "no", "type": "InternalServerError", "param": param, "code": status}
         await reply.whole(json.dumps({"error": error}).encode(), status)
 
     return script
@@ -539,3 +551,29 @@ async def test_two_hundred_clients_of_which_many_leave() -> None:
         assert pair.world.metric("pdproxy_kv_stuck") == 0
         left_to_leases = sum(len(engine.engine.handles) for engine in engines)
         assert left_to_leases <= 10, "only legs that were closed before the decode engine had begun with them"
+
+
+@pytest.mark.parametrize("prefill", ["answers", "refuses"])
+@pytest.mark.parametrize(
+    ("connector", "tokenizer", "goes_on"),
+    [("mooncake", None, True), (PUSH, None, False), (PUSH, SimTokenizer(), False)],
+)
+async def test_a_prompt_that_the_decode_engine_refuses_first_is_paid_once_it_is_computed(
+    tmp_path: Path, connector: str, tokenizer: SimTokenizer | None, goes_on: bool, prefill: str
+) -> None:
+    """A client can choose what only the decode engine refuses. Where that frees the KV, the prefill engine goes on to its end."""
+    clock = ManualClock()
+    auth = Auth(**keys(tmp_path, "a:sk-a tpm=6000"))  # type: ignore[arg-type]
+    async with pool(connector, tokenizer=tokenizer, auth=auth, clock=clock) as pair:
+        if (tokens := pair.world.proxy.tokens) is not None:
+            await until(lambda: tokens.canaries.trusted("tiny", Route.COMPLETIONS))
+        assert (await pair.ask(COMPLETIONS, completion(prompt="other text " * 9), A)).status == 200
+        before, gate = left(pair.world), Gate()
+        pair.p.faults.script(gate.then(fails(400)) if prefill == "refuses" else gate)
+        pair.d.faults.script(fails(400, "temperature"))
+        assert (await pair.ask(COMPLETIONS, completion(), A)).status == 400
+        assert left(pair.world) == before
+        gate.opened.set()
+        await clock.through(pair.world.quiet())
+        usage = json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["usage"]
+        assert before - left(pair.world) == (usage["prompt_tokens"] if goes_on and prefill == "answers" else 0)

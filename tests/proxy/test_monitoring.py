@@ -8,8 +8,10 @@ import pytest
 
 from pdproxy.observe import catalog
 from pdproxy.observe.events import RequestEnded
-from pdproxy.observe.logs import MAX_REFUSALS, access_fields
+from pdproxy.observe.few_lines import PER_MINUTE, PER_SECOND, FewLines
+from pdproxy.observe.logs import access_fields
 from pdproxy.settings.listen import Cors
+from pdproxy.web.wrong_keys import AT_ONCE
 from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
@@ -157,22 +159,42 @@ async def test_a_refused_key_is_counted_and_logged(
         assert "WRONGKEY" not in caplog.text
 
 
+@pytest.mark.parametrize("key", [None, "wrong"])
 async def test_a_flood_of_refusals_does_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    key: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most some lines per second; the others are counted, and the next line states their number."""
-    now = 100.0
+    """Some lines of a client per minute; the others are counted, and the next line states their number."""
+    now = 600.0
     monkeypatch.setattr("pdproxy.observe.logs.time.monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    count = 2 * AT_ONCE  # the answer is 401, then 429
     async with world(auth={"api_keys": ("mine",)}) as w:
-        for _ in range(MAX_REFUSALS + 5):
-            assert (await w.ask(COMPLETIONS, completion())).status == 401
-        assert len(lines(caplog, "refused")) == MAX_REFUSALS
-        assert w.metric("pdproxy_early_refusals_total", reason="no_key") == MAX_REFUSALS + 5
-        assert w.metric("pdproxy_refused_not_logged_total") == 5
+
+        async def refused() -> None:
+            assert (await w.ask(COMPLETIONS, completion(), bearer(key) if key else [])).status in (401, 429)
+
+        for _ in range(count):
+            await refused()
+            now += 59 / count
+        await until(lambda: w.metric("pdproxy_requests_total") == count)
+        assert len(lines(caplog, "refused")) + len(lines(caplog, "request")) == PER_MINUTE
+        left_out = 2 * count - PER_MINUTE
+        assert w.metric("pdproxy_early_refusals_total") == count
+        assert w.metric("pdproxy_refused_not_logged_total") == left_out
+        assert (await w.ask(COMPLETIONS, completion(), bearer("mine"))).status == 200
+        await until(lambda: lines(caplog, "request")[-1]["status"] == 200)
         now += 1
-        await w.ask(COMPLETIONS, completion())
-        assert lines(caplog, "refused")[-1]["not_logged_before"] == 5
-        assert w.metric("pdproxy_refused_not_logged_total") == 5
+        await refused()
+        assert lines(caplog, "refused")[-1]["not_logged_before"] == left_out
+
+
+def test_lines_of_many_clients_are_few_per_second() -> None:
+    now = 0.0
+    few = FewLines(lambda: now)
+    assert [few.takes(str(number)) for number in range(PER_SECOND + 1)] == [True] * PER_SECOND + [False]
+    now += 1
+    assert few.takes(str(PER_SECOND))
+    assert (few.left_out, few.unreported(), few.unreported()) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, MESSAGES])

@@ -67,6 +67,11 @@ FAR = EngineNetworks([read_network("10.0.0.0/8")])
         ("::169.254.169.254", False),
         ("::ffff:0:169.254.169.254", False),
         ("2001:0:a00:1:0:ffff:5601:5601", False),
+        ("fe80::5efe:10.1.2.3", False),
+        ("2001:db8::5efe:169.254.169.254", False),
+        ("2001:db8::200:5efe:169.254.169.254", False),
+        ("::5efe:169.254.169.254", False),
+        ("2001:db8::5efe:10.1.2.3", True),
         ("169.254.169.254.", False),
         ("2852039166.", False),
         ("\u2460\u2465\u2468.254.169.254", False),
@@ -98,6 +103,7 @@ def test_a_setting_allows_them(forbidden: Any, number: int) -> None:
 def test_named_networks_are_all_that_there_are() -> None:
     assert FAR.why_not("10.255.0.1") is None
     assert FAR.why_not("::ffff:10.255.0.1") is None
+    assert FAR.why_not("2001:db8::5efe:10.255.0.1"), "any network can come before such an end"
     assert FAR.why_not("127.0.0.1") == "not in engines.networks"
     assert FAR.why_not("name") is None, "it is looked at when it resolves"
     assert FAR.why_not_named("name"), "somebody else resolves it"

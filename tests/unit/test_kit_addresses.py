@@ -14,6 +14,7 @@ from pdproxy.kit.addresses import (
     inside,
     is_any,
     is_loopback,
+    isatap,
     reachable,
     read_address,
     read_network,
@@ -148,6 +149,15 @@ def test_where_packets_end(address: IPv4Address) -> None:
     assert goes_to(address) == address
     if number > 1:
         assert goes_to(IPv6Address(number)) == address, "the old form"
+
+
+@given(V4, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+def test_where_a_tunnel_of_isatap_ends(address: IPv4Address, network: int, middle: int) -> None:
+    for mark in (0x5EFE, 0x0200_5EFE):
+        assert isatap(IPv6Address(network << 64 | mark << 32 | int(address))) == address
+    other = IPv6Address(network << 64 | middle << 32 | int(address))
+    assert (isatap(other) == address) == (middle in {0x5EFE, 0x0200_5EFE})
+    assert isatap(address) is None
 
 
 def test_addresses_of_ipv6_itself_go_nowhere_else() -> None:

@@ -80,7 +80,7 @@ def test_requests_per_minute() -> None:
 
 
 def test_tokens_per_minute() -> None:
-    """What one worker has reserved is reserved in all; the end puts what was used in its place."""
+    """What one worker has reserved is reserved in all; the end puts what was used in its place, and more may come behind it."""
     workers = Workers(2, a=KeyLimits(tpm=600))
     first = workers.enter(0)
     assert first is not None
@@ -99,6 +99,9 @@ def test_tokens_per_minute() -> None:
     assert workers.enter(1) is not None
     assert workers.all[1]._accounts["a"].tokens is not None
     assert workers.all[1]._accounts["a"].tokens.level == pytest.approx(300)
+    first.add(200)
+    assert workers.enter(1) is not None
+    assert workers.all[1]._accounts["a"].tokens.level == pytest.approx(100)
 
 
 def test_a_new_worker_gives_nobody_a_new_minute() -> None:

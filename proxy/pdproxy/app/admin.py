@@ -1,4 +1,4 @@
-"""The admin API's server: a second listener in the proxy's own event loop. Owns its socket, and its connections.
+"""The admin API's server: a second listener in the proxy's own event loop. Owns its socket.
 
 It serves for as long as the proxy runs, also while that drains. Several workers accept connections from one socket: one that
 stands still holds up none.
@@ -11,10 +11,8 @@ import logging
 import socket
 from functools import partial
 
-import uvicorn
-from uvicorn.server import ServerState
-
 from pdproxy.app.compose import Proxy
+from pdproxy.app.own_listener import OwnListener, own_bounds
 from pdproxy.app.unix_socket import UnixSocket
 from pdproxy.fleet.entries import Entries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
@@ -22,7 +20,6 @@ from pdproxy.observe import catalog_fleet
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.observe.metrics import Gauge
 from pdproxy.observe.recent import Recent
-from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.decisions import Kept
 from pdproxy.settings.admin import AdminPlace, place_of
 from pdproxy.settings.errors import SettingsError
@@ -31,17 +28,13 @@ from pdproxy.web.admin.app import create_admin_app
 from pdproxy.web.admin.gate import Gate
 from pdproxy.web.admin.protocol import admin_protocol
 from pdproxy.web.admin.service import AdminService
-from pdproxy.web.connection_bounds import ConnectionBounds
-from pdproxy.web.connections import Connections
-from pdproxy.web.slow_readers import SlowReaderPolicy
-from pdproxy.web.unread_answers import UnreadAnswers
 
 logger = logging.getLogger("pdproxy.admin")
 
 MAX_CONNECTIONS = 64
 """Of operators, at once."""
-MAX_HEAD, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 16_384, 10.0, 10.0, 30.0
-"""Bytes and seconds of a request's head, seconds of its body, seconds for which an answer may stay unread."""
+WRITE_SECONDS, KEEP_ALIVE = 30.0, 5
+"""Seconds for which an answer may stay unread, and for which an idle connection is kept."""
 BACKLOG = 64
 MAX_UNREAD = 64 << 20
 """Bytes of answers that are not read yet."""
@@ -100,10 +93,10 @@ class AdminServer:
 
     def __init__(self, proxy: Proxy, at: AdminSocket, log: Log) -> None:
         """Make one that does not serve yet. Requests that begin from now on are shown."""
-        clock = proxy.front.clock
+        clock, observers = proxy.front.clock, proxy.observers
         now = clock.now
         recent = self.recent = Recent(now)
-        proxy.observers.add(recent)
+        observers.add(recent)
         for pool in proxy.pools:
             pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
         kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
@@ -121,7 +114,7 @@ class AdminServer:
         gate = Gate(
             create_admin_app(proxy.share.admin_api(service, proxy), proxy.front.operation),
             keys,
-            proxy.observers,
+            observers,
             proxy.wrong_keys,
             is_tcp=at.place.path is None,
         )
@@ -133,54 +126,22 @@ class AdminServer:
                 )
             ]
         )
-        clients = Clients()
-        slow = SlowReaderPolicy(0, WRITE_SECONDS, clock, clients, proxy.observers, lambda _: False)
-        bounds = ConnectionBounds(
-            HEAD_SECONDS,
-            BODY_SECONDS,
-            MAX_HEAD,
-            slow,
-            clients,
-            Connections(MAX_CONNECTIONS, proxy.observers),
-            UnreadAnswers(MAX_UNREAD, proxy.observers),
+        bounds = own_bounds(
+            clock, observers, connections=MAX_CONNECTIONS, write_seconds=WRITE_SECONDS, max_unread=MAX_UNREAD
         )
-        http = admin_protocol(bounds, proxy.observers, gate)
-        self._config = uvicorn.Config(
-            gate,
-            http=proxy.credentials.listener(http) if at.place.path is None else http,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            ws="none",
-        )
+        http = admin_protocol(bounds, observers, gate)
+        made = proxy.credentials.listener(http) if at.place.path is None else http
+        self._listener = OwnListener(gate, made, keep_alive=KEEP_ALIVE)
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        config, state = self._config, ServerState()
-        if not config.loaded:
-            config.load()
-        loop = asyncio.get_running_loop()
-
-        def protocol() -> asyncio.Protocol:
-            made = config.http_protocol_class(config=config, server_state=state, app_state={}, _loop=loop)  # type: ignore[call-arg]
-            assert isinstance(made, asyncio.Protocol)
-            return made
-
-        listener = self._at.socket.dup()  # this server closes its own
-        if self._at.place.path is not None:
-            server = await loop.create_unix_server(protocol, sock=listener)
-        else:
-            server = await loop.create_server(protocol, sock=listener)
-        logger.info("the admin API listens on %s", self._at.place)
-        self.serving = True
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            self.serving = False
-            server.close()
-            for connection in list(state.connections):
-                connection.transport.abort()
+        async with self._listener.serving(self._at.socket):
+            logger.info("the admin API listens on %s", self._at.place)
+            self.serving = True
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.serving = False
 
 
 def serve_admin(proxy: Proxy, at: AdminSocket | None, log: Log) -> AdminServer | None:

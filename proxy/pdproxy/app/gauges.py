@@ -71,7 +71,7 @@ def memory_gauges(
 
 
 def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> list[Gauge]:
-    """Return the counts of tasks, of those that failed, of dropped log lines, and of refusals that were not logged."""
+    """Return the counts of tasks, of those that failed, of dropped log lines, and of lines about refusals that were left out."""
 
     def failures() -> Samples:
         return [((task,), count) for task, count in tasks.failures()]
@@ -87,7 +87,7 @@ def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> lis
         Gauge(catalog.TASKS, running),
         Gauge(catalog.TASK_RESTARTS, failures),
         Gauge(catalog.LINES_DROPPED, lambda: [((), log.dropped if log is not None else 0)]),
-        Gauge(catalog.REFUSALS_NOT_LOGGED, lambda: [((), lines.refusals_not_logged)]),
+        Gauge(catalog.REFUSALS_NOT_LOGGED, lambda: [((), lines.refusals.left_out)]),
     ]
 
 

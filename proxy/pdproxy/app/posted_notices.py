@@ -1,4 +1,4 @@
-"""The listener to which engines post notices. Owns its socket, its connections, and their bounds."""
+"""The listener to which engines post notices. Owns its socket, and the bounds of what is posted."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 
-import uvicorn
-from uvicorn.server import ServerState
-
+from pdproxy.app.own_listener import OwnListener, own_bounds
 from pdproxy.app.sockets import BoundBefore, BoundHere, Place
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
-from pdproxy.serving.access.clients import Clients
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.connection_bounds import ConnectionBounds
-from pdproxy.web.connections import Connections
 from pdproxy.web.notices import notice_app, notice_protocol
-from pdproxy.web.slow_readers import SlowReaderPolicy
-from pdproxy.web.unread_answers import UnreadAnswers
 from pdproxy.wire.notices import Notice
 
 MAX_CONNECTIONS = 1024
 """Of engines, at once: each rank has one."""
-MAX_HEAD, HEAD_SECONDS, BODY_SECONDS, WRITE_SECONDS = 16_384, 10.0, 10.0, 10.0
-"""Bytes and seconds of a head, seconds of a body, seconds for which an answer may stay unread."""
+WRITE_SECONDS, KEEP_ALIVE = 10.0, 75
+"""Seconds for which an answer may stay unread, and for which an idle connection is kept."""
 MAX_HELD = 32 << 20
 """Bytes of bodies that are not complete, of all connections. One has 1 MiB at most, and 100 bytes mostly."""
 MAX_UNREAD = 1 << 20
@@ -41,30 +34,13 @@ class PostedNotices:
         clock: Clock,
         observers: Observers,
     ) -> None:
-        clients = Clients()
-        slow = SlowReaderPolicy(0, WRITE_SECONDS, clock, clients, observers, lambda _: False)
-        bounds = ConnectionBounds(
-            HEAD_SECONDS,
-            BODY_SECONDS,
-            MAX_HEAD,
-            slow,
-            clients,
-            Connections(MAX_CONNECTIONS, observers),
-            UnreadAnswers(MAX_UNREAD, observers),
+        bounds = own_bounds(
+            clock, observers, connections=MAX_CONNECTIONS, write_seconds=WRITE_SECONDS, max_unread=MAX_UNREAD
         )
         self.budget = BodyBudget(MAX_HELD, observers)
-        self._config = uvicorn.Config(
-            notice_app(read, take),
-            http=notice_protocol(bounds, observers, self.budget),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            ws="none",
-            timeout_keep_alive=75,
-        )
-        self._state = ServerState()
-        self._listener: socket.socket | None = None
+        http = notice_protocol(bounds, observers, self.budget)
+        self.listener = OwnListener(notice_app(read, take), http, keep_alive=KEEP_ALIVE)
+        self._socket: socket.socket | None = None
 
     def __repr__(self) -> str:
         return f"<PostedNotices {self.budget!r}>"
@@ -75,33 +51,15 @@ class PostedNotices:
         Raises:
             SettingsError: the address can't be bound.
         """
-        self._listener = sockets.listener(place)
+        self._socket = sockets.listener(place)
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        loop = asyncio.get_running_loop()
-        listener = self._listener
-        server = None if listener is None else await loop.create_server(self.protocol, sock=listener.dup())
-        try:
-            await loop.create_future()
-        finally:
-            if server is not None:
-                server.close()
-            for connection in list(self._state.connections):
-                connection.transport.abort()
-
-    def protocol(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection."""
-        config = self._config
-        if not config.loaded:
-            config.load()
-        make = config.http_protocol_class
-        made = make(config=config, server_state=self._state, app_state={}, _loop=asyncio.get_running_loop())  # type: ignore[call-arg]
-        assert isinstance(made, asyncio.Protocol)
-        return made
+        async with self.listener.serving(self._socket):
+            await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
         """Close the socket."""
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

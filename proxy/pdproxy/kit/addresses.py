@@ -16,6 +16,8 @@ Network = IPv4Network | IPv6Network
 _MAPPED = IPv6Network("::ffff:0:0/96")
 _TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"), IPv6Network("::ffff:0:0:0/96")
 """IPv4 behind a translator (NAT64, RFC 6052 and 8215; SIIT, RFC 2765)."""
+_ISATAP = 0x5EFE, 0x0200_5EFE
+"""Bits 64 to 95 of IPv6 addresses behind which there is an IPv4 one, whatever network comes before (RFC 5214, 6.1)."""
 _COMPATIBLE = IPv6Network("::/96")
 """An old form of IPv4 addresses in IPv6 ones (RFC 4291, 2.5.5.1)."""
 _UNICAST = _COMPATIBLE[0], _COMPATIBLE[1]
@@ -139,3 +141,10 @@ def goes_to(address: Address) -> Address:
     if inside(address, _TRANSLATED) or (address in _COMPATIBLE and address not in _UNICAST):
         return IPv4Address(int(address) & 0xFFFF_FFFF)
     return address
+
+
+def isatap(address: Address) -> IPv4Address | None:
+    """Return where an ISATAP tunnel, if there is one, takes packets for an address; None: no such tunnel takes them."""
+    number = int(address)
+    is_one = isinstance(address, IPv6Address) and number >> 32 & 0xFFFF_FFFF in _ISATAP
+    return IPv4Address(number & 0xFFFF_FFFF) if is_one else None

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from ipaddress import IPv4Address, ip_network
 
-from pdproxy.kit.addresses import Address, Network, goes_to, inside, read_address
+from pdproxy.kit.addresses import Address, Network, goes_to, inside, isatap, read_address
 
 _FORBIDDEN: tuple[tuple[str, str], ...] = (
     ("0.0.0.0/8", "no address to connect to"),
@@ -58,6 +58,9 @@ class EngineNetworks:
         return "a name, of which nobody knows whether it is in engines.networks" if self._networks else None
 
     def _why_not(self, address: Address) -> str | None:
+        tunnelled = isatap(address)
+        if tunnelled is not None and (why := self._why_not(tunnelled)) is not None:
+            return why  # else it counts by itself, too: the network before it can be anybody's
         end = goes_to(address)
         if self._networks:
             both = inside(address, self._networks) or inside(end, self._networks)

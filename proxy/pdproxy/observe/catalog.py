@@ -179,7 +179,10 @@ REQUESTS = _counter(
     Label("outcome", OUTCOMES),
 )
 REFUSALS_NOT_LOGGED = _counter(
-    "pdproxy_refused_not_logged_total", "refusals", "Refusals without a log line, since too many came within a second"
+    "pdproxy_refused_not_logged_total",
+    "lines",
+    "Log lines about refusals, and about requests without a valid key, that were left out: too many came within a second, or of "
+    "one client within a minute",
 )
 ALONES = _counter(
     "pdproxy_alone_total",

@@ -9,7 +9,7 @@ REFUSED = (
     ("no_key", "no API key was sent, and one is required"),
     ("wrong_key", "the API key is none of the valid ones"),
     ("ended_key", "the API key has expired, or was taken away while the request was read"),
-    ("not_allowed", "the API key is not good for that route or tenant"),
+    ("not_allowed", "the API key is not good for that route or tenant, or a page of another site asks the admin API"),
     ("certificate", "the client's certificate is not valid any more"),
     ("connections", "too many connections are open"),
     ("body_too_large", "the body is larger than limits.max_body_bytes"),

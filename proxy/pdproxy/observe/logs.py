@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from pdproxy.kit.errors import Reason
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import (
     BootstrapAsked,
@@ -44,6 +45,7 @@ from pdproxy.observe.events import (
     TurnReleased,
     TurnReused,
 )
+from pdproxy.observe.few_lines import FewLines
 from pdproxy.observe.formats import Fields, Formatter, make_formatter
 from pdproxy.observe.lines import LineWriter
 
@@ -86,8 +88,6 @@ class Log:
 
 HELD_UP = 1.0
 """Seconds of delay of the event loop from which on it is logged."""
-MAX_REFUSALS = 10
-"""Lines about refusals within a second: anybody may cause them, and they must not fill the log."""
 
 
 class LogObserver:
@@ -96,12 +96,8 @@ class LogObserver:
     def __init__(self, log: Log | None = None) -> None:
         """Make one. Without a log, as in tests and tools, all lines are records."""
         self._log = log
-        self.refusals_not_logged = 0
-        """How many refusals have no line."""
-        self._refusals_reported = 0
-        self._refusals_second = 0
-        self._refusals_logged = 0
-        """How many lines there were in that second."""
+        self.refusals = FewLines(time.monotonic)
+        """The lines about refusals, and the access lines of requests without a valid key."""
 
     def notify(self, event: Event) -> None:
         """Log an event at its level."""
@@ -109,6 +105,8 @@ class LogObserver:
             return  # as often as requests
         match event:
             case RequestEnded():
+                if event.error is not None and _has_no_key(event) and not self.refusals.takes(str(event.client)):
+                    return
                 if self._log is not None:
                     if self._log.shows_requests:
                         self._log.request(event)
@@ -175,19 +173,17 @@ class LogObserver:
                 _debug(event)
 
     def _refused(self, event: Refused) -> None:
-        """Log a refusal, unless too many came within this second. The next line states how many were left out."""
-        second = int(time.monotonic())
-        if second != self._refusals_second:
-            self._refusals_second, self._refusals_logged = second, 0
-        if self._refusals_logged >= MAX_REFUSALS:
-            self.refusals_not_logged += 1
-            return
-        self._refusals_logged += 1
-        fields: dict[str, object] = {"reason": event.reason, "client": event.client}
-        if left_out := self.refusals_not_logged - self._refusals_reported:
-            fields["not_logged_before"] = left_out
-            self._refusals_reported = self.refusals_not_logged
-        _log(access, logging.WARNING, "refused", fields)
+        """Log a refusal, unless too many came. The next line states how many lines were left out."""
+        if self.refusals.takes(event.client):
+            fields: dict[str, object] = {"reason": event.reason, "client": event.client}
+            if left_out := self.refusals.unreported():
+                fields["not_logged_before"] = left_out
+            _log(access, logging.WARNING, "refused", fields)
+
+
+def _has_no_key(event: RequestEnded) -> bool:
+    """Return whether a request was refused since it had no valid key."""
+    return event.reason == Reason.WRONG_KEYS.value or (event.status == 401 and event.key is None and not event.legs)
 
 
 _STATE_LINES: Mapping[str, str] = {

@@ -143,7 +143,19 @@ class GuardedProtocol(WantedBodiesConnection):
         self._cancel_deadline()
         if self._refusal is not None:
             drop_traceback(self._refusal)  # which holds this connection, in the frames of the parser's callbacks
+        for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
+            if cycle is not None:
+                self.left(cycle)
         super().connection_lost(exc)
+        self.pipeline.clear()
+        # They refer to each other: only the garbage collector would free them.
+        self.cycle = self.active = None  # type: ignore[assignment]
+        self.scope = {}  # type: ignore[typeddict-item]
+
+    def left(self, cycle: RequestResponseCycle) -> None:
+        """End what waits for a request or its answer: its client has left. uvicorn tells only the last one that was read."""
+        cycle.disconnected = True
+        cycle.message_event.set()
 
     # -- httptools
 

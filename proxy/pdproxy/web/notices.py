@@ -70,13 +70,7 @@ class NoticeProtocol(GuardedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
-        for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
-            if cycle is not None:  # uvicorn itself does this only for the last request that was read
-                cycle.disconnected = True
-                cycle.message_event.set()
         super().connection_lost(exc)
-        self.pipeline.clear()
-        self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other
 
     def _forget(self) -> None:
         self.peer.bodies.pop(self, None)

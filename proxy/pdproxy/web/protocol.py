@@ -112,17 +112,11 @@ class DataPathProtocol(GuardedProtocol):
         else:
             super().on_message_complete()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
-            if isinstance(cycle, GenerateCycle):
-                cycle.left()
-            elif cycle is not None:  # uvicorn itself does this only for the last request that was read
-                cycle.disconnected = True
-                cycle.message_event.set()
-        super().connection_lost(exc)
-        self.pipeline.clear()
-        self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other: only the garbage collector would free them
-        self.scope = {}  # type: ignore[typeddict-item]  # it refers to this connection
+    def left(self, cycle: RequestResponseCycle) -> None:
+        if isinstance(cycle, GenerateCycle):
+            cycle.left()
+        else:
+            super().left(cycle)
 
     def revoke(self, error: MakeError, keys: AbstractSet[bytes] | None) -> int:
         cycles = (self.active, *(queued for queued, _ in self.pipeline))

@@ -1,8 +1,8 @@
 """Wrong keys, by the addresses that send them. Owns how many an address may send before it is told to wait.
 
-What is limited is what wrong keys cost the others: log lines, answers, and connections that stay open. A right key is served
-whatever else comes from its address: many clients may share one, behind a balancer. So this does not keep anybody from guessing a
-key that is short.
+A right key is served whatever else comes from its address: many clients may share one, behind a balancer. So this does not keep
+anybody from guessing a key that is short: it shows senders and operators that something is wrong. What wrong keys cost others is
+limited elsewhere: log lines (`observe.few_lines`), and connections (`web.connections`). Each worker counts by itself.
 """
 
 from __future__ import annotations

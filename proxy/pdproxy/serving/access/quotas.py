@@ -142,6 +142,11 @@ class Use:
         if self._account.tokens is not None:
             self._account.tokens.level -= self._used(tokens, unseen) - self._reserved
 
+    def add(self, tokens: int) -> None:
+        """Charge tokens that became known behind the end."""
+        if self._account.tokens is not None:
+            self._account.tokens.level -= self._used(tokens, 0.0)
+
     def _used(self, tokens: int, unseen: float) -> float:
         used = tokens + unseen * self._most if unseen else tokens
         bucket = self._account.tokens

@@ -143,6 +143,12 @@ class _SharedUse(Use):
         super().end(tokens, unseen)
         self._show(self._used(tokens, unseen) - self._reserved)
 
+    def add(self, tokens: int) -> None:
+        """See `Use`."""
+        self._quotas.take_over(self._name, self._account)
+        super().add(tokens)
+        self._show(self._used(tokens, 0.0))
+
     def _show(self, tokens: float) -> None:
         self._name.tokens = _wrapped(self._name.tokens + round(tokens * _SCALE))
         self._quotas.show(self._name, self._account)

@@ -160,6 +160,8 @@ class BothLegs:
             return
         self._is_prefill_open = True
         custody = self._custody
+        if custody.ends_later:
+            self._request.later = custody
         if custody.promised and not custody.decode_waits and not custody.ends_later and custody.how is None:
             self._prefill.drop()
         else:

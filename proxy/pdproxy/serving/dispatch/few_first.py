@@ -8,11 +8,10 @@ hundreds.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from pdproxy.kit.clock import Clock, Timer
+from pdproxy.kit.places_in_order import PlacesInOrder
 
 SINGLY = 8
 """So many are tried one after the other. Behind them two are together, then four, and so on."""
@@ -39,55 +38,27 @@ class Permit:
             over()
 
 
-class FewFirst:
+class FewFirst(PlacesInOrder):
     """The requests of one engine that has disappeared; or, with `singly`, those of one client, each to its end."""
 
-    __slots__ = ("_at_once", "_clock", "_passed", "_singly", "_waiting", "running")
+    __slots__ = ("_at_once", "_passed", "_singly")
 
     def __init__(self, clock: Clock, *, singly: bool = False) -> None:
-        self._clock = clock
+        super().__init__(clock)
         self._singly = singly
         self._at_once = 1
         self._passed = 0
-        self.running = 0
-        """Permits that were not left yet."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    def __repr__(self) -> str:
-        return f"<FewFirst {self.running} of {self._at_once} running, {len(self._waiting)} waiting>"
 
     @property
-    def waiting(self) -> int:
-        """How many wait for a permit."""
-        return len(self._waiting)
+    def limit(self) -> int:
+        """How many may be under way now."""
+        return self._at_once
 
     async def enter(self, seconds: float) -> Permit | None:
         """Wait for a permit, in the order in which requests came. None if there was none in time."""
-        if self.running >= self._at_once or self._waiting:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                with self._clock.within(seconds):
-                    await turn
-            except TimeoutError:
-                if not self._has(turn):
-                    return None
-            except asyncio.CancelledError:
-                if self._has(turn):
-                    self._left()
-                raise
-        else:
-            self.running += 1
+        if not self.take() and not await self.wait(seconds):
+            return None
         return Permit(self._left, self._clock, None if self._singly else MOMENT)
-
-    def _has(self, turn: asyncio.Future[None]) -> bool:
-        """Return whether a permit was given at the moment at which the wait has ended otherwise; give up the turn if not."""
-        if turn.done() and not turn.cancelled():
-            return True
-        turn.cancel()
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-        return False
 
     def again(self) -> None:
         """One of them has lost another engine: begin again with one at a time."""
@@ -96,19 +67,11 @@ class FewFirst:
     def open(self) -> None:
         """Let all of them run: none is the cause."""
         self._at_once = 1 << 31
-        self._grant()
+        self.grant()
 
     def _left(self) -> None:
-        self.running -= 1
         self._passed += 1
         if not self._singly and self._passed >= max(SINGLY if self._at_once == 1 else 0, self._at_once):
             self._passed = 0
             self._at_once *= 2
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiting and self.running < self._at_once:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                self.running += 1
-                turn.set_result(None)
+        self.leave()

@@ -16,6 +16,7 @@ from pdproxy.serving.dispatch.fingerprint import Fingerprint
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -47,6 +48,7 @@ class PromptRequest:
         "ids",
         "key",
         "kv_failed",
+        "later",
         "left",
         "may_be_answered",
         "new_relay",
@@ -106,6 +108,8 @@ class PromptRequest:
         """The relay of the last attempt's answer, None before an engine was asked for it."""
         self.prefilled = 0
         """Tokens of the prompt, as the last prefill engine that has made its KV reported them; 0: none has."""
+        self.later: Custody | None = None
+        """KV that the prefill engine still computes behind the end of the exchange, None if it computes none."""
         self.may_be_answered = False
         """Whether an engine may have begun with the answer, in the last attempt: it was asked, and its KV was made."""
 

@@ -222,6 +222,11 @@ class Custody:
             gone(why, True)
 
     @property
+    def made_tokens(self) -> int:
+        """The prompt's tokens as the prefill engine has reported them, 0 if it has made no KV."""
+        return 0 if self.promised or self.how is End.NOT_MADE else self.handle.prompt_tokens
+
+    @property
     def ends_later(self) -> bool:
         """Whether its end is decided, and waits for the prefill engine's answer."""
         return self._end_later is not None

@@ -11,6 +11,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from pdproxy.kit.errors import (
@@ -31,6 +32,7 @@ from pdproxy.observe.recent import Runs, SoFar
 from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import NO_DEMAND
 from pdproxy.serving.request.place import Place
@@ -212,6 +214,8 @@ class Lifecycle:
                 try:
                     if use is not None:
                         use.end(meter.prompt + meter.completion, meter.unseen / (request.demand.answers or 1))
+                        for custody in meter.later:
+                            custody.when_over(partial(_pay_later, use, custody, request.demand.longest))
                 finally:
                     if place is not None:
                         seconds = resources.now() - (request.admitted or request.received)
@@ -232,9 +236,13 @@ class Lifecycle:
     def _report(self, request: LiveRequest[Writer], error: PdproxyError | None) -> None:
         now = self._resources.now()
         totals = request.totals
-        outcome = "ok" if error is None else error.fault.value
-        if error is None and request.status >= 400:
-            outcome = Fault.CLIENT.value
+        text = reason = None
+        if error is None:
+            outcome = "ok" if request.status < 400 else Fault.CLIENT.value
+        else:
+            outcome, text = error.fault.value, error.logged
+            if error.reason is not None:
+                reason = error.reason.value
         self._resources.observers.notify(
             RequestEnded(
                 request_id=request.request_id,
@@ -249,12 +257,17 @@ class Lifecycle:
                 prompt_tokens=totals.prompt_tokens,
                 completion_tokens=totals.completion_tokens,
                 gaps=totals.gaps,
-                error=None if error is None else error.logged,
+                error=text,
                 method=request.method,
                 stream=request.stream,
                 client=request.address,
                 key=request.key,
-                reason=None if error is None or error.reason is None else error.reason.value,
+                reason=reason,
                 tenant=request.writer.client.label,
             )
         )
+
+
+def _pay_later(use: Use, custody: Custody, most: int) -> None:
+    """Charge a prompt that was computed behind the request's end, `most` tokens at most."""
+    use.add(min(custody.made_tokens, most))

@@ -12,6 +12,7 @@ import msgspec
 from pdproxy.kit.errors import ClientLeftError, Fault, PdproxyError, RevokedError
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
+from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.request.demand import MOST_TOKENS, Demand
 
 
@@ -20,7 +21,8 @@ class Meter(msgspec.Struct, eq=False):
 
     `asked`: whether an engine was asked for anything that counts. `measured`: whether an engine has reported its usage, or some
     of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them
-    was seen. `prefilled`: whether a prefill engine has reported a prompt, which it has computed then.
+    was seen. `prefilled`: whether a prefill engine has reported a prompt, which it has computed then. `later`: the custody of
+    prompts that prefill engines still compute, though the request has ended.
     """
 
     prompt: int = 0
@@ -29,6 +31,7 @@ class Meter(msgspec.Struct, eq=False):
     asked: bool = False
     measured: bool = False
     prefilled: bool = False
+    later: tuple[Custody, ...] = ()
 
     def add(self, exchange: Exchange, streams: Streams, prompt: int, answers: int) -> None:
         """Add what an exchange with these streams has used. `prompt`: the likely tokens of its prompt.
@@ -48,9 +51,12 @@ class Meter(msgspec.Struct, eq=False):
     def refuse(self, exchange: Exchange) -> None:
         """Add an exchange that an engine has refused as wrong: its prompt, if a prefill engine has computed it before that.
 
-        The client chooses what only the decode engine reads, and so could have prompts computed for nothing.
+        The client chooses what only the decode engine reads, and so could have prompts computed for nothing. A prompt that the
+        prefill engine still computes is known behind the request's end.
         """
-        if counted := exchange.prefilled:
+        if exchange.later is not None:
+            self.later += (exchange.later,)
+        elif counted := exchange.prefilled:
             self.prompt += counted
             self.asked = self.prefilled = True
 

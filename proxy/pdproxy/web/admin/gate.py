@@ -74,7 +74,7 @@ class Gate:
             if not is_revoked:
                 await send(message)
 
-        by = "unknown"
+        by = None
         try:
             found = scope.get(_CHECKED) or self.checked(scope)
             if isinstance(found, PdproxyError):
@@ -90,7 +90,7 @@ class Gate:
             if not status:
                 await answer_of(PdproxyError(type(error).__name__))(scope, receive, watched)
         self.counts["done" if status < 400 else "refused" if status < 500 else "failed"] += 1
-        if scope["method"] not in ("GET", "HEAD"):
+        if by is not None and scope["method"] not in _READING:
             logger.info("%s %s by %s: %d", scope["method"], quote(scope["path"]), by, status)
 
     def takes_body(self, scope: Scope) -> bool:
@@ -99,14 +99,12 @@ class Gate:
         is_open = scope["path"].startswith(OPEN)
         return isinstance(found, tuple) and not is_open and scope["method"] not in _READING
 
-    def checked(self, scope: Scope) -> tuple[str, bytes | None] | PdproxyError:
-        """Return what `_check` returns, or why a request is refused."""
+    def checked(self, scope: Scope) -> tuple[str | None, bytes | None] | PdproxyError:
+        """Return what `_check` returns, or why a request is refused, which is reported."""
         try:
             return self._check(scope)
         except PdproxyError as error:
             drop_traceback(error)
-            if not isinstance(error, UnauthorizedError):
-                return error
             address = str((scope.get("client") or ("admin",))[0])
             answer: PdproxyError = error
             if self._wrong is not None and type(error) is UnauthorizedError:
@@ -114,11 +112,14 @@ class Gate:
             report_refusal(self._observers, answer, address)
             return answer
 
-    def _check(self, scope: Scope) -> tuple[str, bytes | None]:
-        """Return who sends a request, as the log names it, and the digest of the key that lets it in, None if none does."""
+    def _check(self, scope: Scope) -> tuple[str | None, bytes | None]:
+        """Return who sends a request, as the log names it, and the digest of the key that lets it in, None if none does.
+
+        For what is open to anybody nobody is named: there is nothing that could be changed.
+        """
         headers = _first(scope)
         if scope["path"].startswith(OPEN):
-            return "anybody", None
+            return None, None
         if self._keys.wanted:
             key = self._keys.verified(headers.get(b"authorization"))
             if key.read_only and scope["method"] not in _READING:

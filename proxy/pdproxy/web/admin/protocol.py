@@ -17,16 +17,6 @@ class AdminProtocol(GuardedProtocol):
     def takes_body(self) -> bool:
         return self.gate.takes_body(self.scope)  # type: ignore[arg-type]
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End what waits for the operator's request or answer."""
-        for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
-            if cycle is not None:  # uvicorn itself does this only for the last request that was read
-                cycle.disconnected = True
-                cycle.message_event.set()
-        super().connection_lost(exc)
-        self.pipeline.clear()
-        self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other
-
 
 def admin_protocol(bounds: ConnectionBounds, observers: Observers, gate: Gate) -> type[AdminProtocol]:
     """Return a protocol class for uvicorn's `http` setting. `gate`: who may use the admin API, and send it a body."""
