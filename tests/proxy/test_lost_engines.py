@@ -12,8 +12,9 @@ import pytest
 from pdproxy.kit.errors import ConnectionLostError
 from pdproxy.observe.events import EngineLost
 from pdproxy.serving.dispatch import engines_lost
-from pdproxy.serving.dispatch.engines_lost import MOST_KEPT, EnginesLost
+from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.serving.dispatch.suspects import MOST_KEPT
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.engine import FakeEngine, Reply
@@ -160,7 +161,7 @@ async def test_the_only_engine_of_a_role_gets_it_again() -> None:
 
     async with world(0, 0, aggregated=1, limits=UNBROKEN, leaves=True) as w:
         (engine,) = sims(w.aggregated)
-        lost_of(w)._is_alive = gone
+        lost_of(w)._detector._is_alive = gone
         engine.faults.add(f"restart@queued:holds={MARK}")
         assert (await ask(w, killer())).status == 200
 
@@ -386,9 +387,9 @@ async def test_an_engine_that_answers_late_is_not_lost() -> None:
     async with world(0, 0, aggregated=1, deadlines={"probe": 0.05}, leaves=True) as w:
         (engine,) = sims(w.aggregated)
         engine.faults.add("stall@queued:path=/health")
-        assert await lost_of(w)._is_alive(engine.url)
+        assert await lost_of(w)._detector._is_alive(engine.url)
         await engine.kill()
-        assert not await lost_of(w)._is_alive(engine.url)
+        assert not await lost_of(w)._detector._is_alive(engine.url)
 
 
 async def test_what_is_no_loss() -> None:
@@ -426,10 +427,10 @@ async def test_what_is_remembered_is_bounded() -> None:
         async def gone(_: str) -> bool:
             return False
 
-        lost._is_alive = gone
+        lost._detector._is_alive = gone
         for number in range(MOST_KEPT + 5):
             headers = LegHeaders(str(number), COMPLETIONS, (), (), client=str(number))
             node.run_number = 10**6 + number
             lost.broke(headers, node, ConnectionLostError("x"), lost._now(), streamed=False)
             await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
-        assert (len(lost._suspects), len(lost._clients), len(lost._seen)) == (MOST_KEPT,) * 3
+        assert (len(lost._fingerprints), len(lost._clients), len(lost._detector._losses)) == (MOST_KEPT,) * 3

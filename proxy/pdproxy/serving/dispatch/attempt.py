@@ -164,7 +164,12 @@ class Attempt:
     ) -> None:
         """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since` None: as the lease."""
         since = lease.since if since is None else since
-        self.resources.lost.broke(self.request.headers, lease.node, error, since, streamed=streamed, beside=beside)
+        lost, headers = self.resources.lost, self.request.headers
+        may_be_lost = lost.broke(headers, lease.node, error, since, streamed=streamed, beside=beside)
+        if may_be_lost and self.retry_slot is not None:
+            self.retry_slot.permit = (
+                None  # so the next request waits for the permit's time: the loss is judged in between
+            )
 
     # -- what engines have in their caches
 

@@ -258,9 +258,9 @@ class Exchange:
                         del outcome, action  # they hold the error, whose traceback holds this frame
         except asyncio.CancelledError:
             if self._attempt is not None:
-                nodes = [lease.node for lease in self._attempt.assignment.leases]
-                request = self._request
-                self._dispatcher.resources.lost.left(request.headers, nodes, request.parsed.fields, request.fingerprint)
+                request, leases = self._request, self._attempt.assignment.leases
+                lost = self._dispatcher.resources.lost
+                lost.left(request.headers, leases, request.parsed.fields, request.fingerprint)
                 del request
             raise
         finally:

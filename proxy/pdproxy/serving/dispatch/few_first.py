@@ -63,6 +63,8 @@ class FewFirst:
 
     async def enter(self, seconds: float) -> Permit | None:
         """Wait for a permit, in the order in which requests came. None if there was none in time."""
+        if not self.running and not self._waiting and not self._singly:
+            self.again()  # these are of another loss
         if self.running >= self._at_once or self._waiting:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)

@@ -15,9 +15,9 @@ LEFT_OUT = frozenset(
     {"stream", "stream_options", "user", "request_id", "priority", "metadata", "safety_identifier", "prompt_cache_key"}
 )
 """Fields that name a request or its sender, or that shape only how the answer gets to the client."""
-PART = 64 << 10
+PART = 4 << 10
 """Bytes of each field's beginning, and of its end, that count. Of what is between, the length does."""
-MOST = 1 << 20
+MOST = 64 << 10
 """Bytes that are read for one fingerprint, so that the event loop is not held up. Of the fields behind, the lengths count."""
 Fingerprint = bytes
 MakeFingerprint = Callable[[str, Fields], Fingerprint]
