@@ -211,14 +211,15 @@ class EnginesLost:
         request.engines[loss] = leg.suspect
         is_cause = bool(before) or request.earlier > 0
         if is_cause:
-            self._burst_until = now + BURST
             self._retries.again()
+            if leg.suspect:
+                self._burst_until = now + BURST
         for one in before:
             if one.is_of_client(client):
                 self._clients.add(client, one, None, now, streamed=leg.streamed)
             if fingerprint is not None:
                 self._fingerprints.add(fingerprint, one, None, now, streamed=leg.streamed)
-            one.explained = True
+            one.explained |= leg.suspect and request.engines[one]
         losses = 0
         if fingerprint is not None and (is_cause or loss.is_of_request(request.number)):
             counts = None if is_cause else partial(loss.is_of_request, request.number)
