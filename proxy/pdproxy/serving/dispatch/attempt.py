@@ -167,9 +167,8 @@ class Attempt:
         lost, headers = self.resources.lost, self.request.headers
         may_be_lost = lost.broke(headers, lease.node, error, since, streamed=streamed, beside=beside)
         if may_be_lost and self.retry_slot is not None:
-            self.retry_slot.permit = (
-                None  # so the next request waits for the permit's time: the loss is judged in between
-            )
+            # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
+            self.retry_slot.permit = None
 
     # -- what engines have in their caches
 

@@ -1,6 +1,6 @@
-"""Requests that were under way when an engine disappeared: few of them are tried again at first, then more and more.
+"""Requests that were under way when engines disappeared: few of them are tried again at first, then more and more.
 
-One of them may be the cause. If all were tried at once, the cause would take the next engine from those that share it. So they
+Some may be the cause. If all were tried at once, the cause would take the next engine from those that share it. So they
 are tried one after the other at first. Each has a moment before the next one begins: a request that makes an engine disappear
 mostly does so at once. Behind some that did no harm, more and more are tried together: an engine that has failed by itself had
 hundreds.
@@ -40,7 +40,7 @@ class Permit:
 
 
 class FewFirst:
-    """The requests of one engine that has disappeared; or, with `singly`, those of one client, each to its end."""
+    """The requests of engines that have disappeared; or, with `singly`, those of one client, each to its end."""
 
     __slots__ = ("_at_once", "_clock", "_passed", "_singly", "_waiting", "running")
 
