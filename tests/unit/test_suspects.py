@@ -10,14 +10,16 @@ from pdproxy.serving.dispatch.suspects import FRESH, KEPT, MOST_KEPT, Suspects
 NODE = Node(NodeSpec("http://127.0.0.1:1", Role.DECODE))
 
 
-def lost() -> Loss:
-    return Loss(NODE, 10.0, 0.0)
+def lost(*, suspect: bool = True) -> Loss:
+    """One that a request was alone at."""
+    loss = Loss(NODE, 10.0, 0.0)
+    loss.note(1, "one", suspect=suspect)
+    return loss
 
 
 def test_a_loss_counts_for_the_only_suspect() -> None:
     """Others that were there with data are not suspects. A second suspect clears the first one, also if it is noted later."""
-    loss: Loss = lost()
-    loss.note(1, "one", suspect=False)
+    loss = lost(suspect=False)
     assert loss.is_of_request(1), "it was alone"
     loss.note(2, "two", suspect=True)
     assert (loss.is_of_request(1), loss.is_of_request(2)) == (False, True)
@@ -46,7 +48,8 @@ def test_each_is_remembered_for_some_time() -> None:
     suspects.add("a", lost(), None, 0.0, streamed=False)
     assert suspects.fresh_roles("a", FRESH - 1) == {Role.DECODE}
     assert suspects.fresh_roles("a", FRESH) == frozenset()
-    suspects.add("b", lost(), None, 1.0, streamed=True)
+    suspects.add("b", lost(suspect=False), None, 1.0, streamed=True)
+    assert suspects.fresh_roles("b", FRESH) == frozenset()
     for key in ("a", "b", None):
         suspects.clear(key, whole=False)
     assert [*suspects] == ["b"]

@@ -64,6 +64,11 @@ class Loss(msgspec.Struct, eq=False):
             self.suspects.note(number)
             self.their_clients.note(client)
 
+    @property
+    def has_suspects(self) -> bool:
+        """Whether any request may be the cause."""
+        return self.suspects.value is not None
+
     def is_of_request(self, number: int) -> bool:
         """Return whether the loss counts for this request: it is the only suspect, or was alone there."""
         return not self.explained and (self.requests.is_only(number) or self.suspects.is_only(number))

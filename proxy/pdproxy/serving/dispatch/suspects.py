@@ -69,9 +69,13 @@ class Suspects(Expiring[K, Suspect]):
     def fresh_roles(self, key: K, now: float) -> frozenset[Role]:
         """Return the roles of which a suspect has lost an engine just before, as it was begun there."""
         found = self.get(key)
-        if found is None or found.streamed or now >= found.until - KEPT + FRESH:
+        if found is None or now >= found.until - KEPT + FRESH:
             return frozenset()
-        return frozenset(loss.node.role for loss, counts in found.engines.items() if counts is None or counts())
+        return frozenset(
+            loss.node.role
+            for loss, counts in found.engines.items()
+            if loss.has_suspects and (counts is None or counts())
+        )
 
     def clear(self, key: K | None, *, whole: bool) -> None:
         """A request was answered. `whole`: to its end; otherwise its stream has begun."""
