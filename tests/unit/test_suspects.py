@@ -51,7 +51,7 @@ def test_each_is_remembered_for_some_time() -> None:
     suspects.add("b", lost(suspect=False), None, 1.0, streamed=True)
     assert suspects.fresh_roles("b", FRESH) == frozenset()
     for key in ("a", "b", None):
-        suspects.clear(key, whole=False)
+        suspects.answered(key, whole=False)
     assert [*suspects] == ["b"]
     suspects.forget_old(KEPT)
     assert suspects.losses("b") == 1

@@ -311,8 +311,8 @@ class EnginesLost:
         fingerprint = self._fingerprint_of(sender, fields, known)
         if self._fingerprints.losses(fingerprint) >= MOST:
             self._burst_until = 0.0  # it has lost them by chance
-        self._fingerprints.clear(fingerprint, whole=whole)
-        self._clients.clear(sender.client, whole=whole)
+        self._fingerprints.answered(fingerprint, whole=whole)
+        self._clients.answered(sender.client, whole=whole)
         self._forget_old()
         return fingerprint
 

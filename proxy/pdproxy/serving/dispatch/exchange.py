@@ -259,9 +259,9 @@ class Exchange:
         except asyncio.CancelledError:
             if self._attempt is not None:
                 request, leases = self._request, self._attempt.assignment.leases
-                lost = self._dispatcher.resources.lost
-                lost.left(request.headers, leases, request.parsed.fields, request.fingerprint)
-                del request
+                fields, known = request.parsed.fields, request.fingerprint
+                self._dispatcher.resources.lost.left(request.headers, leases, fields, known)
+                del request, fields
             raise
         finally:
             self._request.drop()  # it refers to the caller of this exchange

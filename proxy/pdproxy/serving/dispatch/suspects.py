@@ -77,7 +77,7 @@ class Suspects(Expiring[K, Suspect]):
             if loss.has_suspects and (counts is None or counts())
         )
 
-    def clear(self, key: K | None, *, whole: bool) -> None:
+    def answered(self, key: K | None, *, whole: bool) -> None:
         """A request was answered. `whole`: to its end; otherwise its stream has begun."""
         found = None if key is None else self.get(key)
         if key is None or found is None or (found.streamed and not whole):
