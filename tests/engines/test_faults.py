@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.serving.dispatch.engines_lost import SOON
+from pdproxy.serving.dispatch.loss import SOON
 from pdproxy.settings.limits import Deadlines
 
 from .client import Answer, Progress, ask

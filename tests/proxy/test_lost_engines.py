@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -12,8 +13,9 @@ import pytest
 from pdproxy.kit.errors import ConnectionLostError
 from pdproxy.observe.events import EngineLost
 from pdproxy.serving.dispatch import engines_lost
-from pdproxy.serving.dispatch.engines_lost import MOST_KEPT, EnginesLost
+from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.serving.dispatch.suspects import MOST_KEPT
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.engine import FakeEngine, Reply
@@ -23,9 +25,16 @@ from tests.fakes.world import CHAT, COMPLETIONS, TEXT, World, chat, completion, 
 from tests.proxy.test_both_legs import known
 
 MARK = "kills whoever begins it"
+STREAMS = "never ends"
 AT_ONCE = f"kill@queued:rate=1,holds={MARK}"
 IN_THE_STREAM = f"kill@mid_stream:rate=1,holds={MARK},events=2"
 UNBROKEN = {"breaker_failures": 100, "attempts": 5}
+
+
+@pytest.fixture(autouse=True)
+def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without data are suspects, however long the test takes."""
+    monkeypatch.setattr(engines_lost, "SOON", 60.0)
 
 
 def killer(number: int = 0, **fields: Any) -> dict[str, Any]:
@@ -40,6 +49,23 @@ def armed(engines: Iterable[SimServer], fault: str = AT_ONCE) -> list[SimServer]
         for path in ("", f",path={RESPONSES}", f",path={MESSAGES}"):
             engine.faults.add(fault + path)
     return found
+
+
+@asynccontextmanager
+async def streams(w: World, count: int) -> AsyncIterator[None]:
+    """Have a stream of another client flow at each of the engines; it never ends."""
+    for engine in sims(w.aggregated):
+        engine.faults.add(f"stall@mid_stream:rate=1,holds={STREAMS},events=2")
+    clients = []
+    for number in range(count):
+        client = await w.client(address=f"127.0.0.{10 + number}")
+        client.send(request("POST", COMPLETIONS, completion(prompt=f"{STREAMS} {number}", stream=True, max_tokens=30)))
+        assert (await client.head()).status == 200, "it has data"
+        clients.append(client)
+    assert {node.requests for node in w.proxy.ledger.nodes} == {1 if count else 0}
+    yield
+    for client in clients:
+        client.close()
 
 
 def sims(engines: Iterable[FakeEngine]) -> list[SimServer]:
@@ -128,15 +154,23 @@ async def test_a_stream_that_others_go_on_with_counts_its_engines() -> None:
         assert refused(answer)
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
-async def test_the_last_engine_of_a_role_is_not_risked(path: str) -> None:
-    """It goes on with the requests of others."""
+async def test_the_last_engine_of_a_role_is_not_risked(path: str, beside: bool) -> None:
+    """It goes on with the requests of others; also where streams were under way beside it, which are not the cause."""
     body = killer() if path == COMPLETIONS else responses(input=MARK)
-    async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w:
+    async with world(0, 0, aggregated=2, limits=UNBROKEN, leaves=True) as w, streams(w, 2 if beside else 0):
         engines = armed(sims(w.aggregated))
-        assert refused(await ask(w, body, path))
-        assert dead(engines) == 1
-        assert (await ask(w, completion())).text == TEXT
+        for _ in range(2):
+            assert refused(await ask(w, body, path)), "nor when its client sends it again"
+            assert dead(engines) == 1
+        assert (await ask(w, completion(), address="127.0.0.2")).text == TEXT
+        for engine in engines:
+            engine.faults.clear()
+            if engine.life == "down":
+                await engine.restart()
+        await w.probe()
+        assert (await ask(w, body, path)).status == 200
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
@@ -160,7 +194,7 @@ async def test_the_only_engine_of_a_role_gets_it_again() -> None:
 
     async with world(0, 0, aggregated=1, limits=UNBROKEN, leaves=True) as w:
         (engine,) = sims(w.aggregated)
-        lost_of(w)._is_alive = gone
+        lost_of(w)._detector._is_alive = gone
         engine.faults.add(f"restart@queued:holds={MARK}")
         assert (await ask(w, killer())).status == 200
 
@@ -236,22 +270,23 @@ async def test_a_limited_client_is_served_one_request_at_a_time() -> None:
 
 
 class Crowd:
-    """Requests that are under way at one engine together; it dies when the test says so, and others are there from then on."""
+    """Requests that are under way at the first engines; these die when the test says so, and others are there from then on."""
 
-    def __init__(self, w: World) -> None:
+    def __init__(self, w: World, first: int = 1) -> None:
         self._w = w
         self._under_way = 0
-        self.first, *self._others = w.aggregated
+        self._first, self._others = w.aggregated[:first], w.aggregated[first:]
         for engine in self._others:
             w.mark_down(engine, "later")
-        self.first.default = self._hold
+        for engine in self._first:
+            engine.default = self._hold
 
     async def _hold(self, _: Reply) -> None:
         self._under_way += 1
         await asyncio.Event().wait()
 
-    async def dies(self, *bodies: dict[str, Any], addresses: int = 1) -> list[Answer]:
-        """Send them, have the engine die, and return their answers."""
+    async def die(self, *bodies: dict[str, Any], addresses: int = 1) -> list[Answer]:
+        """Send them, have the engines die, and return their answers."""
         asked = [
             asyncio.ensure_future(ask(self._w, body, address=f"127.0.0.{1 + number % addresses}"))
             for number, body in enumerate(bodies)
@@ -259,7 +294,8 @@ class Crowd:
         await until(lambda: self._under_way == len(bodies))
         for engine in self._others:
             await self._w.proxy.prober.probe(self._w.proxy.engines[engine.url], scrape=True)
-        await self.first.sim.kill()
+        for engine in self._first:
+            await engine.sim.kill()
         return await asyncio.gather(*asked)
 
 
@@ -270,11 +306,21 @@ async def test_honest_requests_beside_a_killer_are_served(place: int) -> None:
         armed(sims(w.aggregated[1:]))
         bodies: list[dict[str, Any]] = [completion(seed=number) for number in range(6)]
         bodies.insert(place, killer())
-        answers = await Crowd(w).dies(*bodies, addresses=3)
+        answers = await Crowd(w).die(*bodies, addresses=3)
         assert refused(answers.pop(place))
         assert [answer.text for answer in answers] == [TEXT] * 6
         assert dead(sims(w.aggregated)) == 2
         assert w.metric("pdproxy_suspected", what="client") == 0
+
+
+async def test_killers_that_come_at_once_take_one_more_together() -> None:
+    """Each ends the engine at which it is alone. The first that is tried again shows what they are: the others get none."""
+    async with world(0, 0, aggregated=8, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
+        armed(sims(w.aggregated[4:]))
+        answers = await Crowd(w, 4).die(*[killer(number) for number in range(4)], addresses=4)
+        assert all(refused(answer) for answer in answers)
+        assert dead(sims(w.aggregated)) == 5
+        assert (await ask(w, completion(), address="127.0.0.9")).text == TEXT
 
 
 async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:
@@ -301,7 +347,7 @@ async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:
 async def test_an_engine_that_dies_by_itself_is_nobodys_fault() -> None:
     """Those that were there are served by the only one that is left, and nothing is remembered of them."""
     async with world(0, 0, aggregated=2, limits={**UNBROKEN, "min_retries": 100}, leaves=True) as w:
-        answers = await Crowd(w).dies(*[completion(seed=number) for number in range(20)], addresses=4)
+        answers = await Crowd(w).die(*[completion(seed=number) for number in range(20)], addresses=4)
         assert [answer.text for answer in answers] == [TEXT] * 20
         assert not lost_of(w).remembers
         assert {event.several for event in w.events(EngineLost)} == {True}
@@ -337,11 +383,12 @@ async def test_an_answer_that_needs_no_core_clears_nobody() -> None:
 
 async def left_by(w: World, body: dict[str, Any], path: str, address: str) -> SimServer:
     """Have a client send a request that stalls, and leave. Return the engine that has the request."""
-    at_engines = sum(node.requests for node in w.proxy.ledger.nodes)
+    before = {node.url: node.requests for node in w.proxy.ledger.nodes}
+    at_engines = sum(before.values())
     client = await w.client(address=address)
     client.send(request("POST", path, body))
     await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) > at_engines)
-    (url,) = {node.url for node in w.proxy.ledger.nodes if node.requests}
+    (url,) = {node.url for node in w.proxy.ledger.nodes if node.requests > before[node.url]}
     client.close()
     await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == at_engines)
     return next(engine for engine in sims(w.aggregated) if engine.url == url)
@@ -353,17 +400,20 @@ def stalling(w: World) -> None:
         engine.faults.add(f"stall@queued:rate=1,holds={MARK},path={RESPONSES}")
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, RESPONSES])
-async def test_who_leaves_before_the_engine_dies_is_counted(path: str) -> None:
-    """Nobody waits for the request's answer then: probes find the engine down."""
+async def test_who_leaves_before_the_engine_dies_is_counted(path: str, beside: bool) -> None:
+    """Nobody waits for the request's answer then: probes find the engine down, or streams that were beside it."""
     body = killer() if path == COMPLETIONS else responses(input=MARK)
-    async with world(0, 0, aggregated=6, limits=UNBROKEN, leaves=True) as w:
+    limits = {**UNBROKEN, "continuations": 0}
+    async with world(0, 0, aggregated=6, limits=limits, leaves=True) as w, streams(w, 6 if beside else 0):
         stalling(w)
         for losses in (1, 2, 3):
             await (await left_by(w, body, path, "127.0.0.1")).kill()
             await w.probe()
             expected = [*range(1, losses + 1)]
-            await until(lambda expected=expected: [event.losses for event in w.events(EngineLost)] == expected)  # type: ignore[misc]
+            await until(lambda: [event.losses for event in w.events(EngineLost) if event.losses] == expected)  # noqa: B023
+            await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == (beside and 6 - losses))  # noqa: B023
         assert refused(await ask(w, body, path, "127.0.0.2"))
         assert dead(sims(w.aggregated)) == 3
 
@@ -386,9 +436,9 @@ async def test_an_engine_that_answers_late_is_not_lost() -> None:
     async with world(0, 0, aggregated=1, deadlines={"probe": 0.05}, leaves=True) as w:
         (engine,) = sims(w.aggregated)
         engine.faults.add("stall@queued:path=/health")
-        assert await lost_of(w)._is_alive(engine.url)
+        assert await lost_of(w)._detector._is_alive(engine.url)
         await engine.kill()
-        assert not await lost_of(w)._is_alive(engine.url)
+        assert not await lost_of(w)._detector._is_alive(engine.url)
 
 
 async def test_what_is_no_loss() -> None:
@@ -426,10 +476,10 @@ async def test_what_is_remembered_is_bounded() -> None:
         async def gone(_: str) -> bool:
             return False
 
-        lost._is_alive = gone
+        lost._detector._is_alive = gone
         for number in range(MOST_KEPT + 5):
             headers = LegHeaders(str(number), COMPLETIONS, (), (), client=str(number))
             node.run_number = 10**6 + number
             lost.broke(headers, node, ConnectionLostError("x"), lost._now(), streamed=False)
             await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
-        assert (len(lost._suspects), len(lost._clients), len(lost._seen)) == (MOST_KEPT,) * 3
+        assert (len(lost._fingerprints), len(lost._clients), len(lost._detector._losses)) == (MOST_KEPT,) * 3

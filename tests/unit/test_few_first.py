@@ -54,8 +54,21 @@ async def test_one_after_the_other_then_twice_as_many() -> None:
 
 async def test_behind_another_loss_it_begins_again() -> None:
     first = FewFirst(ManualClock())
-    assert (await Tried(first, SINGLY + 4).steps())[-1] > 1
+    tried = Tried(first, SINGLY + 4)
+    for _ in range(SINGLY):
+        await turns()
+        tried.running.pop().leave()
     first.again()
+    await turns()
+    for permit in tried.running[:]:
+        permit.leave()
+    tried.running.clear()
+    assert await tried.steps() == [1, 1]
+
+
+async def test_once_none_is_left_the_next_loss_begins_with_one() -> None:
+    first = FewFirst(ManualClock())
+    assert (await Tried(first, SINGLY + 4).steps())[-1] > 1
     assert await Tried(first, 3).steps() == [1] * 3
 
 

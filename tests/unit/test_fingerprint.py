@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from pdproxy.serving.dispatch.fingerprint import MOST, PART, fields_of, keyed
+from pdproxy.serving.dispatch.fingerprint import MOST, MOST_FIELDS, PART, fields_of, keyed
 
 BODY = {"model": "m", "prompt": "x" * 300, "max_tokens": 4}
 
@@ -57,6 +57,14 @@ def test_of_large_fields_their_ends_and_lengths_count() -> None:
     assert fingerprint({"a": msgspec.Raw(middle + b"1" + middle)}) == fingerprint(
         {"a": msgspec.Raw(middle + b"2" + middle)}
     )
+
+
+def test_of_many_fields_the_first_and_their_number_count() -> None:
+    fingerprint = partial(keyed(), "/a")
+    fields = {f"{number:03}": msgspec.Raw(b"1") for number in range(MOST_FIELDS + 1)}
+    assert fingerprint(fields) == fingerprint({**fields, "064": msgspec.Raw(b"2")})
+    assert fingerprint(fields) != fingerprint({**fields, "063": msgspec.Raw(b"2")})
+    assert fingerprint(fields) != fingerprint({**fields, "065": msgspec.Raw(b"1")})
 
 
 def test_what_is_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,7 @@ class Exchange(PromptRequest):
                         del outcome, action  # they hold the error, whose traceback holds this frame
         except asyncio.CancelledError:
             if self.assignment is not None:
-                nodes = [lease.node for lease in self.assignment.leases]
-                resources.lost.left(self.headers, nodes, self.parsed.fields, self.fingerprint)
+                resources.lost.left(self.headers, self.assignment.leases, self.parsed.fields, self.fingerprint)
             raise
         finally:
             self.drop()  # it refers to the caller of this exchange

@@ -1,6 +1,6 @@
-"""Requests that were under way when an engine disappeared: few of them are tried again at first, then more and more.
+"""Requests that were under way when engines disappeared: few of them are tried again at first, then more and more.
 
-One of them may be the cause. If all were tried at once, the cause would take the next engine from those that share it. So they
+Some may be the cause. If all were tried at once, the cause would take the next engine from those that share it. So they
 are tried one after the other at first. Each has a moment before the next one begins: a request that makes an engine disappear
 mostly does so at once. Behind some that did no harm, more and more are tried together: an engine that has failed by itself had
 hundreds.
@@ -39,7 +39,7 @@ class Permit:
 
 
 class FewFirst(PlacesInOrder):
-    """The requests of one engine that has disappeared; or, with `singly`, those of one client, each to its end."""
+    """The requests of engines that have disappeared; or, with `singly`, those of one client, each to its end."""
 
     __slots__ = ("_at_once", "_passed", "_singly")
 
@@ -56,6 +56,8 @@ class FewFirst(PlacesInOrder):
 
     async def enter(self, seconds: float) -> Permit | None:
         """Wait for a permit, in the order in which requests came. None if there was none in time."""
+        if not self.running and not self.waiting and not self._singly:
+            self.again()  # these are of another loss
         if not self.take() and not await self.wait(seconds):
             return None
         return Permit(self._left, self._clock, None if self._singly else MOMENT)

@@ -15,10 +15,12 @@ LEFT_OUT = frozenset(
     {"stream", "stream_options", "user", "request_id", "priority", "metadata", "safety_identifier", "prompt_cache_key"}
 )
 """Fields that name a request or its sender, or that shape only how the answer gets to the client."""
-PART = 64 << 10
+PART = 4 << 10
 """Bytes of each field's beginning, and of its end, that count. Of what is between, the length does."""
-MOST = 1 << 20
+MOST = 64 << 10
 """Bytes that are read for one fingerprint, so that the event loop is not held up. Of the fields behind, the lengths count."""
+MOST_FIELDS = 64
+"""Fields that count, in the order of their names. Of those behind, the number does."""
 Fingerprint = bytes
 MakeFingerprint = Callable[[str, Fields], Fingerprint]
 """Of a route's path and a body's fields: an answer of one route says nothing of another."""
@@ -30,15 +32,15 @@ def keyed() -> MakeFingerprint:
 
     def fingerprint(path: str, fields: Fields) -> Fingerprint:
         found = hashlib.blake2b(key=key, digest_size=16)
-        found.update(f"{len(path)} {path}".encode())
+        names = sorted(fields.keys() - LEFT_OUT)
+        found.update(f"{len(path)} {path} {len(names)}".encode())
         left = MOST
-        for name in sorted(fields):
-            if name not in LEFT_OUT:
-                value = memoryview(fields[name])
-                found.update(f"{len(name)} {len(value)} {name}".encode("utf-8", "surrogatepass"))
-                for part in (value[:PART], value[max(PART, len(value) - PART) :]):
-                    found.update(part[:left])
-                    left = max(0, left - len(part))
+        for name in names[:MOST_FIELDS]:
+            value = memoryview(fields[name])
+            found.update(f"{len(name)} {len(value)} {name}".encode("utf-8", "surrogatepass"))
+            for part in (value[:PART], value[max(PART, len(value) - PART) :]):
+                found.update(part[:left])
+                left = max(0, left - len(part))
         return found.digest()
 
     return fingerprint

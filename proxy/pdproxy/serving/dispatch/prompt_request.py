@@ -158,7 +158,11 @@ class PromptRequest:
     ) -> None:
         """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since` None: as the lease."""
         since = lease.since if since is None else since
-        self.resources.lost.broke(self.headers, lease.node, error, since, streamed=streamed, beside=beside)
+        lost = self.resources.lost
+        may_be_lost = lost.broke(self.headers, lease.node, error, since, streamed=streamed, beside=beside)
+        if may_be_lost and self.slot is not None:
+            # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
+            self.slot.permit = None
 
     # -- while the stream flows
 

@@ -23,8 +23,9 @@ from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
-from pdproxy.serving.dispatch.engines_lost import EnginesLost, Under
+from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
+from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.prefixes import Prefixes
 from pdproxy.serving.dispatch.record import Records
 from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
@@ -168,12 +169,12 @@ class ExchangeResources:
 
     async def retry_slot(self, headers: LegHeaders) -> RetrySlot | None:
         """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
-        permit = None
-        if headers.lost:
-            permit = await self.lost.permit(headers, self.deadlines.retry)
+        permit, has_lost = None, any(losses.engines for losses in headers.lost)
+        if has_lost:
+            permit = await self.lost.permit(self.deadlines.retry)
         slot = None
         try:
-            if permit is not None or not headers.lost:
+            if permit is not None or not has_lost:
                 slot = await self.retries.enter()
             if slot is None:
                 self.observers.notify(DeadlinePassed(Wait.RETRY.value))
@@ -208,7 +209,7 @@ class LegHeaders(msgspec.Struct, frozen=True):
     """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy.
 
     `salt`: of its tenant's caches, None where tenants share them. `client`: the name of its client; `lost`: the engines that
-    were lost under it (`engines_lost.Sender`).
+    were lost under it (`loss.RequestLosses`).
     """
 
     request_id: str
@@ -218,7 +219,7 @@ class LegHeaders(msgspec.Struct, frozen=True):
     hints: Hints = NO_HINTS
     salt: TenantSalt | None = None
     client: bytes | str = ""
-    lost: list[Under] = []
+    lost: list[RequestLosses] = []
 
     @property
     def shown_id(self) -> str:

@@ -149,7 +149,7 @@ class _Lost:
 
     def left(self, lease: Lease) -> None:
         """Its client has left before any data."""
-        self._resources.lost.left(self._headers, [lease.node], fields_of(self._body), self._fingerprint)
+        self._resources.lost.left(self._headers, [lease], fields_of(self._body), self._fingerprint)
 
     async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""

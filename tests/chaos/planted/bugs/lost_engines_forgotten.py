@@ -9,10 +9,10 @@ BUG = Bug(
         Change(
             "serving/dispatch/engines_lost.py",
             """\
-        if len(under.engines) + under.before < MOST or not under.engines:
+        if not number or number + request.earlier < MOST:
 """,
             """\
-        if under.engines is not None:
+        if number is not None:
 """,
         ),
     ),

@@ -1,0 +1,87 @@
+"""What is remembered of the requests under which engines were lost: by their fingerprints, or by their clients.
+
+Pure: `now` is an argument. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from pdproxy.kit.expiring import Expiring
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.few_first import FewFirst
+from pdproxy.serving.dispatch.loss import Loss
+
+KEPT = 600.0
+"""Seconds behind its last loss for which a suspect is remembered."""
+FRESH = 60.0
+"""Seconds behind its last loss for which a suspect with one loss is kept from the last engine of that role."""
+MOST_KEPT = 1024
+"""Suspects of one kind: the oldest is forgotten."""
+Counts: TypeAlias = Callable[[], bool] | None
+K = TypeVar("K", bound=Hashable)
+
+
+class Suspect(msgspec.Struct, eq=False):
+    """A fingerprint or a client. `streamed`: an engine was lost behind the first data of a stream, so that data clears nobody.
+
+    `engines`: each that was lost, with the question whether the loss counts, since it may turn out later that others were there;
+    None: it counts in any case.
+    `turns`: of the requests of a limited client.
+    """
+
+    until: float = 0.0
+    engines: dict[Loss, Counts] = {}
+    streamed: bool = False
+    turns: FewFirst | None = None
+
+    @property
+    def losses(self) -> int:
+        """How many losses count."""
+        return sum(counts is None or counts() for counts in self.engines.values())
+
+
+class Suspects(Expiring[K, Suspect]):
+    """Those of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_KEPT)
+
+    def losses(self, key: K | None) -> int:
+        """Return how many losses of a suspect count, 0 for any other key."""
+        found = None if key is None else self.get(key)
+        return 0 if found is None else found.losses
+
+    def add(self, key: K, loss: Loss, counts: Counts, now: float, *, streamed: bool) -> int:
+        """Add a loss, and return how many count."""
+        suspect = self.get(key) or Suspect()
+        suspect.engines = {one: still for one, still in suspect.engines.items() if still is None or still()}
+        if counts is None or loss not in suspect.engines:
+            suspect.engines[loss] = counts
+        suspect.streamed |= streamed
+        suspect.until = now + KEPT
+        self.keep(key, suspect)
+        return suspect.losses
+
+    def fresh_roles(self, key: K, now: float) -> frozenset[Role]:
+        """Return the roles of which a suspect has lost an engine just before, as it was begun there."""
+        found = self.get(key)
+        if found is None or now >= found.until - KEPT + FRESH:
+            return frozenset()
+        return frozenset(
+            loss.node.role
+            for loss, counts in found.engines.items()
+            if loss.has_suspects and (counts is None or counts())
+        )
+
+    def answered(self, key: K | None, *, whole: bool) -> None:
+        """A request was answered. `whole`: to its end; otherwise its stream has begun."""
+        found = None if key is None else self.get(key)
+        if key is None or found is None or (found.streamed and not whole):
+            return
+        del self[key]
+        if found.turns is not None:
+            found.turns.open()
