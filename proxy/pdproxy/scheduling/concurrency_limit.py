@@ -30,7 +30,7 @@ _USED = 0.8
 _SLOWER, _FASTER, _MUCH_FASTER = 0.5, 1.1, 1.5
 """What the number is multiplied by in one step: at least, usually, and where there is much room."""
 _NEARLY = -0.15
-"""The logarithm of what a tenant's requests need, in parts of what they may need, up to which it clearly does with its places."""
+"""The largest `needed` of a tenant that clearly has enough places."""
 _ENOUGH = 8
 """Requests that are looked at between two steps; fewer where there are fewer places."""
 _GAIN = 0.1
@@ -51,7 +51,7 @@ class _Tenant:
         self.ended = 0
         """Its requests that have ended and had a time."""
         self.needed = 0.0
-        """The logarithm of what they needed, in parts of what they may need, as a mean."""
+        """The mean over its requests of log(seconds that a request needed / seconds that a request may need)."""
 
 
 class ConcurrencyLimit:
@@ -92,7 +92,7 @@ class ConcurrencyLimit:
         """How many requests these stand for."""
         self._changed = -math.inf
         self._needed = 0.0
-        """The logarithm of what they needed, in parts of what they may need."""
+        """The mean over these requests of log(seconds that a request needed / seconds that a request may need)."""
         self._late = 0.0
         """The part that was given up."""
         self._served = 0.0
@@ -191,5 +191,5 @@ class ConcurrencyLimit:
 
 
 def _needed(seconds: float, time: float, *, late: bool) -> float:
-    """Return the logarithm of what a request needed, in parts of what it may need."""
+    """Return log(seconds that a request needed / seconds that the request may need)."""
     return math.log(max(seconds, 1e-3) * (GIVEN_UP if late else 1.0) / (FITS * max(time, 1e-3)))

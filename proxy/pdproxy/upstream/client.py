@@ -292,7 +292,9 @@ class EngineClient:
         return None
 
     async def _connect(self) -> EngineConnection:
-        """Connect to one of the engine's addresses: those whose turn it is share the time, others get what is left of it.
+        """Connect to one of the engine's addresses.
+
+        The addresses whose turn it is come first, and share the time for connecting. The other addresses get the time that is left.
 
         Raises:
             EngineUnreachableError: none of them took a connection in time.

@@ -1,8 +1,9 @@
-"""Whether another engine may go on with a stream whose engine fails, known before any of it is sent. Pure.
+"""Whether another engine may go on with a stream if its engine fails. This is known before the stream begins. Pure.
 
-Another engine can go on behind the ids of the prompt and of the answer so far, as a completion. That is right if nothing of the
-request depends on the answer so far but through those ids, and nothing parses the answer from its beginning. So a field that is
-not known here means no. Source: vLLM 0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
+The other engine gets a completion whose prompt is the ids of the prompt and of the answer so far. The rest of the answer is right
+if two conditions hold: the answer so far has an effect on the rest through its ids alone, and nothing parses the answer from its
+beginning. A field that is not known here may break either condition, so a request with such a field is not continued. Source: vLLM
+0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
 """
 
 from __future__ import annotations

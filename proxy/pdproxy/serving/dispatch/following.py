@@ -72,8 +72,10 @@ class MakeFollower(Protocol):
         *,
         silent: bool,
     ) -> Follower:
-        """Return an exchange that takes the engine at `failed` only if there is no other; if it was silent or goes down,
-        even for a split prompt only if no engine can serve alone. It leaves the slot.
+        """Return an exchange that avoids the engine at `failed`, and leaves the slot.
+
+        `silent`: whether that engine was silent, or is going down. Then it gets the prompt only if no other engine can serve the
+        prompt in any way; else already if no other engine can serve the prompt in the same way.
         """
 
 

@@ -101,9 +101,9 @@ class ExchangeResources:
     records: Records | None = None
     """None where no engine goes on with another one's stream."""
     detokenizing: Detokenizing | None = None
-    """None as well."""
+    """Makes the text of token ids. None where no engine goes on with another one's stream."""
     derendering: Derendering | None = None
-    """None as well, or where no chat goes on whose events a parser makes."""
+    """Has an engine parse the rest of a chat. None where no engine goes on with another one's stream, or not with such a chat."""
 
     def with_ids_of_calls(self, parsed: Parsed) -> Parsed:
         """Return a chat with tools as one whose ids engines are asked for, where they are of use."""

@@ -1,13 +1,15 @@
-"""Pushes that are lost with their prefill engine: ends the decode legs that wait for them.
+"""Ends decode legs that wait for a push which is lost, since the prefill engine has died before the push.
 
-Where a prefill engine pushes, nothing shows at the decode engine that the other one has died before its push: the decode
-engine would wait, and its leg, until a deadline. So once an engine is found down or started again, the decode legs whose
-prefill it has answered are looked at, unless it is up again at once in the same run. (While its answer is awaited, the
-prefill leg shows its end: an engine that is only busy may miss probes.) Those that send data meanwhile are not affected. Of
-the others, some may have all of their KV, and work on an answer that is not streamed: a push comes within milliseconds of the
-prefill's answer, and an answer may take minutes. No engine shows which of its requests wait, only how many do
-(`vllm:num_requests_waiting`). Less those whose prefill has not been answered yet, that is the number of legs that have lost
-their push. So many are ended, the latest ones. Of a decode engine that does not report this number all legs are ended.
+Nothing shows at a decode engine that a prefill engine has died before its push. The decode engine would wait until a deadline. So
+when a prefill engine is found down, or was started again, the decode legs are looked at whose prefill that engine has answered.
+(While a prefill's answer is awaited, the prefill leg itself shows the end of the engine.) If the engine is up again at once in the
+same run, it was only busy and has missed probes: then no leg is ended.
+
+A decode leg that sends data has its KV, and goes on. A decode leg without data may have its KV, too: a push comes within
+milliseconds of the prefill's answer, and an answer that is not streamed may take minutes. No decode engine shows which of its
+requests wait for KV. Most show how many wait (`vllm:num_requests_waiting`). The number of lost pushes is this number, less the
+requests whose prefill has not been answered yet. So many decode legs are ended, the latest first. If a decode engine does not
+report the number, all its decode legs without data are ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How long a request with a deadline may wait for a place, by how long requests like it were served lately. Pure."""
+"""How long a request with a deadline may wait for a place. Pure.
+
+The time that similar requests took lately is the time that the request needs once it has its place.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from pdproxy.serving.request.demand import Demand
 LEAST_SERVICE = 0.1
 """Seconds: a request that has less left is not begun."""
 STANDING = 0.5
-"""The part of its spare time that a request may wait, where others have been waiting for long."""
+"""The part of its spare time that a request may wait, where other requests have been waiting for long."""
 LEAST_WAIT = 0.1
-"""The part of all its time that a request may wait in any case. Without it nobody would wait where none seems to have time, and
-places would go to whoever comes when one is free, whatever the tenants' weights are."""
+"""The part of its whole time that a request may wait in any case. If no request waited where no request seems to have time, a free
+place would go to the next request that arrives, whatever the tenants' weights are."""
 
 
 def may_wait(

@@ -36,14 +36,17 @@ MAX_SENT = 64 << 10
 
 
 class FastPath:
-    """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
+    """The counts of one stream, and the way of its events past the relay.
 
-    `events`: how many were forwarded; `last`: when the last one was (the clock's time, s); `buckets` and `total`: as in `Gaps`.
-    `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept; `shows_ids`: whether
-    they are kept, and the client gets them, too, which takes each event through the relay. `sent`: if they are kept, the last
-    event of data, with its ids, possibly framed as a chunk; b"" before there was one, and behind one of over `MAX_SENT` bytes.
-    `several`: where in `ids` those of an event begin that had several, how many, and so on; `calls`: the ids of its tool calls,
-    None if they are not known.
+    `enabled`: whether events go past the relay. The stream flows then, and the relay holds back nothing.
+    `events`: the number of events that were forwarded. `last`: when the last event was forwarded, in seconds of the clock.
+    `buckets`, `total`: as in `Gaps`. `templates`: the event templates of all streams.
+    `takes_ids`: whether token ids are removed from the events and kept. `shows_ids`: whether token ids are kept, and also stay in
+    the events for the client; then each event goes through the relay.
+    `sent`: where token ids are kept, the last event of data with its ids, perhaps framed as a chunk; b"" before the first event of
+    data, and behind an event of more than `MAX_SENT` bytes.
+    `several`: pairs of numbers, one pair for each event that had several ids: the place of its first id in `ids`, and how many.
+    `calls`: the ids of the stream's tool calls, None if the ids are not known.
     """
 
     __slots__ = (
