@@ -294,7 +294,8 @@ class EngineClient:
     async def _connect(self) -> EngineConnection:
         """Connect to one of the engine's addresses.
 
-        The addresses whose turn it is come first, and share the time for connecting. The other addresses get the time that is left.
+        The addresses whose turn it is come first, and share the time for connecting. The other addresses get the time that is
+        left.
 
         Raises:
             EngineUnreachableError: none of them took a connection in time.

@@ -2,8 +2,8 @@
 
 The other engine gets a completion whose prompt is the ids of the prompt and of the answer so far. The rest of the answer is right
 if two conditions hold: the answer so far has an effect on the rest through its ids alone, and nothing parses the answer from its
-beginning. A field that is not known here may break either condition, so a request with such a field is not continued. Source: vLLM
-0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
+beginning. A field that is not known here may break either condition, so a request with such a field is not continued. Source:
+vLLM 0.32.0 `v1/sample/`, `v1/engine/detokenizer.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Limits of keys with several workers: what a key has used in all workers counts.
 
 A key has two buckets, of requests and of tokens. A worker that uses a bucket takes over the newest level that any worker has
-shown, and then shows the new level. If two workers did so within the same microseconds, one of the two uses would be lost. So each
-worker also shows how much was used in that worker since the start; and with a level, how much use of all workers the level
-contains. The next worker that uses the bucket charges the use that is missing in the level. If all workers take the last request
-of a bucket within the same microseconds, the limit is exceeded by as many requests as there are other workers.
+shown, and then shows the new level. If two workers did so within the same microseconds, one of the two uses would be lost. So
+each worker also shows how much was used in that worker since the start; and with a level, how much use of all workers the level
+contains. The next worker that uses the bucket charges the use that is missing in the level. If all workers take the last
+request of a bucket within the same microseconds, the limit is exceeded by as many requests as there are other workers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nothing shows at a decode engine that a prefill engine has died before its push. The decode engine would wait until a deadline. So
 when a prefill engine is found down, or was started again, the decode legs are looked at whose prefill that engine has answered.
-(While a prefill's answer is awaited, the prefill leg itself shows the end of the engine.) If the engine is up again at once in the
-same run, it was only busy and has missed probes: then no leg is ended.
+(While a prefill's answer is awaited, the prefill leg itself shows the end of the engine.) If the engine is up again at once in
+the same run, it was only busy and has missed probes: then no leg is ended.
 
 A decode leg that sends data has its KV, and goes on. A decode leg without data may have its KV, too: a push comes within
 milliseconds of the prefill's answer, and an answer that is not streamed may take minutes. No decode engine shows which of its

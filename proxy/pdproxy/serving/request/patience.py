@@ -14,8 +14,8 @@ LEAST_SERVICE = 0.1
 STANDING = 0.5
 """The part of its spare time that a request may wait, where other requests have been waiting for long."""
 LEAST_WAIT = 0.1
-"""The part of its whole time that a request may wait in any case. If no request waited where no request seems to have time, a free
-place would go to the next request that arrives, whatever the tenants' weights are."""
+"""The part of its whole time that a request may wait in any case. If no request waited where no request seems to have time, a
+free place would go to the next request that arrives, whatever the tenants' weights are."""
 
 
 def may_wait(

@@ -43,8 +43,8 @@ class FastPath:
     `buckets`, `total`: as in `Gaps`. `templates`: the event templates of all streams.
     `takes_ids`: whether token ids are removed from the events and kept. `shows_ids`: whether token ids are kept, and also stay in
     the events for the client; then each event goes through the relay.
-    `sent`: where token ids are kept, the last event of data with its ids, perhaps framed as a chunk; b"" before the first event of
-    data, and behind an event of more than `MAX_SENT` bytes.
+    `sent`: where token ids are kept, the last event of data with its ids, perhaps framed as a chunk; b"" before the first event
+    of data, and behind an event of more than `MAX_SENT` bytes.
     `several`: pairs of numbers, one pair for each event that had several ids: the place of its first id in `ids`, and how many.
     `calls`: the ids of the stream's tool calls, None if the ids are not known.
     """
