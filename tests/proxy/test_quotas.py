@@ -17,7 +17,7 @@ from tests.fakes.scripts import WORD
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 from tests.proxy.test_keys import bearer, renewed
 
-EMBEDDINGS = "/v1/embeddings"
+EMBEDDINGS, BATCH, INVOCATIONS = "/v1/embeddings", "/v1/chat/completions/batch", "/invocations"
 A, B = bearer("sk-a"), bearer("sk-b")
 
 
@@ -111,6 +111,50 @@ async def test_a_client_that_leaves_pays_for_what_was_made(tmp_path: Path) -> No
         client.close()
         await until(lambda: w.inflight == 0)
         assert left(w) < 6000 - 100
+
+
+TURNS = [{"role": "user", "content": "hello"}]
+UNREAD = [
+    (COMPLETIONS, {"model": "tiny", "prompt_embeds": ["AAAA"] * 100, "max_tokens": 4000}),
+    (COMPLETIONS, completion(n="100", max_tokens=4000)),
+    (INVOCATIONS, chat(n="100", max_tokens=4000)),
+    (BATCH, chat(messages=[TURNS] * 100, max_tokens=4000, echo=True)),
+]
+"""Requests for 100 answers of 4,000 tokens that only an engine reads."""
+
+
+@pytest.mark.parametrize(("path", "body"), UNREAD, ids=["embeddings", "text", "invocation", "batch"])
+async def test_who_leaves_pays_for_all_answers_that_only_an_engine_counts(
+    tmp_path: Path, path: str, body: dict[str, object]
+) -> None:
+    """No form of a request hides how many it asks for."""
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000"), clock=ManualClock()) as w:
+        asked = asyncio.Event()
+
+        async def silent(reply: Reply) -> None:
+            asked.set()
+            await reply.stall()
+
+        everyone(w, path, silent)
+        for engine in w.engines:
+            engine.script(silent)
+        client = await w.client()
+        client.post(path, body, A)
+        await asyncio.wait_for(asked.wait(), 30)
+        assert 400_000 < 1_000_000 - left(w) < 410_000, "reserved"
+        client.close()
+        await until(lambda: w.inflight == 0)
+        assert 400_000 < 1_000_000 - left(w) < 410_000, "paid"
+
+
+async def test_a_batch_that_one_engine_serves_costs_what_the_engine_reports(tmp_path: Path) -> None:
+    """Of each conversation as much as of one alone."""
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000000"), clock=ManualClock()) as w:
+        usage = {"prompt_tokens": 5000, "completion_tokens": 4_000_000, "total_tokens": 4_005_000}
+        everyone(w, BATCH, scripts.whole(json.dumps({"id": "x", "choices": [], "usage": usage}).encode()))
+        body = chat(messages=[TURNS] * 500, max_tokens=8000, echo=True)
+        assert (await w.ask(BATCH, body, A)).status == 200
+        assert left(w) == 1_000_000_000 - 4_005_000
 
 
 async def test_what_no_engine_worked_on_is_free(tmp_path: Path) -> None:

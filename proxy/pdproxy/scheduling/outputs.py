@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.request import Parsed, Route
 
 _COMPLETIONS = Route.COMPLETIONS
@@ -36,7 +37,7 @@ def limit_of(parsed: Parsed | None) -> int | None:
             try:
                 limit = _limit_decoder.decode(raw)
             except msgspec.DecodeError:
-                return None
+                return lenient_integer(raw)
             if limit is not None:
                 return limit
     return None
