@@ -14,7 +14,7 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
 from tests.fakes.scripts import WORD
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
 from tests.proxy.test_keys import bearer, renewed
 
 EMBEDDINGS, BATCH, INVOCATIONS = "/v1/embeddings", "/v1/chat/completions/batch", "/invocations"
@@ -155,6 +155,39 @@ async def test_a_batch_that_one_engine_serves_costs_what_the_engine_reports(tmp_
         body = chat(messages=[TURNS] * 500, max_tokens=8000, echo=True)
         assert (await w.ask(BATCH, body, A)).status == 200
         assert left(w) == 1_000_000_000 - 4_005_000
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, BATCH])
+@pytest.mark.parametrize("prefill_engines", [0, 1])
+async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(
+    tmp_path: Path, path: str, prefill_engines: int
+) -> None:
+    """Answers that were begun before count, since nobody has seen them; those behind it may be as wrong."""
+    count, at = 4, 2
+    prompts = [f"{PROMPT} number {index}" for index in range(count)]
+    body = completion(prompt=prompts, max_tokens=2000)
+    if path == BATCH:
+        body = chat(messages=[[{"role": "user", "content": prompt}] for prompt in prompts], max_tokens=2000)
+    engines = {"prefill": 1} if prefill_engines else {"prefill": 0, "decode": 0, "aggregated": 1}
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000"), clock=clock, **engines) as w:
+        answering = w.decode[0] if prefill_engines else w.engines[0]
+        begun = 0
+        wrong = scripts.whole(json.dumps({"error": {"message": "wrong", "code": 400}}).encode(), 400)
+
+        async def answer(reply: Reply) -> None:
+            nonlocal begun
+            begun += 1
+            if b"number %d" % at not in reply.request.body:
+                await reply.stall()
+            await until(lambda: begun == count)
+            await wrong(reply)
+
+        everyone(w, BATCH, wrong)
+        answering.script(*[answer] * count)
+        assert (await clock.through(w.ask(path, body, A))).status == 400
+        await until(lambda: w.inflight == 0)
+        assert at * 2000 < 1_000_000 - left(w) < at * 2000 + 1000
 
 
 async def test_what_no_engine_worked_on_is_free(tmp_path: Path) -> None:
