@@ -90,7 +90,7 @@ class Meter(msgspec.Struct, eq=False):
         """Keep what the client pays for a request that is wrong: nothing, unless engines have worked on it.
 
         A prompt that was prefilled is paid, whoever refused it then. If one prompt of a list was refused, so are the others that
-        engines were asked for: their prefills go on. So are the answers that were begun before: nobody has seen how far they were.
+        engines were asked for: their prefills go on. So are answers that were begun before: nobody has seen how far they were.
         """
         self.unseen = self.lost
         if not (self.measured or self.prefilled or self.lost):
