@@ -16,7 +16,15 @@ from pdproxy.kit.errors import BadRequestError
 from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
-from pdproxy.wire.fields import PROMPT_IDS, Fields, has_value, is_absent, model_of, read_fields_if_quick
+from pdproxy.wire.fields import (
+    PROMPT_IDS,
+    Fields,
+    has_value,
+    is_absent,
+    lenient_integer,
+    model_of,
+    read_fields_if_quick,
+)
 from pdproxy.wire.media import check_media
 from pdproxy.wire.prompt_lists import count_in
 
@@ -28,9 +36,6 @@ _NUMBER = b"-0123456789"
 """How a number begins."""
 _LIMITS = {Dialect.RESPONSES: "max_output_tokens", Dialect.MESSAGES: "max_tokens"}
 """The field with an answer's limit."""
-_LONGEST_LIMIT = 20
-"""Bytes of JSON."""
-_limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
 _ANY = b'"[{'
 _LISTED = {
     "input": b'"[',
@@ -156,12 +161,7 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
 def _limit(dialect: Dialect, fields: Fields) -> int | None:
     """Return the most tokens of an answer, None if the body does not say so, or says what is no number."""
     raw = fields.get(_LIMITS.get(dialect, ""))
-    if raw is None or memoryview(raw).nbytes > _LONGEST_LIMIT:
-        return None
-    try:
-        return _limit_decoder.decode(raw)
-    except msgspec.DecodeError:
-        return None
+    return None if raw is None else lenient_integer(raw)
 
 
 def _rest(shared: bytes, fields: Fields) -> bytes:
