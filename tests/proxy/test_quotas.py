@@ -158,20 +158,17 @@ async def test_a_batch_that_one_engine_serves_costs_what_the_engine_reports(tmp_
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, BATCH])
-@pytest.mark.parametrize("prefill_engines", [0, 1])
-async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(
-    tmp_path: Path, path: str, prefill_engines: int
-) -> None:
+@pytest.mark.parametrize("split", [0, 1])
+async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(tmp_path: Path, path: str, split: int) -> None:
     """Answers that were begun before count, since nobody has seen them; those behind it may be as wrong."""
     count, at = 4, 2
     prompts = [f"{PROMPT} number {index}" for index in range(count)]
     body = completion(prompt=prompts, max_tokens=2000)
     if path == BATCH:
         body = chat(messages=[[{"role": "user", "content": prompt}] for prompt in prompts], max_tokens=2000)
-    engines = {"prefill": 1} if prefill_engines else {"prefill": 0, "decode": 0, "aggregated": 1}
-    clock = ManualClock()
-    async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000"), clock=clock, **engines) as w:
-        answering = w.decode[0] if prefill_engines else w.engines[0]
+    auth, clock = keys(tmp_path, "a:sk-a tpm=1000000"), ManualClock()
+    async with world(prefill=split, decode=split, aggregated=1 - split, auth=auth, clock=clock) as w:
+        answering = w.decode[0] if split else w.engines[0]
         begun = 0
         wrong = scripts.whole(json.dumps({"error": {"message": "wrong", "code": 400}}).encode(), 400)
 

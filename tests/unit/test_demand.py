@@ -40,16 +40,16 @@ def test_the_most_that_prompts_may_have() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"prompt": "word " * 80}, Demand(100, 1)),
-        ({"prompt": [1, 2, 3]}, Demand(3, 1)),
-        ({"prompt": ["a" * 40, "b" * 40]}, Demand(20, 2)),
+        ({"prompt": "word " * 80}, Demand(100, 1, 16)),
+        ({"prompt": [1, 2, 3]}, Demand(3, 1, 16)),
+        ({"prompt": ["a" * 40, "b" * 40]}, Demand(20, 2, 16)),
         ({"prompt": "x", "max_tokens": 7, "priority": -3}, Demand(1, 1, 7, -3)),
-        ({"prompt": "x", "n": 3}, Demand(1, 3)),
-        ({"prompt": "x", "priority": None}, Demand(1, 1)),
-        ({"prompt": "x", "priority": 2**63}, Demand(1, 1)),
-        ({"prompt": "x", "priority": "1"}, Demand(1, 1)),
-        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_ANSWERS)),
-        ({"prompt": "x", "n": 0}, Demand(1, 1)),
+        ({"prompt": "x", "n": 3}, Demand(1, 3, 16)),
+        ({"prompt": "x", "priority": None}, Demand(1, 1, 16)),
+        ({"prompt": "x", "priority": 2**63}, Demand(1, 1, 16)),
+        ({"prompt": "x", "priority": "1"}, Demand(1, 1, 16)),
+        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_ANSWERS, 16)),
+        ({"prompt": "x", "n": 0}, Demand(1, 1, 16)),
     ],
 )
 def test_completions(fields: dict[str, object], expected: Demand) -> None:
@@ -64,11 +64,12 @@ def test_completions(fields: dict[str, object], expected: Demand) -> None:
         ({"max_tokens": 7, "n": 3, "best_of": 5}, 42),
         ({"max_tokens": 7, "best_of": 5}, 35),
         ({"max_tokens": 7, "n": 3, "prompt": ["x", "y"]}, 42),
-        ({"max_completion_tokens": 7}, None),
+        ({"max_completion_tokens": 7}, 16),
         ({"max_tokens": None}, None),
         ({"max_tokens": -1}, None),
         ({"max_tokens": "many"}, None),
-        ({}, None),
+        ({}, 16),
+        ({"prompt": ["x", "y"]}, 32),
     ],
 )
 def test_the_most_that_may_be_generated(fields: dict[str, object], most: int | None) -> None:
