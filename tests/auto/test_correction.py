@@ -79,9 +79,9 @@ def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_re
 @pytest.mark.parametrize(
     ("fields", "limit"),
     [
-        ({}, None),
+        ({}, 16),
         ({"max_tokens": b"7"}, 7),
-        ({"max_completion_tokens": b"9"}, None),
+        ({"max_completion_tokens": b"9"}, 16),
         ({"max_tokens": b"null"}, None),
         ({"max_tokens": b'"many"'}, None),
         ({"max_tokens": b"1e99"}, None),

@@ -11,7 +11,7 @@ from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.request import Route, parse
 from tests.fakes import scripts
 from tests.fakes.engine import Reply
-from tests.fakes.passed import asked, everyone
+from tests.fakes.passed import asked, everyone, fine
 from tests.fakes.world import PROMPT, chat, completion, until, world
 from tests.proxy.test_batches import both, still
 
@@ -231,15 +231,39 @@ async def test_what_is_pooled_goes_whole_to_one_engine() -> None:
         assert [set(one.json) for one in seen] == [{"input"}, set(chat()) - {"model"}]
 
 
-async def test_the_limits_of_lists_hold() -> None:
-    """`limits.max_prompts`, whatever the list is called."""
+PARTS = {"content": [{"type": "text", "text": "x"}] * 3}
+TURN = {"role": "user", "content": "x"}
+THREE = [
+    *(
+        (name, ["a", "b", "c"])
+        for name in ("input", "documents", "items", "queries", "text_1", "text_2", "data_1", "data_2")
+    ),
+    *((name, [PARTS, "b", "c"]) for name in ("documents", "data_2", "queries")),
+    ("documents", ["a", PARTS, PARTS]),
+    ("input", [["a"], ["b"], [[1], "]"]]),
+    ("messages", [[TURN]] * 3),
+]
+"""Three texts or conversations, by the fields of all kinds of requests."""
+PROMPTS = [("prompt", ["a", "b", "c"]), ("prompt", [["1"], ["2"], ["3"]]), ("prompt_embeds", ["AAAA"] * 3)]
+FEWER = [
+    *(("input", few) for few in (["a", "b"], [1, 2, 3], [TURN] * 3)),
+    *(("documents", few) for few in (["a", "b"], PARTS, [PARTS, "a"])),
+    ("messages", [TURN] * 3),
+]
+
+
+@pytest.mark.parametrize("path", [INVOCATIONS, "/score", "/v1/embeddings"])
+async def test_the_limits_of_lists_hold(path: str) -> None:
+    """`limits.max_prompts`, whatever the list is called, and whatever is in it. Token ids, parts and messages are one prompt."""
     async with world(limits={"max_prompts": 2}) as w:
-        for name in ("prompt", "input", "documents", "text_1", "text_2", "items"):
-            answer = await w.ask(INVOCATIONS, {name: ["a", "b", "c"]})
-            assert answer.status == 400
+        seen = everyone(w, path, fine)
+        for name, three in THREE + PROMPTS * (path == INVOCATIONS):
+            answer = await w.ask(path, {name: three})
+            assert answer.status == 400, name
             assert answer.json["error"]["param"] == name
-        assert not w.decode[0].requests
-        assert not asked(w.decode[0], INVOCATIONS)
+        assert not seen
+        for name, few in FEWER:
+            assert (await w.ask(path, {name: few})).status == 200, name
 
 
 @pytest.mark.broken_bodies("one that is not read here is passed on as it came")

@@ -134,14 +134,18 @@ async def test_what_it_is_good_for(tmp_path: Path, words: str, path: str, body: 
     [
         (CHAT, {"model": "tiny", "messages": TURNS}, "max_tokens"),
         (CHAT, {"model": "tiny", "messages": TURNS, "max_completion_tokens": None}, "max_tokens"),
+        (COMPLETIONS, {"model": "tiny", "prompt": "x"}, "max_tokens"),
         (COMPLETIONS, {"model": "tiny", "prompt": "x", "max_tokens": None}, "max_tokens"),
+        (COMPLETIONS, {"model": "tiny", "prompt": "x", "max_tokens": None, "max_completion_tokens": 5}, "max_tokens"),
+        (INVOCATIONS, {"prompt": "x", "echo": "true", "max_completion_tokens": 5}, "max_tokens"),
     ],
 )
 async def test_a_request_without_a_limit_gets_the_keys(tmp_path: Path, path: str, body: Any, field: str) -> None:
     """Without one, an engine would go on to the end of its context."""
     async with world(prefill=0, decode=0, aggregated=1, auth=auth(tmp_path, "max_tokens=7")) as w:
+        whole = everyone(w, INVOCATIONS, fine)
         assert (await ask(w, path, body)).status == 200
-        (got,) = w.engines[0].requests
+        (got,) = whole or w.engines[0].requests
         assert got.json[field] == 7
 
 

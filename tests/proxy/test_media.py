@@ -89,6 +89,18 @@ async def test_media_beside_a_text_are_looked_at(path: str, field: str) -> None:
         assert not seen
 
 
+@pytest.mark.parametrize("path", ["/pooling", INVOCATIONS])
+@pytest.mark.parametrize(
+    "data", [FAR, {"data": FAR, "data_format": "url"}, {"data": "/etc/passwd", "data_format": "path"}], ids=str
+)
+async def test_what_a_plugin_would_fetch_or_read_is_refused(path: str, data: object) -> None:
+    async with world() as w:
+        seen = everyone(w, path, fine)
+        answer = await w.ask(path, {"model": "tiny", "data": data})
+        assert (answer.status, "media.urls" in answer.json["error"]["message"]) == (400, True)
+        assert not seen
+
+
 async def test_a_large_body_is_looked_at_in_a_reader_process() -> None:
     async with world() as w:
         for path in (CHAT, RESPONSES):

@@ -14,10 +14,10 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
 from tests.fakes.scripts import WORD
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
 from tests.proxy.test_keys import bearer, renewed
 
-EMBEDDINGS = "/v1/embeddings"
+EMBEDDINGS, BATCH, INVOCATIONS = "/v1/embeddings", "/v1/chat/completions/batch", "/invocations"
 A, B = bearer("sk-a"), bearer("sk-b")
 
 
@@ -111,6 +111,80 @@ async def test_a_client_that_leaves_pays_for_what_was_made(tmp_path: Path) -> No
         client.close()
         await until(lambda: w.inflight == 0)
         assert left(w) < 6000 - 100
+
+
+TURNS = [{"role": "user", "content": "hello"}]
+UNREAD = [
+    (COMPLETIONS, {"model": "tiny", "prompt_embeds": ["AAAA"] * 100, "max_tokens": 4000}),
+    (COMPLETIONS, completion(n="100", max_tokens=4000)),
+    (INVOCATIONS, chat(n="100", max_tokens=4000)),
+    (BATCH, chat(messages=[TURNS] * 100, max_tokens=4000, echo=True)),
+]
+"""Requests for 100 answers of 4,000 tokens that only an engine reads."""
+
+
+@pytest.mark.parametrize(("path", "body"), UNREAD, ids=["embeddings", "text", "invocation", "batch"])
+async def test_who_leaves_pays_for_all_answers_that_only_an_engine_counts(
+    tmp_path: Path, path: str, body: dict[str, object]
+) -> None:
+    """No form of a request hides how many it asks for."""
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000"), clock=ManualClock()) as w:
+        asked = asyncio.Event()
+
+        async def silent(reply: Reply) -> None:
+            asked.set()
+            await reply.stall()
+
+        everyone(w, path, silent)
+        for engine in w.engines:
+            engine.script(silent)
+        client = await w.client()
+        client.post(path, body, A)
+        await asyncio.wait_for(asked.wait(), 30)
+        assert 400_000 < 1_000_000 - left(w) < 410_000, "reserved"
+        client.close()
+        await until(lambda: w.inflight == 0)
+        assert 400_000 < 1_000_000 - left(w) < 410_000, "paid"
+
+
+async def test_a_batch_that_one_engine_serves_costs_what_the_engine_reports(tmp_path: Path) -> None:
+    """Of each conversation as much as of one alone."""
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=1000000000"), clock=ManualClock()) as w:
+        usage = {"prompt_tokens": 5000, "completion_tokens": 4_000_000, "total_tokens": 4_005_000}
+        everyone(w, BATCH, scripts.whole(json.dumps({"id": "x", "choices": [], "usage": usage}).encode()))
+        body = chat(messages=[TURNS] * 500, max_tokens=8000, echo=True)
+        assert (await w.ask(BATCH, body, A)).status == 200
+        assert left(w) == 1_000_000_000 - 4_005_000
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, BATCH])
+@pytest.mark.parametrize("split", [0, 1])
+async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(tmp_path: Path, path: str, split: int) -> None:
+    """Answers that were begun before count, since nobody has seen them; those behind it may be as wrong."""
+    count, at = 4, 2
+    prompts = [f"{PROMPT} number {index}" for index in range(count)]
+    body = completion(prompt=prompts, max_tokens=2000)
+    if path == BATCH:
+        body = chat(messages=[[{"role": "user", "content": prompt}] for prompt in prompts], max_tokens=2000)
+    auth, clock = keys(tmp_path, "a:sk-a tpm=1000000"), ManualClock()
+    async with world(prefill=split, decode=split, aggregated=1 - split, auth=auth, clock=clock) as w:
+        answering = w.decode[0] if split else w.engines[0]
+        begun = 0
+        wrong = scripts.whole(json.dumps({"error": {"message": "wrong", "code": 400}}).encode(), 400)
+
+        async def answer(reply: Reply) -> None:
+            nonlocal begun
+            begun += 1
+            if b"number %d" % at not in reply.request.body:
+                await reply.stall()
+            await until(lambda: begun == count)
+            await wrong(reply)
+
+        everyone(w, BATCH, wrong)
+        answering.script(*[answer] * count)
+        assert (await clock.through(w.ask(path, body, A))).status == 400
+        await until(lambda: w.inflight == 0)
+        assert at * 2000 < 1_000_000 - left(w) < at * 2000 + 1000
 
 
 async def test_what_no_engine_worked_on_is_free(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def pooled(usage: dict[str, Any]) -> list[Form]:
 
 
 PROMPT_ONLY = {"prompt_tokens": 41, "total_tokens": 41, "completion_tokens": 0, "prompt_tokens_details": None}
+IN_BYTES: Form = ({"model": "tiny", "input": [PROMPT, PROMPT], "encoding_format": "bytes"}, PROMPT_ONLY)
 TOTAL = {"prompt_tokens": 41, "total_tokens": 41}
 ROUTES: dict[str, list[Form]] = {
     COMPLETIONS: forms(
@@ -93,8 +94,8 @@ ROUTES: dict[str, list[Form]] = {
     SCORING: [({"model": "tiny", "query": PROMPT, "items": ["a", "b", "c"], "label_token_ids": [5, 6]}, None)],
     "/v1/decisions": pooled({"input_tokens": 41, "output_tokens": 2, "total_tokens": 43}),
     "/v1/systemone": pooled({"prompt_tokens": 41, "completion_tokens": 2, "total_tokens": 43}),
-    "/v1/embeddings": pooled(PROMPT_ONLY),
-    "/pooling": pooled(PROMPT_ONLY),
+    "/v1/embeddings": [*pooled(PROMPT_ONLY), IN_BYTES],
+    "/pooling": [*pooled(PROMPT_ONLY), IN_BYTES],
     "/classify": pooled(PROMPT_ONLY),
     "/score": pooled(PROMPT_ONLY),
     "/v1/score": pooled(PROMPT_ONLY),
@@ -140,11 +141,16 @@ def charged(w: World, ended: RequestEnded) -> tuple[int, int]:
 
 
 def answering(usage: dict[str, Any]) -> Callable[[Reply], Awaitable[None]]:
-    """Have an engine answer with a usage. In its words stands another one."""
+    """Have an engine answer with a usage. In its words stands another one. An answer in bytes has it in a header."""
 
     async def script(reply: Reply) -> None:
         words = {"type": "tool_use", "input": {"usage": {"input_tokens": 0, "output_tokens": 0}}, "text": '"usage":{'}
-        await reply.whole(json.dumps({"id": "x", "data": [words], "content": [words], "usage": usage}).encode())
+        text = json.dumps({"id": "x", "data": [words], "content": [words], "usage": usage}).encode()
+        if reply.request.json.get("encoding_format") != "bytes":
+            await reply.whole(text)
+            return
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 4\r\n")
+        await reply.raw(b"metadata: " + text + b"\r\n\r\n\x00\xff{}")
 
     return script
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from pdproxy.serving.request.demand import (
     MOST_ANSWERS,
@@ -16,6 +17,9 @@ from pdproxy.serving.request.demand import (
     passed_demand,
     prioritized,
 )
+from pdproxy.wire.body_bounds import DEFAULT
+from pdproxy.wire.fields import lenient_integer
+from pdproxy.wire.reader_process import Question, answer, request_in
 from pdproxy.wire.request import Route, parse
 
 
@@ -36,15 +40,16 @@ def test_the_most_that_prompts_may_have() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"prompt": "word " * 80}, Demand(100, 1)),
-        ({"prompt": [1, 2, 3]}, Demand(3, 1)),
-        ({"prompt": ["a" * 40, "b" * 40]}, Demand(20, 2)),
+        ({"prompt": "word " * 80}, Demand(100, 1, 16)),
+        ({"prompt": [1, 2, 3]}, Demand(3, 1, 16)),
+        ({"prompt": ["a" * 40, "b" * 40]}, Demand(20, 2, 16)),
         ({"prompt": "x", "max_tokens": 7, "priority": -3}, Demand(1, 1, 7, -3)),
-        ({"prompt": "x", "n": 3}, Demand(1, 3)),
-        ({"prompt": "x", "priority": None}, Demand(1, 1)),
-        ({"prompt": "x", "priority": 2**63}, Demand(1, 1)),
-        ({"prompt": "x", "priority": "1"}, Demand(1, 1)),
-        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_ANSWERS)),
+        ({"prompt": "x", "n": 3}, Demand(1, 3, 16)),
+        ({"prompt": "x", "priority": None}, Demand(1, 1, 16)),
+        ({"prompt": "x", "priority": 2**63}, Demand(1, 1, 16)),
+        ({"prompt": "x", "priority": "1"}, Demand(1, 1, 16)),
+        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_ANSWERS, 16)),
+        ({"prompt": "x", "n": 0}, Demand(1, 1, 16)),
     ],
 )
 def test_completions(fields: dict[str, object], expected: Demand) -> None:
@@ -59,16 +64,69 @@ def test_completions(fields: dict[str, object], expected: Demand) -> None:
         ({"max_tokens": 7, "n": 3, "best_of": 5}, 42),
         ({"max_tokens": 7, "best_of": 5}, 35),
         ({"max_tokens": 7, "n": 3, "prompt": ["x", "y"]}, 42),
-        ({"max_completion_tokens": 7}, None),
+        ({"max_completion_tokens": 7}, 16),
         ({"max_tokens": None}, None),
         ({"max_tokens": -1}, None),
-        ({"max_tokens": "7"}, None),
-        ({}, None),
+        ({"max_tokens": "many"}, None),
+        ({}, 16),
+        ({"prompt": ["x", "y"]}, 32),
     ],
 )
 def test_the_most_that_may_be_generated(fields: dict[str, object], most: int | None) -> None:
-    """A completion has one field for it; what an engine refuses or reads in its own way names no limit."""
+    """A completion has one field for it; what an engine refuses names no limit."""
     assert demand({"prompt": "x", **fields}).most == most
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+LIMIT = {"max_tokens": 4000}
+UNREAD: list[tuple[Route, dict[str, object], int | None]] = [
+    (Route.COMPLETIONS, {"prompt_embeds": ["AAAA"] * 100, **LIMIT}, 100 * 4000),
+    (Route.COMPLETIONS, {"prompt_embeds": ["AAAA"] * 3, "prompt": ["a", "b"], "n": 2, **LIMIT}, 10 * 4000),
+    (Route.COMPLETIONS, {"prompt_embeds": "AAAA", **LIMIT}, 4000),
+    (Route.COMPLETIONS, {"prompt_embeds": ["AAAA"], "n": "100", **LIMIT}, 100 * 4000),
+    (Route.COMPLETIONS, {"prompt": "x", "n": "100", **LIMIT}, 100 * 4000),
+    (Route.COMPLETIONS, {"prompt": ["x", "y"], "n": 1e2, "max_tokens": " 40_00.0 "}, 200 * 4000),
+    (Route.COMPLETIONS, {"prompt": "x", "n": "0__7", "best_of": "8", **LIMIT}, 14 * 4000),
+    (Route.COMPLETIONS, {"prompt": "x", "n": "1" * 99, **LIMIT}, MOST_ANSWERS * 4000),
+    (Route.COMPLETIONS, {"prompt": [["1"], ["2", "3"]], **LIMIT}, 2 * 4000),
+    (Route.COMPLETIONS, {"prompt": ["a", [1, 2]] * 5, **LIMIT}, 10 * 4000),
+    (Route.COMPLETIONS, {"prompt": [1, "2", 3], **LIMIT}, 4000),
+    (Route.CHAT, {"messages": MESSAGES, "n": "100", "max_tokens": 9, "max_completion_tokens": "4000"}, 100 * 4000),
+    (Route.CHAT, {"messages": [{"role": "user", "content": [{"type": "x"}]}], "n": "2", "max_tokens": "40"}, 2 * 40),
+    (Route.BATCH, {"messages": [MESSAGES] * 100, "echo": True, **LIMIT}, 100 * 4000),
+    (Route.BATCH, {"messages": [MESSAGES] * 100, "max_tokens": "4000"}, 100 * 4000),
+    (Route.INVOCATIONS, {"messages": MESSAGES, "n": "100", **LIMIT}, 100 * 4000),
+    (Route.INVOCATIONS, {"prompt": ["x"] * 50, "n": "2", "max_completion_tokens": 1, **LIMIT}, 100 * 4000),
+    (Route.INVOCATIONS, {"prompt": "x", "n": "2", "max_completion_tokens": 1}, None),
+]
+"""What only an engine reads, and the most that it may generate for that."""
+
+
+@pytest.mark.parametrize(("route", "fields", "most"), UNREAD, ids=str)
+@pytest.mark.parametrize("by_process", [False, True])
+def test_the_most_of_what_only_an_engine_reads(
+    route: Route, fields: dict[str, object], most: int | None, by_process: bool
+) -> None:
+    """Embeddings, conversations, and numbers in each form count as the engine counts them, also if a process reads the body."""
+    body = json.dumps({"model": "m", **fields}).encode()
+    question = msgspec.msgpack.encode(Question(DEFAULT, route))
+    assert demand_of(request_in(answer(question, body), body) if by_process else parse(route, body)).most == most
+
+
+INTEGER = TypeAdapter(int)
+"""As engines read integers."""
+
+
+@given(
+    st.text("0159+-._ e\t\u0661\u00a0", max_size=8) | st.integers() | st.floats() | st.booleans() | st.none(),
+)
+def test_numbers_in_each_form_that_engines_take(value: object) -> None:
+    """None is left out: who writes a number in a form that only engines read has it counted all the same."""
+    try:
+        read = INTEGER.validate_python(value)
+    except ValidationError:
+        return
+    assert lenient_integer(msgspec.Raw(json.dumps(value).encode())) == read
 
 
 def test_the_most_of_other_requests() -> None:
@@ -78,7 +136,7 @@ def test_the_most_of_other_requests() -> None:
     assert demand({**messages, "max_tokens": 7, "max_completion_tokens": None}, Route.CHAT).most == 7
     batch = {"messages": [messages["messages"]] * 3, "max_tokens": 7}
     assert demand(batch, Route.BATCH).most == 21
-    assert demand({**batch, "tools": []}, Route.BATCH).most is None, "one engine gets it whole, and only that counts it"
+    assert demand({**batch, "tools": []}, Route.BATCH).most == 21, "also if one engine gets it whole"
     assert passed_demand(400, None, generates=False).most == 0
 
 

@@ -106,6 +106,17 @@ def test_what_a_request_may_use_is_reserved_until_its_end() -> None:
     assert level(keys) == 0
 
 
+@pytest.mark.parametrize(("answers", "paid"), [(1, 1000), (2, 2000), (100, 4000)])
+def test_who_leaves_answers_without_a_limit_pays_for_each(answers: int, paid: int) -> None:
+    """But they reserve no more than one: most clients stay, and pay what was made."""
+    keys = Keys(a=KeyLimits(tpm=4000))
+    use = keys.used()
+    use.reserve(1, None, answers)
+    assert level(keys) == 3000
+    use.end(0, unseen=1.0)
+    assert level(keys) == 4000 - paid
+
+
 @pytest.mark.parametrize("tpm", [1, 7, 2000, 10**12])
 def test_four_requests_without_a_limit_at_once(tpm: int) -> None:
     keys = Keys(a=KeyLimits(tpm=tpm))

@@ -24,7 +24,7 @@ from pdproxy.wire.body_bounds import (
     depth,
     is_quick,
 )
-from pdproxy.wire.prompt_lists import part, prompts_in
+from pdproxy.wire.prompt_lists import count_in, part, prompts_in
 from pdproxy.wire.request import Alone, Route, parse, parse_if_quick
 
 TEXT = st.text(st.sampled_from('"\\[]{},:a\n\u0436\U0001f600'), max_size=6)
@@ -118,6 +118,17 @@ def test_what_is_no_list_of_prompts(value: Any) -> None:
     spans = prompts_in(raw, 100, "prompt")
     if spans is not None:
         assert [json.loads(bytes(part(raw, span))) for span in spans] == value
+
+
+@given(st.lists(JSON, max_size=6), st.sampled_from([None, 1]))
+def test_the_values_of_a_list_are_counted(values: list[Any], indent: int | None) -> None:
+    """As a JSON parser finds them, whatever they are; a list whose first value is no prompt is one prompt."""
+    raw = msgspec.Raw(json.dumps(values, indent=indent).encode())
+    expected = len(values) if not values or isinstance(values[0], str | list | dict) else 1
+    assert count_in(raw, len(values), "prompt", b'"[{') == expected
+    if expected > 1:
+        with pytest.raises(BadRequestError, match=f"more than {expected - 1} prompts"):
+            count_in(raw, expected - 1, "prompt", b'"[{')
 
 
 def peak(of: Callable[[], object]) -> int:

@@ -70,6 +70,9 @@ def places(url: Any) -> list[dict[str, Any]]:
         {"content_parts": [{"type": "image_url", "url": url}]},
         {"mm_processor_kwargs": {"images": [url]}},
         {"media_io_kwargs": {"video": {"fallback": url}}},
+        {"data": url},
+        {"data": {"data": url, "data_format": "url"}},
+        {"data": [{"type": "x_call", "outputs": [{"annotations": {"any": url}}]}]},
     ]
 
 
@@ -132,11 +135,30 @@ def test_spellings_hide_nothing(text: str) -> None:
         {"mm_processor_kwargs": {"fps": 2, "mode": "min_pixels"}},
         user({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
         user({"type": "image_embeds", "image_embeds": "AAAA", "uuid": "url"}),
+        {"data": {"data": "/9j/4AAQSkZJRgABAQAAAQ", "data_format": "b64_json", "out_data_format": "path"}},
+        {"data": {"text": "Question: what is at /etc/passwd?", "path": ["data:image/png;base64,AAAA"]}},
     ],
 )
 def test_what_only_looks_like_one(body: dict[str, Any]) -> None:
     """Texts, schemas, what a model has called, and what an earlier answer cites are fetched by no engine."""
     assert passes(body)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"data": "/etc/passwd", "data_format": "path"},
+        [{"inner": {"data": "x.tiff", "Data_Format": "Path"}}],
+        {"image_path": "x.tiff"},
+        {"filePath": ["../x.tiff"]},
+        {"imageURL": "//10.0.0.1/x"},
+    ],
+)
+def test_a_plugin_reads_no_file(data: Any) -> None:
+    """Plugins of engines take paths where they take URLs."""
+    assert not passes({"data": data})
+    assert not passes({"data": data}, HOSTS)
+    assert passes({"data": data}, ANY)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdproxy.wire.continuable import COMPLETION_TOKENS
+from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.request import Parsed, Route
 
 _COMPLETIONS = Route.COMPLETIONS
@@ -27,7 +29,7 @@ _limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | No
 
 
 def limit_of(parsed: Parsed | None) -> int | None:
-    """Return the most tokens that a request asks for, None if it does not say so, or says what is no number."""
+    """Return the most tokens that a request asks for, None if only an engine knows, or it says what is no number."""
     if parsed is None:
         return None
     for name in _LIMIT if parsed.route is _COMPLETIONS else _CHAT_LIMITS:
@@ -36,10 +38,10 @@ def limit_of(parsed: Parsed | None) -> int | None:
             try:
                 limit = _limit_decoder.decode(raw)
             except msgspec.DecodeError:
-                return None
+                return lenient_integer(raw)
             if limit is not None:
                 return limit
-    return None
+    return COMPLETION_TOKENS if parsed.route is _COMPLETIONS and "max_tokens" not in parsed.fields else None
 
 
 class Outputs:

@@ -134,8 +134,8 @@ class Limits(Section, frozen=True):
     250,000."""
 
     max_prompts: Count = 2048
-    """Prompts of one completion, chats of one batch, or texts of one embedding, classification, score or ranking; more get a 400.
-    OpenAI's own server accepts as many texts to embed."""
+    """Prompts of one completion, chats of one batch, or texts or conversations of one embedding, classification, score or
+    ranking; more get a 400. OpenAI's own server accepts as many texts to embed."""
 
     body_readers: Annotated[int, Meta(ge=1, le=64)] = 1
     """Processes that read bodies which would delay other clients: larger than 512 KiB, or of very many small parts. Started when

@@ -7,6 +7,7 @@ only the engines' own parser takes (`wire.lenient_json`) is parsed, cleaned and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -27,6 +28,11 @@ PROMPT_IDS = "kv_transfer_params"
 _IDS = "prompt_token_ids"
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
+
+_LONGEST_INTEGER = 64
+"""Bytes of JSON: a longer one could take long to read."""
+_LARGE_INTEGER = 2**63 - 1
+_NO_DIGITS = re.compile(r"[^0-9]+")
 
 STRING = msgspec.json.Decoder(str | None)
 _fields_decoder = msgspec.json.Decoder(Fields)
@@ -116,6 +122,27 @@ def read_field(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> 
     """Return a field's value, None if it is not there. Raises what its decoder raises."""
     raw = fields.get(name)
     return None if raw is None else decoder.decode(raw)
+
+
+def lenient_integer(raw: msgspec.Raw) -> int | None:
+    """Return the integer that an engine reads in a field, None if it reads none. Any is large if it is longer than 64 bytes.
+
+    Engines take texts (" 7.0 ", "1_0", "0__7"), fractions of zero (7.0, 7e0) and booleans for integers, too: pydantic, not
+    strict. Here each text with a digit is a number, so that no form is left out; engines refuse many of these.
+    """
+    if memoryview(raw).nbytes > _LONGEST_INTEGER:
+        return _LARGE_INTEGER
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if isinstance(value, str):
+        whole, _, _ = value.partition(".")
+        digits = _NO_DIGITS.sub("", whole)
+        return int(("-" if "-" in whole else "") + digits) if digits else None
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) <= _LARGE_INTEGER else None
+    return int(value) if isinstance(value, int) else None
 
 
 def has_value(fields: Fields, name: str, literal: bytes) -> bool:

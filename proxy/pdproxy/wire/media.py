@@ -8,7 +8,7 @@ parsed for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -43,8 +43,12 @@ object of an unknown type is a message, or a part of one that names a medium (vL
 _MEDIA = frozenset({"image", "images", "audio", "audios", "video", "videos", "file", "files"})
 MEDIA_KWARGS = frozenset({"mm_processor_kwargs", "media_io_kwargs"})
 """Fields that name media beside the messages, of which none needs to have one."""
+_FOR_PLUGINS = "data"
+"""The field that an engine's plugin reads (`/pooling`), in a form of its own: the plugin may fetch a URL, or read a file."""
 _URL = re.compile(r"[\x00-\x20]*[A-Za-z][A-Za-z0-9+.\x09\x0a\x0d-]*:")
 """How a URL begins, as lenient readers see it."""
+_FETCHED = re.compile(rf"{_URL.pattern}[\x09\x0a\x0d]*[/\\]|[\x00-\x20]*file:", re.IGNORECASE)
+"""How a URL begins in a text that may also be a prompt ("Question: ...")."""
 _PLAIN = re.compile(
     r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?([/?#][\x21-\x5b\x5d-\x7e]*)?", re.IGNORECASE
 )
@@ -73,9 +77,13 @@ def check_media(fields: Fields, rule: Media) -> None:
         if name in _NEVER:
             continue
         data = bytes(raw)
-        if not _may_name_one(data):
+        if name == _FOR_PLUGINS:
+            names = _named_for_plugins
+        elif not _may_name_one(data):
             continue
-        for url in _urls(_decoded(data), name in MEDIA_KWARGS, name):
+        else:
+            names = _named_in_kwargs if name in MEDIA_KWARGS else _named_in_parts
+        for url in _urls(_decoded(data), name, names):
             if not _passes(url, rule):
                 raise MediaUrlError(rule, name)
 
@@ -98,22 +106,37 @@ def _decoded(data: bytes) -> Any:
         return lenient_json.load(data)
 
 
-def _urls(value: Any, any_text: bool, name: str) -> Iterator[str]:
-    """Return what stands where engines look for the URL of a medium. `any_text`: every text that begins as a URL is one."""
+def _urls(value: Any, name: str, names: Callable[[str, str], object]) -> Iterator[str]:
+    """Return what stands where engines look for the URL of a medium. `names`: whether a text, behind its key, is one."""
     waiting: list[tuple[str, Any]] = [(name, value)]
     while waiting:
         key, one = waiting.pop()
         if isinstance(one, str):
-            if _names_url(key) or ((any_text or key in _MEDIA) and _URL.match(one)):
+            if names(key, one):
                 yield one
         elif isinstance(one, list):
             waiting += [(key, item) for item in one]
         elif isinstance(one, dict):
-            waiting += [(inner, item) for inner, item in one.items() if not _is_text_to_engines(one, inner)]
+            shown = names is _named_in_parts
+            waiting += [(inner, item) for inner, item in one.items() if not (shown and _is_text_to_engines(one, inner))]
 
 
-def _names_url(key: str) -> bool:
-    return key.endswith("url")
+def _named_in_parts(key: str, text: str) -> object:
+    return key.endswith("url") or (key in _MEDIA and _URL.match(text))
+
+
+def _named_in_kwargs(key: str, text: str) -> object:
+    return key.endswith("url") or _URL.match(text)
+
+
+def _named_for_plugins(key: str, text: str) -> object:
+    """Return whether a plugin may fetch a text, or read a file of this name.
+
+    Only its key or a format beside it shows a path: base64 may begin with a slash, too.
+    """
+    key = key.lower()
+    is_path = text.lower() == "path" and key.endswith("format") and not key.startswith("out")
+    return is_path or key.endswith(("url", "path")) or _FETCHED.match(text)
 
 
 def _is_text_to_engines(owner: dict[str, Any], key: str) -> bool:

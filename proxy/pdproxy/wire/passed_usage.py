@@ -6,9 +6,14 @@ Sources: vLLM 0.33.0 `entrypoints/openai/responses`, `entrypoints/anthropic`, `e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from pdproxy.wire.engine import UNREADABLE, Tokens, Usage
+
+METADATA = b"metadata"
+"""The header in which vLLM describes an answer of `encoding_format: "bytes"`."""
 
 
 class _Counts(msgspec.Struct, frozen=True):
@@ -52,10 +57,11 @@ _answers = msgspec.json.Decoder(_Answer)
 _events = msgspec.json.Decoder(_Event)
 
 
-def usage_in(answer: bytes) -> Usage | None:
-    """Return the usage of a whole answer, None if it has none, or none that can be read."""
+def usage_in(answer: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> Usage | None:
+    """Return the usage of a whole answer, None if it has none, or none that can be read. One in bytes has it in a header."""
+    described = next((value for name, value in headers if name == METADATA), answer)
     try:
-        counts = _answers.decode(answer).usage
+        counts = _answers.decode(described).usage
     except UNREADABLE:
         return None
     return None if counts is None else counts.usage()

@@ -16,9 +16,17 @@ from pdproxy.kit.errors import BadRequestError
 from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
-from pdproxy.wire.fields import PROMPT_IDS, Fields, has_value, is_absent, model_of, read_fields_if_quick
+from pdproxy.wire.fields import (
+    PROMPT_IDS,
+    Fields,
+    has_value,
+    is_absent,
+    lenient_integer,
+    model_of,
+    read_fields_if_quick,
+)
 from pdproxy.wire.media import check_media
-from pdproxy.wire.prompt_lists import prompts_in
+from pdproxy.wire.prompt_lists import count_in
 
 _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
@@ -28,11 +36,20 @@ _NUMBER = b"-0123456789"
 """How a number begins."""
 _LIMITS = {Dialect.RESPONSES: "max_output_tokens", Dialect.MESSAGES: "max_tokens"}
 """The field with an answer's limit."""
-_LONGEST_LIMIT = 20
-"""Bytes of JSON."""
-_limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
-_LISTED = ("input", "documents", "text_1", "text_2", "items")
-"""Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
+_ANY = b'"[{'
+_LISTED = {
+    "input": b'"[',
+    "messages": b"[",
+    "documents": _ANY,
+    "items": _ANY,
+    "queries": _ANY,
+    "data_1": _ANY,
+    "data_2": _ANY,
+    "text_1": _ANY,
+    "text_2": _ANY,
+}
+"""Fields of embeddings, classification, scoring and reranking that may be lists of texts, token ids, conversations, or objects
+with the parts of a text; and how a list of several begins, as in `count_in`."""
 
 
 Rename = Callable[[str | None, Fields], str | None]
@@ -92,15 +109,15 @@ def read_if_quick(
 
 
 def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
-    """Refuse lists of more texts than one request may have.
+    """Refuse lists of more texts or conversations than one request may have.
 
     Raises:
         TooManyPromptsError: one is longer.
     """
     if dialect is Dialect.OPENAI:
-        for name in _LISTED:
+        for name, each in _LISTED.items():
             if name in fields:
-                prompts_in(fields[name], bounds.prompts, name)
+                count_in(fields[name], bounds.prompts, name, each)
 
 
 def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, salt: Salt | None = None) -> PassedBody:
@@ -144,12 +161,7 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
 def _limit(dialect: Dialect, fields: Fields) -> int | None:
     """Return the most tokens of an answer, None if the body does not say so, or says what is no number."""
     raw = fields.get(_LIMITS.get(dialect, ""))
-    if raw is None or memoryview(raw).nbytes > _LONGEST_LIMIT:
-        return None
-    try:
-        return _limit_decoder.decode(raw)
-    except msgspec.DecodeError:
-        return None
+    return None if raw is None else lenient_integer(raw)
 
 
 def _rest(shared: bytes, fields: Fields) -> bytes:

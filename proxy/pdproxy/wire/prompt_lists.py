@@ -6,7 +6,6 @@ never made, since one of sixteen million short prompts would take a gigabyte.
 
 from __future__ import annotations
 
-import json
 import re
 
 import msgspec
@@ -21,6 +20,14 @@ _PROMPT = re.compile(
 )
 """A text, or an array that holds no arrays, objects or strings; and the separator behind it in a list."""
 _BEGIN, _END = b"[]"
+_STRING = rb'"(?:[^"\\]++|\\.)*+"'
+_FLAT = rb'[\[{] (?: [^\[\]{}"]++ | %b )*+ [\]}]' % _STRING
+"""An array or object that holds no others."""
+_VALUE = re.compile(rb'%b | %b | [^\[\]{}", \t\n\r]++' % (_STRING, _FLAT), re.VERBOSE | re.DOTALL)
+_BRACKETS = re.compile(
+    rb'(?: [^\[\]{}"]++ | %b | %b )*+ (?: ([\[{]++) | ([\]}]++) )' % (_STRING, _FLAT), re.VERBOSE | re.DOTALL
+)
+"""All up to the next brackets that begin, or end, an array or object with others in it."""
 _BETWEEN = re.compile(rb"[ \t\n\r,]*+")
 """The bytes between two values of a list."""
 
@@ -60,6 +67,52 @@ def prompts_in(raw: msgspec.Raw, limit: int, name: str) -> list[Span] | None:
     return None
 
 
+def count_in(raw: msgspec.Raw, limit: int, name: str, each: bytes = b'"[') -> int:
+    """Return how many prompts are in a field of this `name`: the values of a list, whatever they are; 0 for null.
+
+    `each`: how the first value of a list of several prompts begins. Any other list is one prompt: token ids, or messages.
+
+    Raises:
+        TooManyPromptsError: there are more than `limit`.
+    """
+    listed = memoryview(raw)
+    if listed[0] != _BEGIN:
+        return int(bytes(listed[:5]) != b"null")
+    at, count = 1, 0
+    while True:
+        at = _end(_BETWEEN, listed, at)
+        if listed[at] == _END:
+            return count
+        if not count and listed[at] not in each:
+            return 1
+        if count == limit:
+            raise TooManyPromptsError(limit, name)
+        count += 1
+        found = _VALUE.match(listed, at)
+        at = _behind(listed, at) if found is None else found.end()
+
+
+def _behind(listed: memoryview, at: int) -> int:
+    """Return where the array or object ends that begins at `at`."""
+    depth, at = 1, at + 1
+    while True:
+        found = _BRACKETS.match(listed, at)
+        assert found is not None
+        at = found.end()
+        if (opened := found.span(1))[0] >= 0:
+            depth += at - opened[0]
+        elif (closed := at - found.start(2)) >= depth:
+            return at - closed + depth
+        else:
+            depth -= closed
+
+
+def _end(pattern: re.Pattern[bytes], listed: memoryview, at: int) -> int:
+    found = pattern.match(listed, at)
+    assert found is not None
+    return found.end()
+
+
 def conversations_in(raw: msgspec.Raw, limit: int, name: str) -> list[Conversation] | None:
     """Return the conversations of a list; None if this is not a list of lists of objects, which every engine refuses.
 
@@ -70,22 +123,16 @@ def conversations_in(raw: msgspec.Raw, limit: int, name: str) -> list[Conversati
     """
     try:
         conversations = _conversations_decoder.decode(raw)
-    except (msgspec.ValidationError, UnicodeDecodeError, RecursionError):
-        return None
-    except msgspec.DecodeError:  # with NaN, which the engines' own parser accepts, and which was parsed by it before
-        values = json.loads(bytes(raw))
-        if isinstance(values, list) and len(values) > limit:
-            raise TooManyPromptsError(limit, name) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if len(conversations) > limit:
         raise TooManyPromptsError(limit, name)
     found: list[Conversation] = []
     at = 1
     for value, messages in zip(_values_decoder.decode(raw), conversations, strict=True):
-        between = _BETWEEN.match(memoryview(raw), at)
-        assert between is not None
-        at = between.end() + memoryview(value).nbytes
-        found.append(((between.end(), at), messages))
+        begin = _end(_BETWEEN, memoryview(raw), at)
+        at = begin + memoryview(value).nbytes
+        found.append(((begin, at), messages))
     return found
 
 

@@ -67,6 +67,7 @@ class _Summary(msgspec.Struct, frozen=True, array_like=True):
     prompts: tuple[_Prompt, ...]
     alone: Alone | None
     items: int
+    unread: int
 
 
 class _Refused(msgspec.Struct, frozen=True, array_like=True):
@@ -174,6 +175,7 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
         prompts,
         parsed.alone,
         items,
+        parsed.unread,
     )
 
 
@@ -206,6 +208,7 @@ def request_in(found: Found, body: Body) -> Parsed:
         summary.alone,
         len(body),
         summary.items,
+        unread=summary.unread,
     )
 
 

@@ -35,7 +35,7 @@ from pdproxy.wire.fields import (
 from pdproxy.wire.media import MEDIA_KWARGS, check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
-from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, part, prompts_in
+from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, count_in, part, prompts_in
 from pdproxy.wire.unusual import NotQuickError, UnusualError, check_unseen, content_of, wants_usage_event
 
 _HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
@@ -140,6 +140,8 @@ class Parsed(msgspec.Struct, frozen=True):
     """Strings, arrays and objects in the body; 0 where there were too few to be counted."""
     derenders: bool = False
     """It is a chat's stream with tools, and all engines of its model can parse it behind any of its tokens."""
+    unread: int = 1
+    """How many prompts or conversations it has, where `prompts` is empty since only an engine reads them."""
 
     @property
     def goes_whole(self) -> bool:
@@ -271,6 +273,10 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
             is_list, prompts, non_text = _messages(fields) if route is _CHAT else _prompts(fields, spans)
         if non_text or not MEDIA_KWARGS.isdisjoint(fields):
             check_media(fields, bounds.media)
+            if not prompts:  # embeddings
+                check_unseen(fields, max_objects)
+                unread = _unread(route, fields, bounds)
+                return Parsed(route, fields, model, stream, wants_usage, False, (), Alone.NON_TEXT, size, unread=unread)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
         if PROMPT_IDS in fields:
             if route is _BATCH:
@@ -291,13 +297,24 @@ def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> 
     if route is Route.COMPLETIONS:
         fields.pop(PROMPT_IDS, None)
     check_media(fields, bounds.media)
-    _listed(route, fields, bounds)
-    if route is Route.BATCH:
-        _conversations(fields, bounds)
-    elif route is Route.INVOCATIONS:
+    if route is Route.INVOCATIONS:
         check_lists(Dialect.OPENAI, fields, bounds)
+    unread = _unread(route, fields, bounds)
     # wants_usage: an engine may read the request as a stream with usage, and then the client gets that event.
-    return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size)
+    return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size, unread=unread)
+
+
+def _unread(route: Route, fields: Fields, bounds: Bounds) -> int:
+    """Return how many prompts or conversations a body has that only an engine reads, 1 at least.
+
+    Raises:
+        TooManyPromptsError: there are more than one request may have.
+    """
+    if route is _CHAT:
+        return 1
+    listed = {"messages": b"["} if route is _BATCH else {"prompt": b'"[', "prompt_embeds": b'"'}
+    limit = bounds.prompts
+    return max(sum(count_in(fields[name], limit, name, each) for name, each in listed.items() if name in fields), 1)
 
 
 def _invocation(fields: Fields, size: int, bounds: Bounds, max_objects: int) -> Parsed:
@@ -377,8 +394,6 @@ def _listed(route: Route, fields: Fields, bounds: Bounds) -> list[Span] | None:
     """Return where the prompts of a list are, None if there is no list."""
     if route in (Route.CHAT, Route.BATCH):
         return None
-    if "prompt_embeds" in fields:
-        prompts_in(fields["prompt_embeds"], bounds.prompts, "prompt_embeds")
     return prompts_in(fields["prompt"], bounds.prompts, "prompt") if "prompt" in fields else None
 
 

@@ -107,12 +107,12 @@ class Use:
         self._own = 0
         """The most tokens that the request may use by its own size and limit."""
 
-    def reserve(self, prompt: int, most: int | None) -> None:
-        """Reserve the tokens of a prompt, and the most that may be generated for it; None: it has no limit.
+    def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
+        """Reserve the tokens of a prompt, and the most that may be generated for its answers; None: they have no limit.
 
         A request never reserves more than a whole minute; without a limit, a quarter of it, or its prompt. Of a prompt no more
         than a quarter must be left: a picture has many bytes and few tokens, and would wait for an idle minute. The bucket is
-        in debt then, so that only one such request runs.
+        in debt then, so that only one such request runs. Who leaves before anything was seen pays a quarter for each answer.
 
         Raises:
             LimitError: the key's minute has fewer tokens left.
@@ -124,7 +124,7 @@ class Use:
         self._own = _BYTES_PER_TOKEN * prompt + (most or 0)
         minute = float(tokens.per_minute)
         part = minute / WITHOUT_LIMIT
-        self._most = part if most is None else float(min(most, tokens.per_minute))
+        self._most = min(part * answers, minute) if most is None else float(min(most, tokens.per_minute))
         reserved = min(max(part, prompt) if most is None else self._most + prompt, minute)
         tokens.fill(self._now())
         account.check_tokens(part if most is None else min(self._most + min(prompt, part), minute))

@@ -132,10 +132,10 @@ class _SharedUse(Use):
         self._quotas = quotas
         self._name = used
 
-    def reserve(self, prompt: int, most: int | None) -> None:
+    def reserve(self, prompt: int, most: int | None, answers: int = 1) -> None:
         """See `Use`."""
         self._quotas.take_over(self._name, self._account)
-        super().reserve(prompt, most)
+        super().reserve(prompt, most, answers)
         self._show(self._reserved)
 
     def end(self, tokens: int, unseen: float = 0.0) -> None:

@@ -7,7 +7,8 @@ from contextlib import suppress
 import msgspec
 
 from pdproxy.scheduling.outputs import limit_of
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.fields import lenient_integer
+from pdproxy.wire.request import Parsed, Prompt, Route
 
 BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""
@@ -19,7 +20,6 @@ MOST_ANSWERS = 2**14
 PRIORITY = b"x-vllm-priority"
 Lines = tuple[tuple[bytes, bytes], ...]
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
-_UNUSUAL = Alone.UNUSUAL
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 
 
@@ -59,17 +59,31 @@ def demand_of(parsed: Parsed) -> Demand:
         answers = len(prompts)
     else:
         tokens = parsed.body_bytes // BYTES_PER_TOKEN
+        answers = parsed.unread
     n = best_of = 1
     if "n" in fields:
-        n = min(max(_number(fields["n"]) or 1, 1), MOST_ANSWERS)
+        n = min(max(lenient_integer(fields["n"]) or 1, 1), MOST_ANSWERS)
         answers *= n
     priority = (_number(fields["priority"]) or 0) if "priority" in fields else 0
     if "best_of" in fields:
-        best_of = -(-min(max(_number(fields["best_of"]) or 1, n), MOST_ANSWERS) // n)
-    # Only an engine knows how many answers an unusual request has.
-    limit = limit_of(parsed) if prompts or parsed.alone is not _UNUSUAL else None
-    longest = parsed.body_bytes + MOST_TOKENS * (len(prompts) or 1)
+        best_of = -(-min(max(lenient_integer(fields["best_of"]) or 1, n), MOST_ANSWERS) // n)
+    limit = limit_of(parsed) if prompts else _unread_limit(parsed)
+    longest = parsed.body_bytes + MOST_TOKENS * (len(prompts) or parsed.unread)
     return Demand(_bounded(tokens), answers, limit, priority, best_of, longest)
+
+
+def _unread_limit(parsed: Parsed) -> int | None:
+    """Return the most tokens of an answer to a request that only an engine reads, None if that may be any number.
+
+    An engine may read an invocation as a chat or as a completion, of which only `max_tokens` counts.
+    """
+    if parsed.route is not Route.INVOCATIONS:
+        limit = limit_of(parsed)
+    elif "max_tokens" in parsed.fields and (limit := lenient_integer(parsed.fields["max_tokens"])) is not None:
+        limit = max(limit, limit_of(parsed) or 0)
+    else:
+        return None
+    return limit if limit and limit > 0 else None
 
 
 def tokens_of(prompt: Prompt) -> int:

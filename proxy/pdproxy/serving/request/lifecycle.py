@@ -179,7 +179,8 @@ class Lifecycle:
             use = self._quotas.enter(request.key)
             serve = await request.read()
             if use is not None:
-                use.reserve(request.demand.prompt, request.demand.most)
+                demand = request.demand
+                use.reserve(demand.prompt, demand.most, demand.answers)
             deadline = None
             if request.timeout is not None and request.timeout < total:
                 deadline = request.received + request.timeout

@@ -21,13 +21,15 @@ class Meter(msgspec.Struct, eq=False):
 
     `asked`: whether an engine was asked for anything that counts. `measured`: whether an engine has reported its usage, or some
     of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them
-    was seen. `prefilled`: whether a prefill engine has reported a prompt, which it has computed then. `later`: the custody of
-    prompts that prefill engines still compute, though the request has ended.
+    was seen. `lost`: those of them that were cut since a later prompt of their list was wrong. `prefilled`: whether a prefill
+    engine has reported a prompt, which it has computed then. `later`: the custody of prompts that prefill engines still compute,
+    though the request has ended.
     """
 
     prompt: int = 0
     completion: int = 0
     unseen: int = 0
+    lost: int = 0
     asked: bool = False
     measured: bool = False
     prefilled: bool = False
@@ -87,17 +89,17 @@ class Meter(msgspec.Struct, eq=False):
         if error.fault is Fault.CLIENT:
             self.end_wrong()
         else:
-            self.unseen = self.completion = 0
+            self.unseen = self.lost = self.completion = 0
             self.measured = False
 
     def end_wrong(self) -> None:
         """Keep what the client pays for a request that is wrong: nothing, unless engines have worked on it.
 
         A prompt that was prefilled is paid, whoever refused it then. If one prompt of a list was refused, so are the others that
-        engines were asked for: their prefills go on.
+        engines were asked for: their prefills go on. So are answers that were begun before: nobody has seen how far they were.
         """
-        self.unseen = 0
-        if not (self.measured or self.prefilled):
+        self.unseen = self.lost
+        if not (self.measured or self.prefilled or self.lost):
             self.prompt = 0
             self.asked = False
 

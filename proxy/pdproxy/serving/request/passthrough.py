@@ -73,11 +73,11 @@ from pdproxy.wire.inside import (
     passed_without_inside,
 )
 from pdproxy.wire.lenient_json import check_content_type
-from pdproxy.wire.passed_usage import usage_in
+from pdproxy.wire.passed_usage import METADATA, usage_in
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
-_PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
-"""`metadata` is where vLLM describes an answer of `encoding_format: "bytes"`; the last one comes with chats and completions."""
+_PASSED_HEADERS = (b"content-type", b"retry-after", METADATA, b"endpoint-load-metrics")
+"""The last one comes with chats and completions."""
 
 
 class _ModelRefusedError(EngineRefusedError):
@@ -430,7 +430,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self.status = answer.status
         self._whole = self._service.resources.now() if answer.status == 200 else None
         if answer.status == 200:
-            self._usage = usage_in(answer.body)
+            self._usage = usage_in(answer.body, answer.headers)
             shown = passed_without_inside(answer.body)
         else:
             shown = error_without_inside(answer.body, answer.status, self._engines())

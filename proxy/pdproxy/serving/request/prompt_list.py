@@ -59,6 +59,8 @@ class PromptList:
         self._running: dict[int, Exchange] = {}
         self._events = 0
         """Of those that have ended."""
+        self._wrong: int | None = None
+        """The prompt that was refused first."""
 
     @property
     def events(self) -> int:
@@ -92,10 +94,16 @@ class PromptList:
             self._events += exchange.events
             channel.close()
             streams = self._totals.add(index, exchange)
+            meter = self._totals.meter
             if answer is None or answer.status == 200:
-                self._totals.meter.add(exchange, streams, size, unseen)
+                before = meter.unseen
+                meter.add(exchange, streams, size, unseen)
+                if self._wrong is not None and index < self._wrong:  # those behind it may be wrong in the same way
+                    meter.lost += meter.unseen - before
             else:
-                self._totals.meter.refuse(exchange)
+                if self._wrong is None:
+                    self._wrong = index
+                meter.refuse(exchange)
         if answer is None:
             usage_event = exchange.usage_event
             if usage_event is not None:

@@ -13,6 +13,7 @@ import msgspec
 from pdproxy.kit.errors import ForbiddenError
 from pdproxy.settings.key_rights import KeyRights
 from pdproxy.wire.api_errors import Dialect
+from pdproxy.wire.continuable import COMPLETION_TOKENS
 from pdproxy.wire.fields import Fields, is_absent
 from pdproxy.wire.request import Parsed, Route
 
@@ -39,10 +40,13 @@ def bound_request(rights: KeyRights, parsed: Parsed) -> None:
         if each * len(parsed.prompts) > rights.n:
             text = f"This API key is good for {rights.n} answers to one request, to all of its prompts together."
             raise ForbiddenError(text, param="n")
-    if rights.max_tokens is not None:
-        if parsed.route is Route.COMPLETIONS and "max_tokens" not in fields:
-            return  # it is 16 then
-        _bound_tokens(fields, ("max_tokens", "max_completion_tokens"), rights.max_tokens, "max_tokens")
+    if (most := rights.max_tokens) is not None:
+        is_completion = parsed.route is Route.COMPLETIONS
+        if is_completion and "max_tokens" not in fields and most >= COMPLETION_TOKENS:
+            return  # that is the limit then
+        _bound_tokens(fields, ("max_tokens", "max_completion_tokens"), most, "max_tokens")
+        if is_completion or parsed.route is Route.INVOCATIONS:  # a completion has only this field
+            _bound_tokens(fields, ("max_tokens",), most, "max_tokens")
 
 
 def bound_passed(rights: KeyRights, dialect: Dialect, fields: Fields) -> None:

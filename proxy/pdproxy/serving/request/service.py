@@ -176,13 +176,16 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 return self._serve_whole
         if is_batch or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
             return partial(self._serve_list, parsed, leg_headers)
-        prompt = None if parsed.alone is not None else parsed.prompts[0]
+        if parsed.alone is None:
+            prompt, choices = parsed.prompts[0], 1
+        else:  # only its engine knows surely how many choices an unusual request has
+            prompt, choices = None, 1 if parsed.alone is Alone.UNUSUAL else self.demand.answers
         if parsed.stream and "tools" in parsed.fields and route is Route.CHAT and prompt is not None:
             parsed = service.resources.with_ids_of_calls(parsed)
         new_relay = partial(
             Relay,
             wants_usage=not parsed.adds_usage,
-            choices=self.demand.answers,
+            choices=choices,
             takes_ids=parsed.adds_ids,
             shows_ids=shows_ids(parsed),
             budget=service.resources.answer_budget,
