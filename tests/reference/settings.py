@@ -14,7 +14,7 @@ import yaml
 from pdproxy.settings.conform import expectation
 from pdproxy.settings.environment import variable
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.section import Seconds
+from pdproxy.settings.section import Field, Seconds, fields_of, is_section
 from tests.reference import command_line
 from tests.reference.markdown import NOTE, ROOT, cell, code, table
 
@@ -60,36 +60,31 @@ def comments(text: str) -> dict[str, list[str]]:
     return found
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[msgspec.structs.FieldInfo]]]:
+def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[Field]]]:
     """Yield each section's path and its own values, those above first."""
-    fields = msgspec.structs.fields(kind)
+    fields = fields_of(kind)
     inner = [(field, *_item(field)) for field in fields]
-    own = [field for field, type_, _ in inner if not _is_section(type_)]
+    own = [field for field, type_, _ in inner if not is_section(type_)]
     if own:
         yield path, own
     for field, type_, suffix in inner:
-        if _is_section(type_):
+        if is_section(type_):
             yield from _sections(type_, f"{path}.{field.name}{suffix}".lstrip("."))
 
 
-def _item(field: msgspec.structs.FieldInfo) -> tuple[Any, str]:
+def _item(field: Field) -> tuple[Any, str]:
     """Return what a field holds, and `[]` if it is a list of sections."""
     if field.name == "dns_nodes":
         return field.type, ""  # each is as one of `nodes`
-    if get_origin(field.type) is tuple and _is_section(get_args(field.type)[0]):
+    if get_origin(field.type) is tuple and is_section(get_args(field.type)[0]):
         return get_args(field.type)[0], "[]"
     return field.type, ""
 
 
-def _default(field: msgspec.structs.FieldInfo) -> str:
+def _default(field: Field) -> str:
     if field.required:
         return "required"
-    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    value = list(value) if isinstance(value, tuple) else value
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
     return code(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n..."))
 
 

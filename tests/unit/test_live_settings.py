@@ -152,7 +152,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "outliers.max_share": (0.7, lambda p: p.pools[0].watching.outliers.limits.max_share, 0.7),
     "probes.interval": (0.5, lambda p: p.prober._interval, 0.5),
     "probes.scrape_interval": (20.0, lambda p: (p.prober._scrape_every, p.pools[0].bootstraps.interval), (10, 20.0)),
-    "observe.log_level": ("debug", lambda p: p.front.settings.observe.log_level, "info"),  # see `test_the_log_level`
+    "observe.log_level": ("debug", lambda p: p.settings.observe.log_level, "debug"),
     "pools[0].nodes": (NODES[1:], lambda p: [*p.engines], ["http://d:8000"]),
     "pools[0].dns_nodes": (
         (Node(url="dns://e:8000", role="decode"),),

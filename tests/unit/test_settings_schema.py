@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import yaml
 
-from pdproxy.settings import schema
+from pdproxy.settings import schema, section
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
 
@@ -20,14 +20,14 @@ REFERENCE = CONFIGS / "reference.yaml"
 def fields_of(kind: Any, path: str = "") -> set[str]:
     """All keys that the schema knows below `kind`, lists of sections as `[]`."""
     found = set()
-    for field in msgspec.structs.fields(kind):
+    for field in section.fields_of(kind):
         here, type_ = f"{path}.{field.name}".lstrip("."), field.type
         found.add(here)
         if field.name == "dns_nodes":
             continue  # each is as one of `nodes`
         if get_origin(type_) is tuple:
             here, type_ = f"{here}[]", get_args(type_)[0]
-        if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        if section.is_section(type_):
             found |= fields_of(type_, here)
     return found
 

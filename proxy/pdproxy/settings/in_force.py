@@ -6,24 +6,30 @@ owner (`app.live`) has it do so again.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
-from pdproxy.settings.schema import Settings
-from pdproxy.settings.section import Section
+from pdproxy.settings.section import Section, fields_of
 
-SECTIONS = ("deadlines", "limits", "overload", "tenants", "media", "health", "outliers", "probes")
-
-
-def own(settings: Settings) -> Settings:
-    """Return settings whose sections nobody else has. Defaults are shared by all settings."""
-    return msgspec.structs.replace(
-        settings, **{name: msgspec.structs.replace(getattr(settings, name)) for name in SECTIONS}
-    )
+Kind = TypeVar("Kind", bound=Section)
 
 
-def put(settings: Settings, values: Settings) -> None:
-    """Have settings that `own` has returned hold other values in these sections."""
-    for name in SECTIONS:
-        section: Section = getattr(settings, name)
-        for field in msgspec.structs.fields(section):
-            msgspec.structs.force_setattr(section, field.name, getattr(getattr(values, name), field.name))
+def own(section: Kind) -> Kind:
+    """Return settings whose sections nobody else has. Defaults are shared by all settings. Pools stay as they are."""
+    sections = {name: one for name, one in _items(section) if isinstance(one, Section)}
+    return msgspec.structs.replace(section, **{name: own(one) for name, one in sections.items()})
+
+
+def put(section: Section, values: Section) -> None:
+    """Have settings that `own` has returned hold other values in the fields that are marked (`Live`)."""
+    for field in fields_of(type(section)):
+        value = getattr(values, field.name)
+        if isinstance(value, Section):
+            put(getattr(section, field.name), value)
+        elif field.live is not None:
+            msgspec.structs.force_setattr(section, field.name, value)
+
+
+def _items(section: Section) -> list[tuple[str, object]]:
+    return [(field.name, getattr(section, field.name)) for field in fields_of(type(section))]

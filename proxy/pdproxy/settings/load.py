@@ -19,6 +19,7 @@ from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import Mistakes, SettingsError, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
+from pdproxy.settings.section import fields_of
 from pdproxy.settings.stage_nodes import read_stages
 from pdproxy.settings.yaml_file import read_yaml, spell_file
 from pdproxy.transfer.registry import AUTO
@@ -103,7 +104,7 @@ def _put_flags(tree: dict[str, Any], flags: Iterable[Flag], found: Mistakes) -> 
         where = f" ({option})"
         if key.startswith(POOL):
             name = key.removeprefix(POOL)
-            kind = next(field.type for field in msgspec.structs.fields(Pool) if field.name == name)
+            kind = next(field.type for field in fields_of(Pool) if field.name == name)
             _first_pool(tree)[name] = collect(text, kind, where, ("pools", 0, name), found)
         else:
             path, kind = kinds[key]

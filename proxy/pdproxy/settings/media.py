@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from pdproxy.settings.errors import Mistakes
-from pdproxy.settings.section import Host, Section
+from pdproxy.settings.section import AtOnce, Host, Section
 from pdproxy.wire.media_rule import Media, Urls
 
 
 class MediaSettings(Section, frozen=True):
     """Images, audio and video in requests. `data:` URLs hold them, and always pass."""
 
-    urls: Urls = "off"
+    urls: AtOnce[Urls] = "off"
     """Which other URLs pass: none, those of `hosts`, or any. Engines fetch what passes, from wherever they can reach."""
 
-    hosts: tuple[Host, ...] = ()
+    hosts: AtOnce[tuple[Host, ...]] = ()
     """Hosts whose http and https URLs pass, with `urls: hosts`: names in full, without a port."""
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from pdproxy.settings.policy import HeaderName
-from pdproxy.settings.section import Section
+from pdproxy.settings.section import AtOnce, Section
 
 Weight = Annotated[float, Meta(ge=0.001, le=1000)]
 Priorities = Literal["within", "ignore"]
@@ -19,17 +19,17 @@ Priorities = Literal["within", "ignore"]
 class Overload(Section, frozen=True):
     """Who is served first while requests wait for places (`limits.max_inflight`)."""
 
-    tenant_header: HeaderName | None = None
+    tenant_header: AtOnce[HeaderName | None] = None
     """The header that names the tenant of a request, up to 64 characters. It is read only of clients with a valid key, and behind
     `listen.trusted_proxies`: whoever names a tenant uses its part. None: each name of keys, key or address is a tenant."""
 
-    weights: dict[str, Weight] = {}  # noqa: RUF012 - a struct copies its defaults
+    weights: AtOnce[dict[str, Weight]] = {}  # noqa: RUF012 - a struct copies its defaults
     """Parts of the places by tenant, where several wait: names of `tenant_header`, or of keys. 1 for all others."""
 
-    output_weight: Annotated[float, Meta(ge=0, le=1000)] = 2.0
+    output_weight: AtOnce[Annotated[float, Meta(ge=0, le=1000)]] = 2.0
     """What a token of an answer counts, in tokens of prompts: an engine computes many tokens of a prompt at once, and those of
     an answer one by one."""
 
-    priority: Priorities = "within"
+    priority: AtOnce[Priorities] = "within"
     """What a request's `priority` does here. `within`: of one tenant's requests that wait, the smallest is served first.
     `ignore`: nothing. Engines get it in either case."""

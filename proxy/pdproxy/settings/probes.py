@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pdproxy.settings.section import Seconds, Section
+from pdproxy.settings.section import AtOnce, Seconds, Section
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -16,17 +16,17 @@ LogFormat = Literal["text", "json"]
 class Probes(Section, frozen=True):
     """How often engines are probed, in seconds."""
 
-    interval: Seconds = 2.0
+    interval: AtOnce[Seconds] = 2.0
     """Between two probes of an engine's health: without traffic, it takes that long until an engine that is down is noticed."""
 
-    scrape_interval: Seconds = 5.0
+    scrape_interval: AtOnce[Seconds] = 5.0
     """Between two scrapes of an engine's metrics, which cost it more than a probe."""
 
 
 class Observe(Section, frozen=True):
     """Logs, and what else an operator may look at."""
 
-    log_level: LogLevel = "info"
+    log_level: AtOnce[LogLevel] = "info"
     """Least severe record that is written. No record holds prompts or keys."""
 
     log_format: LogFormat = "text"

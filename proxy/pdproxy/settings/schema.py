@@ -6,6 +6,7 @@ against each other, and `configs/reference.yaml` shows all of it to operators: a
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,7 +29,7 @@ from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.replicas import ReplicaSettings
-from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
+from pdproxy.settings.section import AtOnce, Count, File, Host, Key, Live, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.tenants import TenantSettings
 from pdproxy.settings.turns import Turns
@@ -43,6 +44,10 @@ VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
 Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
+# Without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines.
+_WHILE_KEYS_ARE_WANTED = Live(while_same=attrgetter("auth.wants_keys", "auth.wants_admin_keys"))
+_WHILE_SAME_PARTS = Live(while_same=attrgetter("placement", "asks_the_index"))
+"""A pool's policy needs the same parts: its placement, and whether there is an index of prefixes."""
 
 
 class Auth(Section, frozen=True):
@@ -214,14 +219,14 @@ class Pool(Section, frozen=True):
     name: Text = "default"
     """The pool's name in logs, metrics and `/ready`. Each pool has one of its own."""
 
-    models: tuple[Text, ...] = ()
+    models: AtOnce[tuple[Text, ...]] = ()
     """Models whose requests this pool gets although no engine of it lists them, if no other pool's does: names, or patterns with
     `*`. The longest pattern that fits a name counts."""
 
-    aliases: dict[str, Text] = {}  # noqa: RUF012 - a struct copies its defaults
+    aliases: AtOnce[dict[str, Text]] = {}  # noqa: RUF012 - a struct copies its defaults
     """Other names of models, each with the name that the engines know."""
 
-    weight: Weight = 1.0
+    weight: AtOnce[Weight] = 1.0
     """Where several pools serve a model, this pool's part of the requests. 0: only what no other pool serves."""
 
     connector: Connector = "nixl"
@@ -232,7 +237,7 @@ class Pool(Section, frozen=True):
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order, and sequential
     with engines of role any."""
 
-    alone: AloneLimit = "always"
+    alone: AtOnce[AloneLimit] = "always"
     """Which prompts a decode engine may serve whole where they are not split: all, none, or those of up to so many tokens."""
 
     remote_host: RemoteHost = "engine"
@@ -272,10 +277,10 @@ class Pool(Section, frozen=True):
     prefixes: Prefixes = Prefixes()
     """What is kept of engines' prefix caches."""
 
-    policy: PoolPolicy = PoolPolicy()
+    policy: Annotated[PoolPolicy, _WHILE_SAME_PARTS] = PoolPolicy()
     """How engines are chosen."""
 
-    slo: PoolSlo = PoolSlo()
+    slo: Annotated[PoolSlo, _WHILE_SAME_PARTS] = PoolSlo()
     """What is wanted of requests' times."""
 
     profile: File | None = None
@@ -288,10 +293,10 @@ class Pool(Section, frozen=True):
     tls: EngineTls = EngineTls()
     """TLS towards the engines."""
 
-    nodes: tuple[Node, ...] = ()
+    nodes: AtOnce[tuple[Node, ...]] = ()
     """The engines. Those named by flags are added after these. One with a URL of DNS stands for all that the name has."""
 
-    dns_nodes: tuple[Node, ...] = ()
+    dns_nodes: AtOnce[tuple[Node, ...]] = ()
     """Nodes whose URLs are `dns://NAME:PORT` or `srv://NAME`. Those of `nodes` are moved here when the settings are read."""
 
     @property
@@ -331,7 +336,7 @@ class Settings(Section, frozen=True):
     listen: Listen = Listen()
     """Where clients reach the proxy."""
 
-    auth: Auth = Auth()
+    auth: Annotated[Auth, _WHILE_KEYS_ARE_WANTED] = Auth()
     """Keys of clients and of engines."""
 
     pools: tuple[Pool, ...] = ()

@@ -1,15 +1,21 @@
-"""The base class of all sections of the settings, and the types of single values.
+"""The base class of all sections of the settings, the types of single values, and what is declared at a setting.
 
-Owns the bounds of units. A value of the wrong kind is refused with its key before anything is built of it.
+A field declares its type with bounds, its default, below it what it means, and in its `Annotated` type whether a running proxy
+uses another value at once (`Live`). Everything else about settings follows from that. Owns the bounds of units. A value of the
+wrong kind is refused with its key before anything is built of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
+
+Value = TypeVar("Value")
 
 # No useful wait is longer than a week. The bound also keeps infinity out of the event loop's timers.
 Seconds = Annotated[float, Meta(gt=0, le=604_800)]
@@ -35,6 +41,30 @@ OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 """Seconds; 0 turns it off."""
 
 
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Marks a setting, or a section, of which a running proxy uses other values at once. All others need a restart.
+
+    `is_switch`: 0 turns something off, and to turn it off or on needs a restart. `while_same`: returns what must be the same of
+    the section around it; otherwise the change needs a restart. A file that a setting names is read again by itself.
+    """
+
+    is_switch: bool = False
+    while_same: Callable[[Any], object] | None = None
+
+    def is_used(self, name: str, old: object, new: object) -> bool:
+        """Return whether a change of the field `name` between two sections is used at once."""
+        if self.is_switch:
+            return bool(getattr(old, name)) == bool(getattr(new, name))
+        return self.while_same is None or self.while_same(old) == self.while_same(new)
+
+
+AtOnce = Annotated[Value, Live()]
+"""A setting of which other values are used at once."""
+Switch = Annotated[Value, Live(is_switch=True)]
+"""A number of which other values are used at once, but for 0."""
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A section: immutable, filled by name, without unknown fields."""
 
@@ -47,3 +77,36 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def texts(cls) -> tuple[str, ...]:
         """Return the texts that may stand in its place."""
         return ()
+
+
+class Field(NamedTuple):
+    """A field of a section. `type`: without the project's own marks. `required`: it has no `default`, and must be given."""
+
+    name: str
+    type: Any
+    required: bool
+    default: object
+    live: Live | None
+
+
+@cache
+def fields_of(kind: Any) -> tuple[Field, ...]:
+    """Return the fields of a section. msgspec evaluates all annotations anew at each call, which costs a millisecond."""
+    return tuple(_field(field) for field in msgspec.structs.fields(kind))
+
+
+def is_section(kind: Any) -> bool:
+    """Return whether a type of the schema is a section."""
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _field(field: msgspec.structs.FieldInfo) -> Field:
+    kind, marks = field.type, list[Any]()
+    if get_origin(kind) is Annotated:
+        kind, *marks = get_args(kind)
+        for mark in (one for one in marks if not isinstance(one, Live)):
+            kind = Annotated[kind, mark]
+    made = field.default_factory
+    default = None if field.required else field.default if made is msgspec.NODEFAULT else made()
+    live = next((one for one in marks if isinstance(one, Live)), None)
+    return Field(field.name, kind, field.required, default, live)

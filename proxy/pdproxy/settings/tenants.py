@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
-from pdproxy.settings.section import File, Section
+from pdproxy.settings.section import AtOnce, File, Section
 from pdproxy.settings.yaml_file import spell_file
 
 Caches = Literal["auto", "separate", "shared"]
@@ -30,7 +30,7 @@ Secret = Annotated[
 class TenantSettings(Section, frozen=True):
     """Whether tenants share engines' caches. A tenant is a name of keys, or a key without a name; without keys, an address."""
 
-    caches: Caches = "auto"
+    caches: AtOnce[Caches] = "auto"
     """`separate`: engines find in their caches only what the same tenant has sent. `shared`: also what others have sent, and who
     measures times or reads `cached_tokens` can guess their prompts. `auto`: separate where keys of several tenants are valid, or
     `overload.tenant_header` is set."""
