@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from pdproxy.settings.section import AtOnce, Count, OffOrSeconds, Seconds, Section, Switch
+from pdproxy.settings.section import AtOnce, Count, OffOrSeconds, Option, Seconds, Section, Switch
 
 AUTO: Final = "auto"
 EngineRequests = Literal["auto"] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -103,7 +103,9 @@ class Deadlines(Section, frozen=True):
 class Limits(Section, frozen=True):
     """How much is accepted at once, and how often something is tried."""
 
-    max_inflight: AtOnce[Count] = 1024
+    max_inflight: Annotated[
+        AtOnce[Count], Option("requests that are served at once; more requests wait", "N", "--max-inflight")
+    ] = 1024
     """Requests that are served at once. More than a few engines batch, less than would overload the proxy."""
 
     max_queue: AtOnce[Annotated[int, Meta(ge=0, le=2**31 - 1)]] = 1024

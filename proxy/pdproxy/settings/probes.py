@@ -5,9 +5,9 @@ Owns names, units, bounds and defaults.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pdproxy.settings.section import AtOnce, Seconds, Section
+from pdproxy.settings.section import AtOnce, Option, Seconds, Section
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -26,10 +26,12 @@ class Probes(Section, frozen=True):
 class Observe(Section, frozen=True):
     """Logs, and what else an operator may look at."""
 
-    log_level: AtOnce[LogLevel] = "info"
+    log_level: Annotated[
+        AtOnce[LogLevel], Option("lowest level that is written: debug, info, warning, error", "LEVEL", "--log-level")
+    ] = "info"
     """Least severe record that is written. No record holds prompts or keys."""
 
-    log_format: LogFormat = "text"
+    log_format: Annotated[LogFormat, Option("text, or json: one object per line", "FORMAT", "--log-format")] = "text"
     """`text` for people, `json` for a log collector: one object per line."""
 
     core_dumps: bool = False

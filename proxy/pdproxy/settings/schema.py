@@ -29,7 +29,20 @@ from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.replicas import ReplicaSettings
-from pdproxy.settings.section import AtOnce, Count, File, Host, Key, Live, Port, Seconds, Section, Text, names_of
+from pdproxy.settings.section import (
+    AtOnce,
+    Count,
+    File,
+    Host,
+    Key,
+    Live,
+    Option,
+    Port,
+    Seconds,
+    Section,
+    Text,
+    names_of,
+)
 from pdproxy.settings.sockets import KvReady, Registration
 from pdproxy.settings.tenants import TenantSettings
 from pdproxy.settings.turns import Turns
@@ -50,6 +63,23 @@ _WHILE_SAME_PARTS = Live(while_same=attrgetter("placement", "asks_the_index"))
 """A pool's policy needs the same parts: its placement, and whether there is an index of prefixes."""
 
 
+def _connectors() -> str:
+    return f"how KV is transferred, as the engines are configured: {', '.join(registry.names())}; auto: ask the engines"
+
+
+def _policies() -> str:
+    return (
+        f"who serves a request: a placement ({', '.join(placements.names())}), or a policy for all legs "
+        f"({', '.join(policies.names())}) "
+        f"(default: {placements.AUTO} where it has something to decide by, else {PoolPolicy().prefill})"
+    )
+
+
+def _receivers() -> str:
+    names = ", ".join(entry.name for entry in registry.ENTRIES if entry.capabilities.needs_receiver)
+    return f"only {names}: address where a decode engine receives KV, LMCache's pd_peer_host (default: its URL's host)"
+
+
 class Auth(Section, frozen=True):
     """Keys of clients, and the proxy's keys for the engines."""
 
@@ -57,7 +87,12 @@ class Auth(Section, frozen=True):
     """Keys of clients. If any is set, a client's `Authorization` is checked and not forwarded. If none is, it is forwarded to
     the engines, which then decide."""
 
-    api_keys_file: File | None = None
+    api_keys_file: Annotated[
+        File | None,
+        Option(
+            "the keys that clients may send, one per line (default: no key is checked here)", "FILE", "--api-keys-file"
+        ),
+    ] = None
     """More keys of clients, one per line, alone or as `name:key` with limits such as `inflight=20 rpm=600 tpm=200000 weight=3
     priority=0..10`, and rights such as `models=llama-* until=2027-01-31T00:00:00Z`; blank lines and lines that begin with `#`
     are skipped. Read again when it changes."""
@@ -66,13 +101,23 @@ class Auth(Section, frozen=True):
     """Key for the engines, sent as a bearer token by probes, and for clients that sent one of `api_keys`. Without those, a
     client's own `Authorization` is forwarded instead. None: the engines need none."""
 
-    engine_api_key_file: File | None = None
+    engine_api_key_file: Annotated[
+        File | None,
+        Option("the one key that the engines were started with (default: none)", "FILE", "--engine-api-key-file"),
+    ] = None
     """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
 
     admin_keys: tuple[Key, ...] = ()
     """Keys for the admin API. Keys of clients are none of them."""
 
-    admin_keys_file: File | None = None
+    admin_keys_file: Annotated[
+        File | None,
+        Option(
+            "the keys for the admin API, one per line (default: a Unix socket and the loopback need none)",
+            "FILE",
+            "--admin-keys-file",
+        ),
+    ] = None
     """More of them, one per line, alone, as `name:key` or as `name:key read-only`. Read again when it changes."""
 
     @property
@@ -155,13 +200,29 @@ class EngineTls(Section, frozen=True):
 class Receiver(Section, frozen=True):
     """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, one port per rank."""
 
-    host: Host | None = None
+    host: Annotated[Host | None, Option(_receivers, "HOST", "--receiver-host", "--nixl-peer-host")] = None
     """LMCache's `pd_peer_host`. None: the host of the engine's URL."""
 
-    init_ports: tuple[Port, ...] = ()
+    init_ports: Annotated[
+        tuple[Port, ...],
+        Option(
+            "LMCache's pd_peer_init_port: one TCP port per tensor-parallel rank, such as 7300,7301 (default: none)",
+            "PORTS",
+            "--receiver-init-port",
+            "--nixl-peer-init-port",
+        ),
+    ] = ()
     """Ports at which a transfer is set up, in the order of ranks."""
 
-    alloc_ports: tuple[Port, ...] = ()
+    alloc_ports: Annotated[
+        tuple[Port, ...],
+        Option(
+            "LMCache's pd_peer_alloc_port: one TCP port per tensor-parallel rank, such as 7400,7401 (default: none)",
+            "PORTS",
+            "--receiver-alloc-port",
+            "--nixl-peer-alloc-port",
+        ),
+    ] = ()
     """Ports at which space for a transfer is requested, in the order of ranks."""
 
 
@@ -229,7 +290,7 @@ class Pool(Section, frozen=True):
     weight: AtOnce[Weight] = 1.0
     """Where several pools serve a model, this pool's part of the requests. 0: only what no other pool serves."""
 
-    connector: Connector = "nixl"
+    connector: Annotated[Connector, Option(_connectors, "NAME", "--connector")] = "nixl"
     """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with. `auto`: the engines
     are asked at the start; if they do not show it, the proxy does not start."""
 
@@ -260,11 +321,26 @@ class Pool(Section, frozen=True):
     """Port of a prefill engine's Mooncake bootstrap server, if nothing else names it. vLLM's own default; vllm-omni's files
     assume 25201."""
 
-    tokenize: Tokenize = "auto"
+    tokenize: Annotated[
+        Tokenize,
+        Option(
+            "when the proxy makes the token ids of prompts: off; auto: where the connector needs them; always: also to save "
+            "engines this work",
+            "WHEN",
+            "--tokenize",
+        ),
+    ] = "auto"
     """Whether the proxy makes prompts' token ids: never, only if the connector needs them, or whenever that saves an engine
     the same work."""
 
-    tokenizer: File | None = None
+    tokenizer: Annotated[
+        File | None,
+        Option(
+            "folder of a model with its tokenizer (default: the model that the engines report, if it is on this machine)",
+            "FOLDER",
+            "--tokenizer",
+        ),
+    ] = None
     """A model's folder with its tokenizer and chat template. None: the one that the engines report as theirs, if it is on this
     machine."""
 
@@ -277,7 +353,7 @@ class Pool(Section, frozen=True):
     prefixes: Prefixes = Prefixes()
     """What is kept of engines' prefix caches."""
 
-    policy: Annotated[PoolPolicy, _WHILE_SAME_PARTS] = PoolPolicy()
+    policy: Annotated[Annotated[PoolPolicy, _WHILE_SAME_PARTS], Option(_policies, "NAME", "--policy")] = PoolPolicy()
     """How engines are chosen."""
 
     slo: Annotated[PoolSlo, _WHILE_SAME_PARTS] = PoolSlo()

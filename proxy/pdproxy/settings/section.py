@@ -1,8 +1,8 @@
 """The base class of all sections of the settings, the types of single values, and what is declared at a setting.
 
-A field declares its type with bounds, its default, below it what it means, and in its `Annotated` type whether a running proxy
-uses another value at once (`Live`). Everything else about settings follows from that. Owns the bounds of units. A value of the
-wrong kind is refused with its key before anything is built of it.
+A field declares its type with bounds, its default, below it what it means, and by marks in its `Annotated` type whether a running
+proxy uses another value at once (`Live`), and its options of the command line (`Option`). Everything else about a setting follows
+from that. Owns the bounds of units. A value of the wrong kind is refused with its key before anything is built of it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,18 @@ class Live:
         return self.while_same is None or self.while_same(old) == self.while_same(new)
 
 
+class Option:
+    """Gives a setting options of the command line: `Option("the help", "METAVAR", "--name", "--other-name")`.
+
+    A help that depends on tables is a function. One without `(default: ...)` gets that of the field. Errors show the first name.
+    """
+
+    def __init__(self, words: str | Callable[[], str], metavar: str, *names: str) -> None:
+        self.words = words
+        self.metavar = metavar
+        self.names = names
+
+
 AtOnce = Annotated[Value, Live()]
 """A setting of which other values are used at once."""
 Switch = Annotated[Value, Live(is_switch=True)]
@@ -87,6 +99,7 @@ class Field(NamedTuple):
     required: bool
     default: object
     live: Live | None
+    option: Option | None
 
 
 @cache
@@ -104,9 +117,10 @@ def _field(field: msgspec.structs.FieldInfo) -> Field:
     kind, marks = field.type, list[Any]()
     if get_origin(kind) is Annotated:
         kind, *marks = get_args(kind)
-        for mark in (one for one in marks if not isinstance(one, Live)):
+        for mark in (one for one in marks if not isinstance(one, Live | Option)):
             kind = Annotated[kind, mark]
     made = field.default_factory
     default = None if field.required else field.default if made is msgspec.NODEFAULT else made()
     live = next((one for one in marks if isinstance(one, Live)), None)
-    return Field(field.name, kind, field.required, default, live)
+    option = next((one for one in marks if isinstance(one, Option)), None)
+    return Field(field.name, kind, field.required, default, live, option)
