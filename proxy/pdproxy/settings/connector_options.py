@@ -13,33 +13,32 @@ FirstTokenFrom = Literal["prefill", "decode"]
 
 
 class LMCache(Section, frozen=True):
-    """How LMCache's PD mode is configured. Names and defaults are its own."""
+    """Settings of lmcache-pd: names and defaults are those of LMCache's own configuration."""
 
     first_token: FirstTokenFrom = "prefill"  # noqa: S105 - a token of text
-    """Which engine makes the answer's first token. `prefill` saves a step; requests that need parsers or depend on their own
-    output so far still get it from the decode engine. `decode`: all do."""
+    """Which engine makes the answer's first token. prefill saves a step, but the decode engine still makes it for requests that
+    need the parsers or depend on their own output (stop strings, penalties, seeds, grammars). decode: for all requests."""
 
     chunk_size: Count = 256
-    """Tokens in a chunk."""
+    """Tokens per chunk."""
 
     save_unfull_chunk: bool = False
-    """Whether prompts shorter than a chunk are split between two engines. LMCache 0.5.6's PD mode moves partial chunks whatever
-    its own setting of this name is, unless its `discard_partial_chunks` is on: then no notice of such a prompt comes, and it
-    waits until `deadlines.kv_ready`."""
+    """Whether two engines serve a prompt that is shorter than a chunk. LMCache 0.5.6's PD mode moves partial chunks whatever its
+    own setting says, unless its discard_partial_chunks is on: then no notice would come, and the prompt would wait in vain."""
 
     first_rank_only: bool = False
-    """Whether only the first rank stores KV and sends a notice (models with one latent KV for all heads)."""
+    """Whether the first rank stores the KV of all ranks (models with one latent KV for all heads) and sends the only notice."""
 
     pd_buffer_size: Count | None = None
-    """Bytes of a decode engine's receive buffer. With this and `kv_bytes_per_token`, a prompt waits for space in it before it
-    is prefilled. None: no bound is known."""
+    """Bytes of a decode engine's receive buffer. If this and kv_bytes_per_token are set, a prompt waits (deadlines.queue) for
+    space in the buffer before its prefill. null: not known, no wait."""
 
     kv_bytes_per_token: Count | None = None
-    """Bytes of KV per token, on one rank: 2 x layers x KV heads x head size x bytes of the type, divided by the ranks."""
+    """Bytes of KV per token on one rank: 2 x layers x KV heads x head size x bytes of the type, divided by the ranks."""
 
 
 class Cpu(Section, frozen=True):
-    """For the connector cpu."""
+    """Settings of cpu."""
 
     block_size: Count = 16
-    """Tokens in a KV block of the decode engines, vLLM's `--block-size`. They load nothing of a shorter prompt."""
+    """Tokens per KV block of the decode engines (--block-size): a shorter prompt is not loaded, and served by one engine."""

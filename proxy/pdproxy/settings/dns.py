@@ -20,19 +20,22 @@ _PORT = 53
 
 
 class Dns(Section, frozen=True):
-    """How engines are found whose URLs are dns:// or srv://."""
+    """How engines are found whose URLs are dns://NAME:PORT or srv://NAME.
+
+    What can't be answered changes nothing; an engine that is missing in two answers in a row is drained and removed.
+    """
 
     servers: tuple[Text, ...] = ()
-    """Name servers to ask: addresses, with a port if it is not 53. None given: those of the system, with its search list."""
+    """Name servers to ask, such as [10.0.0.2, 10.0.0.3:5353]. []: those of the system, with its search list."""
 
     timeout: Seconds = 5.0
-    """An answer to one question, all servers and attempts included."""
+    """Seconds for an answer to one question, all servers and attempts included."""
 
     min_ttl: Seconds = 5.0
-    """Between two questions at least, whatever time to live an answer has."""
+    """Seconds between two questions at least, whatever time to live an answer has."""
 
     max_ttl: Seconds = 60.0
-    """Between two questions at most: an engine that is new or gone is noticed after that."""
+    """Seconds between two questions at most: an engine that is new or gone is noticed after that."""
 
 
 class DnsName(NamedTuple):

@@ -8,11 +8,13 @@ from pdproxy.settings.section import Section, Text
 
 
 class EngineSettings(Section, frozen=True):
-    """What holds for all engines, wherever they are named: in the settings, by DNS, by the admin API."""
+    """What holds for all engines, wherever they are named: here, by DNS, by the admin API."""
 
     networks: tuple[Text, ...] = ()
-    """Networks in which engines may be, and which KV handles may name. None given: all but link-local, multicast, reserved and
-    unspecified addresses and those of clouds' metadata."""
+    """Networks in which engines may be, such as [10.1.0.0/16]: the proxy connects to no other address, whatever a name resolves
+    to, and KV handles and registrations may name no other. facts.remote_host, facts.bootstrap and receiver.host must be addresses
+    then, or the host of the engine's URL: other engines would resolve a name. []: all but link-local, multicast, reserved and
+    unspecified addresses, and those at which clouds hand out credentials (169.254.169.254 and others)."""
 
     @property
     def allowed(self) -> EngineNetworks:

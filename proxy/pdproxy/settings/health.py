@@ -12,10 +12,9 @@ class Health(Section, frozen=True):
     """Engines that stand still, and engines that come back. In seconds."""
 
     stalled_after: Switch[OffOrSeconds] = 10.0
-    """An engine counts as standing still if its legs, its metrics and a request for one token show no sign for so long, or for
-    as long as it was silent before while it worked, four times over. Legs to it end then, and other engines serve what they
-    can; a request under which a second engine stands still stays there for up to `deadlines.prefill`. 0: engines are not
-    watched for this."""
+    """An engine counts as standing still if its legs, its metrics and a request for one token show no sign for so long, or for as
+    long as it was silent before while it worked, four times over. Its legs end then, and others serve what they can; a request
+    under which a second engine stands still stays there for up to deadlines.prefill. 0: off."""
 
     canary_timeout: AtOnce[Seconds] = 5.0
     """The answer to a request for one token, by which an engine is asked whether it works."""
@@ -24,5 +23,5 @@ class Health(Section, frozen=True):
     """Between two such requests to an engine that stands still, doubled up to 30."""
 
     slow_start: AtOnce[OffOrSeconds] = 10.0
-    """Behind the first good request of an engine whose breaker was open: it has two places, and twice as many after each good
-    one, until this time is over. A thousand requests at once could push it over again. 0: it gets all at once."""
+    """Behind the first good request of an engine that was excluded: it has two places, and twice as many after each good request,
+    until this time is over. 0: it gets any number of requests at once."""

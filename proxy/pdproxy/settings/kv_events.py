@@ -21,23 +21,22 @@ class KvEvents(Section, frozen=True):
     """Engines' reports of the blocks that they have cached (their `--kv-events-config`), over ZMQ."""
 
     enabled: bool = False
-    """Whether they are read, where a policy or placement asks for it. Engines that publish none lose nothing by it, and `/ready`
-    names them."""
+    """Whether they are read, where a policy or placement asks for it. Engines that publish none lose nothing by it; /ready names
+    them."""
 
     endpoint: Text | None = None
-    """Where an engine publishes, `tcp://host:port`, as in its configuration: with `*` as the host, at its own. Other
-    data-parallel ranks take the ports after it. None: as the engine answers (`GET /kv_event_sources`)."""
+    """Where an engine publishes, tcp://host:port, as in its own configuration: with * as the host, at the host of its URL.
+    Further data-parallel ranks take the ports after it. null: as the engine answers to GET /kv_event_sources."""
 
     replay_endpoint: Text | None = None
-    """Where it can be asked for messages that were lost, in the same way. None: as the engine answers, or nowhere if `endpoint`
-    is given."""
+    """Where it can be asked for lost messages, in the same way. null: as the engine answers, or nowhere if endpoint is given."""
 
     topic: Topic | None = None
-    """The topic under which it publishes. None: as the engine answers, or the empty one if `endpoint` is given."""
+    """The topic under which it publishes. null: as the engine answers, or the empty one if endpoint is given."""
 
     host: Host | None = None
-    """Address to bind for engines that connect: those whose endpoint names a host and one of these ports. Each needs its own
-    topic. Anybody who can reach it can publish. None: none connect, and the proxy connects to every endpoint."""
+    """Address to bind for engines that connect: those whose endpoint names a host, and one of these ports. Each needs its own
+    topic. Anybody who reaches it can publish. null: nothing is bound, and the proxy connects to all endpoints."""
 
     port: Port = 5557
     """TCP port to bind. Further data-parallel ranks take the ports after it."""
@@ -47,13 +46,13 @@ class NodeKvEvents(Section, frozen=True):
     """One engine's KV events. What is set here overrides the pool's settings."""
 
     endpoint: Text | None = None
-    """Where it publishes. None: as the pool says."""
+    """As the pool's."""
 
     replay_endpoint: Text | None = None
-    """Where it can be asked for lost messages. None: as the pool says."""
+    """As the pool's."""
 
     topic: Topic | None = None
-    """The topic under which it publishes. None: as the pool says."""
+    """As the pool's."""
 
 
 def check_kv_events(

@@ -25,7 +25,12 @@ Workers = Annotated[int, Meta(ge=1, le=64)]
 
 
 class ListenTls(Section, frozen=True):
-    """TLS for clients. Files are PEM, and are read again when they change."""
+    """TLS for clients.
+
+    Files are PEM. They are checked once per second and read again when they have changed: new connections get the new
+    certificate, open ones stay. If the new files can't be used, the old ones stay in force, and the log and /ready report it.
+    With TLS, health checks must use https, too: `pdproxy health` does.
+    """
 
     certificate: Annotated[
         File | None,
@@ -33,16 +38,16 @@ class ListenTls(Section, frozen=True):
             "the server's certificate with its chain, PEM; turns on TLS (default: no TLS)", "FILE", "--ssl-certfile"
         ),
     ] = None
-    """The server's certificate with its chain. None: plain HTTP."""
+    """The server's certificate with its chain (--ssl-certfile, as for vLLM). null: plain HTTP."""
 
     key: Annotated[
         File | None,
         Option("the certificate's private key, PEM (default: in the certificate's file)", "FILE", "--ssl-keyfile"),
     ] = None
-    """Its private key. None: it is in the certificate's file, too."""
+    """Its private key (--ssl-keyfile). null: the certificate's file also holds the key."""
 
     key_password_file: File | None = None
-    """The key's password, on the first line of a file. None: the key is not encrypted."""
+    """The key's password, in the first line of a file. null: the key is not encrypted."""
 
     client_ca: Annotated[
         File | None,
@@ -52,11 +57,13 @@ class ListenTls(Section, frozen=True):
             "--ssl-ca-certs",
         ),
     ] = None
-    """Authorities of client certificates. If set, a client without such a certificate gets no connection."""
+    """Authorities of client certificates (--ssl-ca-certs). If set, a client without a certificate from them gets no connection,
+    also not to /health and /metrics (vLLM needs --ssl-cert-reqs 2 for this). When one is taken out of the file, or a certificate
+    expires, the connections of its clients are closed."""
 
 
 class Cors(Section, frozen=True):
-    """What browsers on pages of other sites may do. Names and defaults of vLLM's flags."""
+    """What pages of other sites may do in a browser. Names and defaults are those of vLLM's flags."""
 
     allowed_origins: Annotated[
         tuple[Text, ...],
@@ -66,18 +73,18 @@ class Cors(Section, frozen=True):
             "--allowed-origins",
         ),
     ] = ()
-    """Origins whose pages may read answers; `*` means all. None by default."""
+    """Origins whose pages may read answers; '*' means all."""
 
     allow_credentials: Annotated[
         bool, Option("whether these pages may send cookies: true or false", "BOOL", "--allow-credentials")
     ] = False
-    """Whether such pages may send cookies and the like."""
+    """Whether such pages may send credentials, such as cookies."""
 
     allowed_methods: Annotated[
         tuple[Text, ...],
         Option("HTTP methods that these pages may use, such as GET,POST (default: all)", "LIST", "--allowed-methods"),
     ] = ("*",)
-    """Methods that they may use; `*` means all."""
+    """Methods that they may use; '*' means all."""
 
     allowed_headers: Annotated[
         tuple[Text, ...],
@@ -87,17 +94,18 @@ class Cors(Section, frozen=True):
             "--allowed-headers",
         ),
     ] = ("*",)
-    """Headers that they may send; `*` means all."""
+    """Headers that they may send; '*' means all."""
 
 
 class Listen(Section, frozen=True):
     """Where clients reach the proxy."""
 
     host: Annotated[Host, Option("address to listen on; 0.0.0.0: all of IPv4", "HOST", "--host")] = "127.0.0.1"
-    """Address to bind. The loopback by default, so that a proxy is open to a network only if the operator wants it."""
+    """Address to bind: a host name or an address, IPv6 without brackets. The default is the loopback, so that the proxy is open
+    to a network only if you say so; 0.0.0.0 in a container."""
 
     port: Annotated[Port, Option("TCP port to listen on", "PORT", "--port")] = 8000
-    """TCP port. The default of `vllm serve`, so that clients need no change."""
+    """TCP port, 1 to 65535. The default of `vllm serve`, so that clients need no change."""
 
     uds: Annotated[
         File | None,
@@ -107,7 +115,9 @@ class Listen(Section, frozen=True):
             "--uds",
         ),
     ] = None
-    """Path of a Unix socket in place of host and port. Who may connect follows from the process's umask. None: TCP."""
+    """Path of a Unix socket (--uds, as for vLLM), for a balancer on this machine: host and port are ignored then. Who may connect
+    follows from the umask of the process: with 0022, its own user; with 0007, its group, too. A file that a dead process has left
+    is replaced; one in use is an error. null: TCP."""
 
     root_path: Annotated[
         RootPath,
@@ -117,7 +127,8 @@ class Listen(Section, frozen=True):
             "--root-path",
         ),
     ] = ""
-    """The path before all routes, if a proxy in front serves this one below it: whether that one strips it or leaves it."""
+    """The path before all routes (--root-path, as for vLLM), such as /llm, if a balancer in front serves this proxy below it. It
+    may strip the path or leave it: routes are found both ways."""
 
     workers: Annotated[
         Workers,
@@ -125,24 +136,35 @@ class Listen(Section, frozen=True):
             "processes that serve clients, each on one core at most; some settings work with one only", "N", "--workers"
         ),
     ] = 1
-    """Processes that serve clients: each uses one core at most. With several, a further process supervises them."""
+    """Processes that serve clients (--workers), 1 to 64: each uses one core at most. With several, one more process supervises
+    them, starts one again that has ended, and holds the listening sockets. Open requests, places, keys' limits and metrics are
+    those of all together; connections, and bytes of bodies and answers, are divided, with space for one of the largest in each.
+    Refused with several: placement auto, KV events, turns, the notifier, and connectors whose engines register or send
+    notices."""
 
     keep_alive: Seconds = 75.0
-    """A connection without a request, before it is closed. It must be longer than balancers in front keep theirs (60 s is usual):
-    else they send requests on connections that are just being closed."""
+    """Seconds until a client's connection without a request is closed (vLLM: VLLM_HTTP_TIMEOUT_KEEP_ALIVE, 5). Longer than
+    balancers in front keep theirs, for which 60 s is usual: otherwise they send requests on connections that are just being
+    closed."""
 
     linger: Annotated[float, Meta(ge=0, le=604_800)] = 5.0
-    """After SIGTERM, seconds in which new requests are still served while `/ready` says no: balancers take that long to notice.
-    0: they are refused at once."""
+    """Seconds after SIGTERM in which new requests are still served while /ready says 503: balancers take that long to send no
+    more. Then new requests are refused, and those in flight end (deadlines.drain). A second SIGTERM, or SIGINT, skips it. 0:
+    none."""
 
     trusted_proxies: tuple[Text, ...] = ()
-    """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
-    `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address. `unix:`: all
-    who connect to `uds`."""
+    """Addresses or networks of proxies in front of this one, such as [10.0.0.0/8]. For a request from one of them, the client is
+    the last address in X-Forwarded-For that is not in this list. The header of other peers is ignored: a client could write any
+    address. Clients share what is limited; a client is a key, or an address if no keys are set. "unix:" stands for all who
+    connect to listen.uds: they have no address, and without it they are one client."""
 
     operator_routes: OperatorRoutes = "auto"
-    """Who may see at the clients' port what is for operators: everybody, or only who has an admin key. At `admin` everybody does
-    who may use it. auto: `admin` with keys for clients, or with a tenant header; otherwise `everywhere`."""
+    """Who may see at this port what is for operators: /metrics, /load, /version, /docs, /openapi.json, and more of /ready,
+    /ready/proxy and /healthcheck than their status (docs/reference/routes.md). It is always shown where the admin API listens.
+      everywhere  everybody
+      admin       whoever sends one of auth.admin_keys; others get 401, or 403 if there are no such keys
+      auto        admin if clients need a key or overload.tenant_header is set: then clients are several. Otherwise everywhere
+    """
 
     admin: Annotated[
         AdminAddress | None,
@@ -152,9 +174,9 @@ class Listen(Section, frozen=True):
             "--admin",
         ),
     ] = None
-    """Where the admin API listens: `unix:PATH`, or `HOST:PORT`, of the loopback unless it has keys. None: there is none."""
+    """Where the admin API listens (--admin), for `pdproxy engines` and others who list, add, drain and remove engines: unix:PATH,
+    a socket that only the proxy's own user can open, or HOST:PORT. An address that is not of the loopback needs auth.admin_keys
+    or auth.admin_keys_file, and has the TLS of listen.tls. null: there is no admin API."""
 
     tls: ListenTls = ListenTls()
-    """TLS for clients."""
     cors: Cors = Cors()
-    """What browsers on pages of other sites may do."""

@@ -8,13 +8,18 @@ from pdproxy.wire.media_rule import Media, Urls
 
 
 class MediaSettings(Section, frozen=True):
-    """Images, audio and video in requests. `data:` URLs hold them, and always pass."""
+    """Images, audio and video in requests, on all routes. A data: URL holds the medium itself, and always passes."""
 
     urls: AtOnce[Urls] = "off"
-    """Which other URLs pass: none, those of `hosts`, or any. Engines fetch what passes, from wherever they can reach."""
+    """Which other URLs pass. Engines fetch what passes: from wherever they can reach, and also where a redirect leads
+    (VLLM_MEDIA_URL_ALLOW_REDIRECTS of vLLM). Others get 400.
+      off    none
+      hosts  http and https URLs of the hosts below
+      any    all, file:// included, which vLLM reads only below its --allowed-local-media-path
+    """
 
     hosts: AtOnce[tuple[Host, ...]] = ()
-    """Hosts whose http and https URLs pass, with `urls: hosts`: names in full, without a port."""
+    """Names in full, without a port, such as [images.example.com]."""
 
     @property
     def rule(self) -> Media:

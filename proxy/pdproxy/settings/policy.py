@@ -18,26 +18,38 @@ HeaderName = Annotated[str, Meta(pattern=r"\A[!#-'*+.^_`|~0-9A-Za-z-]{1,100}\Z",
 
 
 class PoolPolicy(Section, frozen=True):
-    """How an engine is chosen among those that can serve a request.
+    """How an engine is chosen among those that can serve a request (docs/guide/policies.md).
 
     In place of the section, a name alone: of a placement, or of a policy for both legs.
     """
 
     placement: PlacementName | None = None
-    """What decides whether a prompt is split. `split`: it is if it can be, and the policies below choose the engines. None: see
-    `Pool.placement`."""
+    """What decides whether a prompt is split. null: auto with an engine of role any, with slo or with profile, if no other policy
+    than least_load is named below; else split.
+      split  it is if it can be, and the policies below choose the engines
+      auto   by predicted times, which also choose the engines: least cost against slo (docs/internals/auto.md)
+    """
 
     prefill: Policy = "least_load"
-    """For the prefill leg. Fewest outstanding prompt bytes: a prefill engine's time depends on them."""
+    """For the prefill leg. least_load: the fewest outstanding prompt bytes, which determine a prefill engine's time.
+      least_load    the least load; engines with the same load take turns
+      round_robin   engines take turns, whatever their load
+      random        any engine, whatever its load
+      power_of_two  of two engines that chance draws, the one with less load; for several proxies before the same engines
+      session       a conversation's requests go to one engine, as far as load allows; see session_header
+      prefix        the engine that has most of the prompt in its cache, weighed against its load
+    """
 
     decode: Policy = "least_load"
-    """For the decode leg. Fewest active streams: a decode engine's step time grows with them."""
+    """For the decode leg, and for requests that one engine serves: as above. least_load: the fewest active streams, which
+    determine a decode engine's step time."""
 
     session_header: HeaderName = "X-Session-ID"
-    """For policy `session`: the header that names a conversation. Without it, the body's `user` does."""
+    """For policy session: the header that names a conversation. In requests without it, the body's user does."""
 
     refuse_late: bool = False
-    """Whether a request is refused (503) that no engine can serve within the objective (`slo`), by the placement's prediction."""
+    """Whether a request is refused with 503 and Retry-After that no engine can serve within slo. Only with a placement that
+    predicts times."""
 
     @classmethod
     def of_text(cls, text: str) -> dict[str, object] | None:
@@ -55,13 +67,17 @@ class PoolPolicy(Section, frozen=True):
 
 
 class PoolSlo(Section, frozen=True):
-    """What is wanted of a request's times, for placements that predict them. A request's own headers override it."""
+    """What is wanted of a request's times, in seconds, for placements that predict them.
+
+    null: no bound. A request can name its own in milliseconds: X-PDProxy-SLO-TTFT-MS, X-PDProxy-SLO-TPOT-MS,
+    X-PDProxy-SLO-Gap-MS.
+    """
 
     ttft: Seconds | None = None
-    """From the request's arrival to its first token. None: no bound."""
+    """From the request's arrival to its first token."""
 
     tpot: Seconds | None = None
-    """The mean time per token after the first. None: no bound."""
+    """The mean time per token after the first."""
 
     gap: Seconds | None = None
-    """The longest time between two tokens. None: no bound."""
+    """The longest time between two tokens."""

@@ -17,22 +17,23 @@ class Probes(Section, frozen=True):
     """How often engines are probed, in seconds."""
 
     interval: AtOnce[Seconds] = 2.0
-    """Between two probes of an engine's health: without traffic, it takes that long until an engine that is down is noticed."""
+    """Between two probes of an engine's health: without traffic, an engine that is down is noticed after this time."""
 
     scrape_interval: AtOnce[Seconds] = 5.0
-    """Between two scrapes of an engine's metrics, which cost it more than a probe."""
+    """Between two readings of an engine's metrics, which cost it more than a probe."""
 
 
 class Observe(Section, frozen=True):
-    """Logs, and what else an operator may look at."""
+    """The proxy's own log."""
 
     log_level: Annotated[
         AtOnce[LogLevel], Option("lowest level that is written: debug, info, warning, error", "LEVEL", "--log-level")
     ] = "info"
-    """Least severe record that is written. No record holds prompts or keys."""
+    """Lowest level that is written: debug, info, warning or error. No level contains prompts or keys."""
 
     log_format: Annotated[LogFormat, Option("text, or json: one object per line", "FORMAT", "--log-format")] = "text"
-    """`text` for people, `json` for a log collector: one object per line."""
+    """text for people, json for a log collector: one object per line."""
 
     core_dumps: bool = False
-    """Whether the system may write the memory of a process that has crashed to a file, and debuggers may read it."""
+    """Whether a process that crashes may leave a core dump, and other processes of the same user may read its memory (debuggers,
+    py-spy). Its memory holds keys and prompts."""

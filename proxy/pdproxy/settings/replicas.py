@@ -22,10 +22,11 @@ class ReplicaSettings(Section, frozen=True):
     """Other proxies in front of the same engines. They share nothing: each estimates what the others have at each engine."""
 
     count: Replicas = 1
-    """How many proxies there are, with this one. `auto`: as many as `name` has addresses."""
+    """How many proxies there are, with this one. auto: as many as the name below has addresses."""
 
     name: Text | None = None
-    """The name in DNS that has an address for each of them: on Kubernetes that of a headless service."""
+    """The name in DNS that has an address for each of them: on Kubernetes that of a headless service, such as
+    pdproxy-replicas.default.svc.cluster.local. null: none."""
 
     @property
     def several(self) -> bool:

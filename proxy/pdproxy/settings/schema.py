@@ -1,7 +1,8 @@
 """The settings as one typed tree, so that all packages get values that are already checked.
 
-Owns names, units, bounds and defaults. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` checks fields
-against each other, and `configs/reference.yaml` shows all of it to operators: a new field is added there as well.
+Owns names, units, bounds and defaults. The docstring below a field says what it means: `configs/reference.yaml` and the page of
+the settings are made of these. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` checks fields against each
+other.
 """
 
 from __future__ import annotations
@@ -81,11 +82,15 @@ def _receivers() -> str:
 
 
 class Auth(Section, frozen=True):
-    """Keys of clients, and the proxy's keys for the engines."""
+    """Keys of clients, and the proxy's key for the engines.
+
+    `pdproxy config print` masks keys; logs never contain them. Every route under /v1 requires a key, before the body is read.
+    /health and /ready need none; for /metrics, /version and others see listen.operator_routes.
+    """
 
     api_keys: tuple[Key, ...] = ()
-    """Keys of clients. If any is set, a client's `Authorization` is checked and not forwarded. If none is, it is forwarded to
-    the engines, which then decide."""
+    """Keys of clients. If any is set, a client's `Authorization: Bearer ...` is checked and not forwarded. If none is set, the
+    header is forwarded, and the engines decide. Prefer the variable PDPROXY_AUTH__API_KEYS, comma separated, to this file."""
 
     api_keys_file: Annotated[
         File | None,
@@ -93,22 +98,28 @@ class Auth(Section, frozen=True):
             "the keys that clients may send, one per line (default: no key is checked here)", "FILE", "--api-keys-file"
         ),
     ] = None
-    """More keys of clients, one per line, alone or as `name:key` with limits such as `inflight=20 rpm=600 tpm=200000 weight=3
-    priority=0..10`, and rights such as `models=llama-* until=2027-01-31T00:00:00Z`; blank lines and lines that begin with `#`
-    are skipped. Read again when it changes."""
+    """A file with more keys, one per line (--api-keys-file): a key alone, or name:key with limits for all keys of that name:
+    requests at once, requests and tokens per minute, a weight, priorities (inflight=20 rpm=600 tpm=200000 weight=3
+    priority=0..10), and with what this key is good for (models=llama-*,qwen pools=default routes=chat,completions tenants=a
+    max_tokens=4096 n=4 until=2027-01-31T00:00:00Z). Blank lines and lines that begin with # are skipped. It is checked once per
+    second, and added or removed keys take effect then. A file that is missing, empty or invalid is an error at the start. Later,
+    the old keys stay in force if the file is missing or invalid; if it holds no key, no key of it is valid. The log and /ready
+    report both. null: none."""
 
     engine_api_key: Key | None = None
-    """Key for the engines, sent as a bearer token by probes, and for clients that sent one of `api_keys`. Without those, a
-    client's own `Authorization` is forwarded instead. None: the engines need none."""
+    """Key for the engines (their --api-key). Probes send it as a bearer token; so do requests of clients that sent one of
+    api_keys. Without api_keys a client's own Authorization is forwarded instead. null: the engines need no key."""
 
     engine_api_key_file: Annotated[
         File | None,
         Option("the one key that the engines were started with (default: none)", "FILE", "--engine-api-key-file"),
     ] = None
-    """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
+    """The same, from a file that holds one key (--engine-api-key-file), read again when it changes. null: none."""
 
     admin_keys: tuple[Key, ...] = ()
-    """Keys for the admin API. Keys of clients are none of them."""
+    """Keys for the admin API (listen.admin), sent as `Authorization: Bearer ...`. Keys of clients do not open it. Who has one can
+    send prompts and the engines' key to any address, by adding an engine there. Without any, a Unix socket and the loopback need
+    none."""
 
     admin_keys_file: Annotated[
         File | None,
@@ -118,7 +129,9 @@ class Auth(Section, frozen=True):
             "--admin-keys-file",
         ),
     ] = None
-    """More of them, one per line, alone, as `name:key` or as `name:key read-only`. Read again when it changes."""
+    """A file with more of them, one per line (--admin-keys-file): a key alone, or name:key; the log shows the name. `name:key
+    read-only` changes nothing. It is checked once per second. A key that is a client's, too, is an error at the start, and does
+    not open the admin API later; so is a key of engines. null: none."""
 
     @property
     def wants_keys(self) -> bool:
@@ -140,68 +153,73 @@ class Facts(Section, frozen=True):
     """What is known of an engine before it has been asked."""
 
     block_size: Count | None = None
-    """Tokens in a KV block. None: read from the engine's metrics."""
+    """Tokens per KV block. null: read from the engine."""
 
     tensor_parallel_size: Count | None = None
-    """GPUs that share its weights. None: not known. Checked: the sizes of a pair must be what the connector allows, and a
-    bootstrap server must name the workers of all."""
+    """Number of GPUs that share its weights: the sizes of a pair must be what the connector allows, and a bootstrap server
+    (mooncake) must name so many workers of each data-parallel rank. null: not known."""
 
     data_parallel_size: Count = 1
-    """How many data-parallel ranks answer at its URL. With several, connectors whose legs name the other engine choose the rank
-    of each leg, by the header `X-data-parallel-rank`."""
+    """How many data-parallel ranks answer at its URL (--data-parallel-size). With several, connectors whose legs name the other
+    engine choose the rank of each leg (X-data-parallel-rank); for all others the engine chooses."""
 
     max_num_seqs: Count | None = None
-    """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number it gets no
-    more such prompts. They wait for no place: if no other pair is free, one engine serves them alone. None: no bound."""
+    """Requests that a decode engine runs at once (--max-num-seqs). Where it waits for pushed KV (nixl-push, mooncake) it should
+    not queue: with this many requests it gets no more such prompts. These wait for no place: if no other pair is free, one engine
+    serves them alone. null: no bound."""
 
     kv_lease_duration: Seconds | None = None
-    """Seconds for which a prefill engine keeps KV that no decode engine reads, as in its `kv_connector_extra_config`. No decode
-    engine is asked with KV older than nine tenths of that. None: as vLLM's own default."""
+    """Seconds for which a prefill engine keeps KV that no decode engine reads, as in its kv_connector_extra_config. No decode
+    engine is asked with KV older than nine tenths of that: the prompt is prefilled again. null: as vLLM's own default, 30 s
+    (nixl, nixl-push) or 480 s (mooncake)."""
 
     engine_id: Text | None = None
-    """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
+    """The engine_id of its --kv-transfer-config. null: the engine makes a new one at each start."""
 
     remote_host: Host | None = None
-    """The host at which decode engines reach a prefill engine's side channel; with turns, prefill engines a decode engine's. It
-    overrides the one in its KV handles, and the pool's `remote_host`. None: as the pool says."""
+    """The host at which decode engines reach a prefill engine's side channel, in place of the one that it names in its KV handles
+    (nixl, nixl-push). With turns.bidirectional also the host at which prefill engines reach a decode engine's. null: as
+    remote_host of the pool says."""
     registered_as: Text | None = None
-    """`host:port` that it registers as its HTTP address (connectors whose engines register). None: those of its URL."""
+    """host:port that it registers as its HTTP address (moriio, p2p-nccl). null: the host and port of its URL. vLLM registers the
+    machine's IP address and the http_port of its --kv-transfer-config."""
 
     profile: File | None = None
-    """How long its work takes, in place of the pool's `profile`."""
+    """How long its work takes, in place of the pool's profile."""
 
     max_num_batched_tokens: Count | None = None
-    """The most tokens of its steps, as it was started. None: as its profile says, or else 8192."""
+    """The most tokens of its steps, as it was started. null: as its profile says, or else 8192. For placements that predict
+    times."""
 
     bootstrap: Text | None = None
-    """A prefill engine's Mooncake bootstrap server, `http://host:port`, also for decode engines. None: at its own host and the
-    pool's `bootstrap_port`."""
+    """A prefill engine's Mooncake bootstrap server, http://host:port, as the decode engines reach it, too. null: its own host, at
+    the pool's bootstrap_port."""
 
     kv_events: NodeKvEvents = NodeKvEvents()
-    """Where it publishes KV events."""
+    """Where it publishes KV events. Each value overrides that of the pool's kv_events."""
 
 
 class EngineTls(Section, frozen=True):
     """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
 
     ca: File | None = None
-    """Authorities that must have signed engines' certificates. None: those of the system."""
+    """Authorities that must have signed the engines' certificates. null: those of the system."""
 
     certificate: File | None = None
-    """The proxy's certificate, for engines that require one. None: it has none."""
+    """The proxy's own certificate, for engines that require one. null: none."""
 
     key: File | None = None
-    """Its private key. None: the certificate's file holds it, too."""
+    """Its private key, not encrypted. null: the certificate's file also holds the key."""
 
     verify: bool | None = None
-    """False: any certificate of any host is trusted, and anybody in between can read prompts and keys. None: true."""
+    """false trusts any certificate of any host: somebody in between can read prompts and keys. null: true."""
 
 
 class Receiver(Section, frozen=True):
     """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, one port per rank."""
 
     host: Annotated[Host | None, Option(_receivers, "HOST", "--receiver-host", "--nixl-peer-host")] = None
-    """LMCache's `pd_peer_host`. None: the host of the engine's URL."""
+    """LMCache's pd_peer_host (--receiver-host). null: the host of the engine's URL."""
 
     init_ports: Annotated[
         tuple[Port, ...],
@@ -212,7 +230,7 @@ class Receiver(Section, frozen=True):
             "--nixl-peer-init-port",
         ),
     ] = ()
-    """Ports at which a transfer is set up, in the order of ranks."""
+    """LMCache's pd_peer_init_port (--receiver-init-port)."""
 
     alloc_ports: Annotated[
         tuple[Port, ...],
@@ -223,41 +241,44 @@ class Receiver(Section, frozen=True):
             "--nixl-peer-alloc-port",
         ),
     ] = ()
-    """Ports at which space for a transfer is requested, in the order of ranks."""
+    """LMCache's pd_peer_alloc_port (--receiver-alloc-port)."""
 
 
 class Node(Section, frozen=True):
     """One engine: a vLLM server with its own HTTP port."""
 
     url: str
-    """Where it listens, `http://host:port` or `https://host:port`. Also its name in logs and metrics."""
+    """http://host:port or https://host:port without a path; each engine once. Also the engine's name in logs and metrics.
+    dns://NAME:PORT is an engine at each address of a name, srv://NAME one at each target of its service records; dnss:// and
+    srvs://: with TLS. They are followed while the proxy runs (section dns)."""
 
     role: Role
-    """What it does for a request: make the KV, use it, or both. `any`: each of these, for different requests at the same time."""
+    """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role kv_both; not with every
+    connector): each of these, for different requests at the same time."""
 
     serves_whole: bool = False
     """Whether a prefill engine may also serve requests whole."""
 
     sources: tuple[Text, ...] = ()
-    """URLs of the prefill engines whose KV a decode engine takes. None given: of all in the pool."""
+    """For a decode engine: URLs of the prefill engines whose KV it takes. []: all in the pool."""
 
     labels: dict[str, str] = {}  # noqa: RUF012 - a struct copies its defaults
-    """Free text by name: where it is, for instance. The pool's `pair_within` names those that matter for pairs."""
+    """Names with free text, such as {rack: r1}. pair_within names those that matter to pdproxy."""
 
     facts: Facts = Facts()
-    """What is known of it before it has been asked."""
+    """Known facts about the engine."""
 
     receiver: Receiver = Receiver()
-    """Where it receives KV, for connectors that need to know (lmcache-pd)."""
+    """Where it receives KV: only for decode engines of lmcache-pd. One port per tensor-parallel rank, in order."""
 
     api_key: Key | None = None
-    """This engine's key, in place of `auth.engine_api_key`."""
+    """This engine's key. null: auth.engine_api_key."""
 
     api_key_file: File | None = None
-    """A file that holds it. Read again when it changes."""
+    """The same from a file, read again when it changes."""
 
     tls: EngineTls = EngineTls()
-    """TLS towards this engine. What is set here overrides the pool's settings."""
+    """Each value overrides that of the pool's tls; certificate and key go together. Only for https:// URLs."""
 
     @property
     def prefills(self) -> bool:
@@ -278,48 +299,61 @@ class Pool(Section, frozen=True):
     """Engines that can work together, and how."""
 
     name: Text = "default"
-    """The pool's name in logs, metrics and `/ready`. Each pool has one of its own."""
+    """The pool's name in logs, metrics and /ready. Each pool has one of its own."""
 
     models: AtOnce[tuple[Text, ...]] = ()
-    """Models whose requests this pool gets although no engine of it lists them, if no other pool's does: names, or patterns with
-    `*`. The longest pattern that fits a name counts."""
+    """Models whose requests this pool gets although no engine of it lists them, if no other pool's does: names, or patterns such
+    as "llama-*" or "*". The longest pattern that fits a name counts."""
 
     aliases: AtOnce[dict[str, Text]] = {}  # noqa: RUF012 - a struct copies its defaults
-    """Other names of models, each with the name that the engines know."""
+    """Other names of models, each with the name that the engines know, such as {fast: llama-8b}."""
 
     weight: AtOnce[Weight] = 1.0
     """Where several pools serve a model, this pool's part of the requests. 0: only what no other pool serves."""
 
     connector: Annotated[Connector, Option(_connectors, "NAME", "--connector")] = "nixl"
-    """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with. `auto`: the engines
-    are asked at the start; if they do not show it, the proxy does not start."""
+    """How KV gets from prefill to decode engines: the kv_connector that they were started with (docs/guide/connectors.md).
+      nixl        NixlConnector: the decode engine pulls
+      nixl-push   NixlPushConnector: both legs at once, the prefill engine pushes
+      mooncake    MooncakeConnector: both legs at once, by an id of the proxy's; needs the prefill engines' bootstrap servers
+      lmcache-pd  LMCache with enable_pd: the prefill engine pushes, and sends a notice over ZMQ when it has finished
+      lmcache-mp  LMCache as a separate process: it posts to /api/v1/telemetry at kv_ready's port when KV is stored
+      shared      storage that both engines reach: ExampleConnector, Mooncake's store, LMCache's shared storage
+      moriio      MoRIIOConnector: the decode engine reads, or the prefill engine writes; engines register with the proxy
+      p2p-nccl    P2pNcclConnector (vLLM up to 0.23): the prefill engine sends; engines register with the proxy
+      kvstore-keys  a store under keys that the proxy makes (vLLM's pull request 12957; historic)
+      cpu         vLLM's CPUConnector (pull request 18332; historic): the prefill engine pushes to the decode engine's host memory
+      auto        the engines are asked at the start; if they do not show it, the proxy does not start
+    """
 
     dispatch: Dispatch | None = None
-    """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order, and sequential
-    with engines of role any."""
+    """The order of a prompt's two legs: sequential (the prefill leg first) or concurrent (both at once: the decode engine waits
+    for the KV while the prompt is prefilled). null: the connector's usual order, and sequential with engines of role any: at
+    once, two of them can wait for each other's KV for ever. Most connectors can do one of them only."""
 
     alone: AtOnce[AloneLimit] = "always"
-    """Which prompts a decode engine may serve whole where they are not split: all, none, or those of up to so many tokens."""
+    """Which prompts a decode engine may serve whole where they are not split (docs/guide/policies.md): always; never; or up to so
+    many tokens, such as 4000: it computes a prompt between the tokens of its streams, which wait. Tokens that are not known are
+    taken to be a fourth of the text's bytes. Others get 503 with Retry-After, unless an engine of another role serves whole."""
 
     remote_host: RemoteHost = "engine"
-    """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
-    `url`, for engines that do not know how others reach them (address translation)."""
+    """Which host decode engines connect to for KV (nixl, nixl-push): the one that the prefill engine names in its KV handles
+    (engine), or the one of its URL (url), for engines that do not know how others reach them (address translation). With
+    turns.bidirectional also which host prefill engines connect to."""
 
     lmcache: LMCache = LMCache()
-    """For the connector lmcache-pd."""
 
     cpu: Cpu = Cpu()
-    """For the connector cpu."""
 
     kv_ready_port: Port | None = None
-    """Port to which this pool's engines send notices. None: `kv_ready.port`. Two pools can't share one."""
+    """Port to which this pool's engines send notices. null: kv_ready.port. Two pools can't share one."""
 
     registration_port: Port | None = None
-    """Port at which this pool's engines register. None: `registration.port`. Two pools can't share one."""
+    """Port at which this pool's engines register. null: registration.port. Two pools can't share one."""
 
     bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
-    """Port of a prefill engine's Mooncake bootstrap server, if nothing else names it. vLLM's own default; vllm-omni's files
-    assume 25201."""
+    """Port of a prefill engine's Mooncake bootstrap server, if its facts and its stage (--stage-config) name none. The default is
+    vLLM's own, VLLM_MOONCAKE_BOOTSTRAP_PORT; vllm-omni's stages assume 25201, and mostly name it."""
 
     tokenize: Annotated[
         Tokenize,
@@ -330,8 +364,9 @@ class Pool(Section, frozen=True):
             "--tokenize",
         ),
     ] = "auto"
-    """Whether the proxy makes prompts' token ids: never, only if the connector needs them, or whenever that saves an engine
-    the same work."""
+    """Whether the proxy turns prompts into token ids (--tokenize): off, auto (only if the connector needs ids), or always, which
+    saves the prefill engine the same work (not with shared and lmcache-mp, whose engines take no ids). The ids are compared with
+    each engine's when it starts; a difference switches this off, and the log, /ready and pdproxy_tokenize_agrees report it."""
 
     tokenizer: Annotated[
         File | None,
@@ -341,39 +376,38 @@ class Pool(Section, frozen=True):
             "--tokenizer",
         ),
     ] = None
-    """A model's folder with its tokenizer and chat template. None: the one that the engines report as theirs, if it is on this
-    machine."""
+    """A model's folder with its tokenizer and chat template (--tokenizer). null: the model that the engines report, if this
+    machine has it; otherwise an engine is asked for the ids that the connector needs."""
 
     turns: Turns = Turns()
-    """Whether KV of a finished turn is used for the conversation's next prompt."""
 
     kv_events: KvEvents = KvEvents()
-    """Whether engines' reports of what they have cached are read."""
+    """Engines' reports of the blocks of KV that they have cached (their --kv-events-config), over ZMQ
+    (docs/guide/connectors.md)."""
 
     prefixes: Prefixes = Prefixes()
-    """What is kept of engines' prefix caches."""
 
     policy: Annotated[Annotated[PoolPolicy, _WHILE_SAME_PARTS], Option(_policies, "NAME", "--policy")] = PoolPolicy()
-    """How engines are chosen."""
 
     slo: Annotated[PoolSlo, _WHILE_SAME_PARTS] = PoolSlo()
-    """What is wanted of requests' times."""
 
     profile: File | None = None
-    """How long an engine's work takes: the name of a profile that pdproxy ships, or the file of one (`pdproxy calibrate`). None:
-    not known. For placements that predict times."""
+    """How long an engine's work takes: the name of a profile that pdproxy ships (h200-8b), or the file of one, which `pdproxy
+    calibrate` makes. null: not known. For placements that predict times."""
 
     pair_within: tuple[Text, ...] = ()
-    """Labels of engines: two engines share work only if they have the same values of all of these."""
+    """Labels of engines (nodes[].labels): two engines share work only if they have the same values of all of these, such as
+    [rack]."""
 
     tls: EngineTls = EngineTls()
-    """TLS towards the engines."""
+    """TLS to engines with an https:// URL. Files are read again when they change, like those of listen.tls. An engine whose
+    certificate is not trusted counts as down; /ready and the log give the reason."""
 
     nodes: AtOnce[tuple[Node, ...]] = ()
-    """The engines. Those named by flags are added after these. One with a URL of DNS stands for all that the name has."""
+    """The engines; --prefill, --decode, --aggregated and --any add to these. Prefill engines need a decode engine."""
 
     dns_nodes: AtOnce[tuple[Node, ...]] = ()
-    """Nodes whose URLs are `dns://NAME:PORT` or `srv://NAME`. Those of `nodes` are moved here when the settings are read."""
+    """Nodes that DNS names. Give them in `nodes`: those with such URLs are kept here once the settings are read."""
 
     @property
     def all_nodes(self) -> tuple[Node, ...]:
@@ -410,54 +444,37 @@ class Settings(Section, frozen=True):
     """All settings."""
 
     listen: Listen = Listen()
-    """Where clients reach the proxy."""
 
     auth: Annotated[Auth, _WHILE_KEYS_ARE_WANTED] = Auth()
-    """Keys of clients and of engines."""
 
     pools: tuple[Pool, ...] = ()
-    """The engines, in pools: those of one pool work together. After `load` there is at least one."""
+    """The engines. One pool may be configured for now."""
 
     media: MediaSettings = MediaSettings()
-    """Which URLs of media in requests engines may fetch."""
 
     engines: EngineSettings = EngineSettings()
-    """In which networks engines may be."""
 
     deadlines: Deadlines = Deadlines()
-    """How long each wait may last."""
 
     limits: Limits = Limits()
-    """How much is accepted at once."""
 
     overload: Overload = Overload()
-    """Who is served first while requests wait."""
     tenants: TenantSettings = TenantSettings()
-    """Whether tenants share engines' caches."""
     health: Health = Health()
-    """Engines that stand still, and engines that come back."""
 
     outliers: OutlierSettings = OutlierSettings()
-    """Engines that fail more often, or are slower, than their peers."""
     continuations: Continuations = Continuations()
-    """Whether other engines go on with streams whose engines fail."""
 
     kv_ready: KvReady = KvReady()
-    """Where engines send notices that KV is ready."""
 
     registration: Registration = Registration()
-    """Where engines register."""
 
     probes: Probes = Probes()
-    """How often engines are probed."""
     dns: Dns = Dns()
-    """How engines are found that DNS names."""
 
     replicas: ReplicaSettings = ReplicaSettings()
-    """Other proxies in front of the same engines."""
 
     observe: Observe = Observe()
-    """Logs."""
 
     @property
     def hides_operator_routes(self) -> bool:

@@ -24,7 +24,10 @@ def _registration() -> str:
 
 
 class KvReady(Section, frozen=True):
-    """Where engines send notices that KV is ready: over ZMQ, or over HTTP. It is bound if the connector has such notices."""
+    """The port on which prefill engines report that KV is ready: a ZMQ socket, with lmcache-mp an HTTP listener.
+
+    It is bound if the connector has such notices; if binding fails, the proxy does not start.
+    """
 
     host: Annotated[
         Host,
@@ -35,37 +38,40 @@ class KvReady(Section, frozen=True):
             "--nixl-proxy-host",
         ),
     ] = "127.0.0.1"
-    """Address to bind: one that every prefill rank can reach. Anybody who can reach it can send notices."""
+    """Address to bind (--kv-ready-host): every prefill rank must reach it. Anybody who reaches it can send notices."""
 
     port: Annotated[
         Port, Option("TCP port on which the proxy takes these notices", "PORT", "--kv-ready-port", "--nixl-proxy-port")
     ] = 7500
-    """TCP port: LMCache's `pd_proxy_port`. Its own example proxy takes 8500."""
+    """TCP port (--kv-ready-port): LMCache's pd_proxy_port. LMCache's own example proxy uses 8500."""
 
     notifier: Annotated[bool, Option(_notifier, "BOOL", "--kv-notifier")] = False
-    """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). If so, the socket is bound for them."""
+    """Whether engines of connector nixl have pdproxy's notifier (pdproxy notifier; --kv-notifier true). Then the socket is bound
+    for them, too, and the engines report the state of KV."""
 
     early: bool = False
-    """With the notifier: ask the decode engine at the prefill engine's notice, without waiting for its HTTP answer. Between
-    engines on CPUs that was not measurably faster."""
+    """With the notifier: ask the decode engine when the prefill engine's notice arrives, without waiting for its HTTP answer. Not
+    measurably faster between engines on CPUs."""
 
     on_timeout: OnTimeout = "recompute"
-    """What happens to a prompt whose notices do not come within `deadlines.kv_ready`: an engine computes what is missing, or
-    the request fails with 504."""
+    """What happens to a prompt whose notices don't come within deadlines.kv_ready. recompute: the decode engine computes what it
+    lacks; fail: the request fails with 504."""
 
 
 class Registration(Section, frozen=True):
-    """The ZMQ socket at which engines register. It is bound if the connector's engines do that."""
+    """The ZMQ socket at which engines register (moriio, p2p-nccl)."""
 
     host: Annotated[Host, Option(_registration, "HOST", "--registration-host")] = "127.0.0.1"
-    """Address to bind: one that every engine can reach. Who else can reach it can register an engine before that engine does."""
+    """Address to bind (--registration-host): every engine must reach it. Who else reaches it can register an engine before that
+    engine does."""
 
     port: Annotated[
         Port | None,
         Option("TCP port on which they register (default: that of vLLM's examples)", "PORT", "--registration-port"),
     ] = None
-    """TCP port: the `proxy_port` or `proxy_ping_port` in the engines' configuration. None: that of vLLM's examples, 30001 for
-    p2p-nccl and 36367 for moriio."""
+    """TCP port (--registration-port): proxy_ping_port (moriio) or proxy_port (p2p-nccl) in the engines' configuration. null: that
+    of vLLM's examples, 36367 and 30001."""
 
     timeout: Seconds = 5.0
-    """Without a heartbeat for so long, an engine takes part in no KV transfer. vLLM's engines send one every 3 seconds."""
+    """Without a heartbeat for so many seconds, an engine takes part in no KV transfer. vLLM's engines send one every 3
+    seconds."""

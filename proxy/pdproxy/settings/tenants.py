@@ -31,13 +31,13 @@ class TenantSettings(Section, frozen=True):
     """Whether tenants share engines' caches. A tenant is a name of keys, or a key without a name; without keys, an address."""
 
     caches: AtOnce[Caches] = "auto"
-    """`separate`: engines find in their caches only what the same tenant has sent. `shared`: also what others have sent, and who
-    measures times or reads `cached_tokens` can guess their prompts. `auto`: separate where keys of several tenants are valid, or
-    `overload.tenant_header` is set."""
+    """separate: engines find in their prefix caches only what the same tenant has sent. shared: also what others have sent, and
+    who measures times or reads cached_tokens can guess their prompts. auto: separate where keys of several tenants are valid, or
+    overload.tenant_header is set."""
 
     secret: Secret | None = None
-    """The key of the hash that makes tenants' salts. Replicas need the same one to use each other's caches. None, without
-    `secret_file`: a random one, new at each start, so that all caches begin anew."""
+    """The key of the hash that makes tenants' salts, 32 or more characters (openssl rand -hex 32). Replicas need the same one to
+    use each other's caches. null, without secret_file: a random one, new at each start, so that all caches begin anew."""
 
     secret_file: File | None = None
     """A file that holds it. Read again when it changes: then all caches begin anew."""
