@@ -15,12 +15,13 @@ class Continuations(Section, frozen=True):
     that."""
 
     max_bytes: Count = 268_435_456
-    """Bytes that are kept of all streams for that: mostly the token ids of their prompts, 6 bytes each. What exceeds it ends with
-    an error when its engine fails."""
+    """Bytes that are kept of all streams for that, 256 MiB: mostly the token ids of their prompts, 6 bytes each. That is enough
+    for 1000 streams with prompts of 40,000 tokens. What exceeds it ends with an error when its engine fails."""
 
     parsed: Literal["auto", "off"] = "auto"
-    """Also chats with tools, or in the middle of their reasoning, where all engines of the model run with --enable-scale-out
-    (auto, off)."""
+    """auto: also chats with tools, or in the middle of their reasoning, where all engines of the model run with
+    --enable-scale-out: they parse what the engine that goes on makes. off: such chats end with an error, and engines are not
+    asked whether they can parse."""
 
     max_parsed_tokens: Count = 8192
     """Tokens of a prompt and its answer together up to which such a chat goes on: engines parse all of it again for each

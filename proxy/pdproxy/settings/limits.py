@@ -22,7 +22,8 @@ class Deadlines(Section, frozen=True):
     """
 
     connect: AtOnce[Seconds] = 2.0
-    """TCP connection to an engine, TLS handshake included. An engine in a data center that takes longer is down or overloaded."""
+    """TCP connection to an engine, TLS handshake included. An engine in a data center that takes longer is down or overloaded.
+    Where its URL has a name, resolving that is included, and several addresses share the time."""
 
     client_head: AtOnce[Seconds] = 30.0
     """A request's line and headers, from their first byte, or from the start of the connection if nothing arrives. And a TLS
@@ -93,8 +94,9 @@ class Deadlines(Section, frozen=True):
     other engines go on with streams where they can."""
 
     unacknowledged: AtOnce[Seconds] = 10.0
-    """What was sent to an engine without its machine's acknowledgement: its network or its power is gone. Then the connections of
-    prompts' legs end. On Linux."""
+    """What was sent to an engine, or a question whether it is still there, without its machine's acknowledgement: its network or
+    its power is gone. Then the connections of prompts' legs end. On Linux; there also those to an engine that is too busy to read
+    the rest of a large body for so long."""
 
     total: AtOnce[Seconds] = 3600.0
     """A whole request, whatever it waits for."""

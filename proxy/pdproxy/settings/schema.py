@@ -448,7 +448,7 @@ class Settings(Section, frozen=True):
     auth: Annotated[Auth, _WHILE_KEYS_ARE_WANTED] = Auth()
 
     pools: tuple[Pool, ...] = ()
-    """The engines. One pool may be configured for now."""
+    """The engines, in pools: those of one pool work together. Each model goes to the pools that serve it."""
 
     media: MediaSettings = MediaSettings()
 
