@@ -10,7 +10,7 @@ import msgspec
 
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.schema import Pool, Settings
-from pdproxy.settings.section import Section, fields_of
+from pdproxy.settings.section import Live, Section, fields_of
 from pdproxy.transfer import registry
 
 _PLACEMENT: KeyPath = ("policy", "placement")
@@ -80,8 +80,10 @@ def _is_list_of_pools(old: Any, new: Any, path: KeyPath) -> bool:
     return len(old) == 1 or [pool.name for pool in old] == [pool.name for pool in new]
 
 
-def _differ(old: Any, new: Any, path: KeyPath, *, is_used: bool = False) -> Iterator[_Change]:
-    """Yield what differs. `is_used`: what the marks of the sections around it say."""
+def _differ(
+    old: Any, new: Any, path: KeyPath, *, may_be_used: bool = True, live: Live | None = None
+) -> Iterator[_Change]:
+    """Yield what differs. `may_be_used`: no section around it needs a restart; `live`: the mark of the setting."""
     if old == new:
         return
     if _is_list_of_pools(old, new, path):
@@ -89,10 +91,11 @@ def _differ(old: Any, new: Any, path: KeyPath, *, is_used: bool = False) -> Iter
             yield from _differ(pool, new[at], (*path, at))
     elif isinstance(old, Section) and type(old) is type(new):
         for field in fields_of(type(old)):
-            is_live = is_used if field.live is None else field.live.is_used(field.name, old, new)
-            yield from _differ(getattr(old, field.name), getattr(new, field.name), (*path, field.name), is_used=is_live)
+            same = may_be_used and (field.while_same is None or field.while_same.of(old) == field.while_same.of(new))
+            ours, theirs = getattr(old, field.name), getattr(new, field.name)
+            yield from _differ(ours, theirs, (*path, field.name), may_be_used=same, live=field.live)
     else:
-        yield path, is_used
+        yield path, may_be_used and live is not None and live.is_used(old, new)
 
 
 def _merged(old: Any, new: Any, path: KeyPath, restart: frozenset[KeyPath]) -> Any:

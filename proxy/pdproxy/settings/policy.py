@@ -10,7 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from pdproxy.scheduling import placements, policies
-from pdproxy.settings.section import Seconds, Section, names_of
+from pdproxy.settings.section import AtOnce, Seconds, Section, names_of
 
 Policy = Annotated[str, names_of(policies.names)]
 PlacementName = Annotated[str, names_of(placements.names)]
@@ -30,7 +30,7 @@ class PoolPolicy(Section, frozen=True):
       auto   by predicted times, which also choose the engines: least cost against slo (docs/internals/auto.md)
     """
 
-    prefill: Policy = "least_load"
+    prefill: AtOnce[Policy] = "least_load"
     """For the prefill leg. least_load: the fewest outstanding prompt bytes, which determine a prefill engine's time.
       least_load    the least load; engines with the same load take turns
       round_robin   engines take turns, whatever their load
@@ -40,14 +40,14 @@ class PoolPolicy(Section, frozen=True):
       prefix        the engine that has most of the prompt in its cache, weighed against its load
     """
 
-    decode: Policy = "least_load"
+    decode: AtOnce[Policy] = "least_load"
     """For the decode leg, and for requests that one engine serves: as above. least_load: the fewest active streams, which
     determine a decode engine's step time."""
 
-    session_header: HeaderName = "X-Session-ID"
+    session_header: AtOnce[HeaderName] = "X-Session-ID"
     """For policy session: the header that names a conversation. In requests without it, the body's user does."""
 
-    refuse_late: bool = False
+    refuse_late: AtOnce[bool] = False
     """Whether a request is refused with 503 and Retry-After that no engine can serve within slo. Only with a placement that
     predicts times."""
 
@@ -73,11 +73,11 @@ class PoolSlo(Section, frozen=True):
     X-PDProxy-SLO-Gap-MS.
     """
 
-    ttft: Seconds | None = None
+    ttft: AtOnce[Seconds | None] = None
     """From the request's arrival to its first token."""
 
-    tpot: Seconds | None = None
+    tpot: AtOnce[Seconds | None] = None
     """The mean time per token after the first."""
 
-    gap: Seconds | None = None
+    gap: AtOnce[Seconds | None] = None
     """The longest time between two tokens."""

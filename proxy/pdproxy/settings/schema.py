@@ -7,7 +7,6 @@ other.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Annotated, Literal
 
 import msgspec
@@ -36,12 +35,12 @@ from pdproxy.settings.section import (
     File,
     Host,
     Key,
-    Live,
     Option,
     Port,
     Seconds,
     Section,
     Text,
+    WhileSame,
     names_of,
 )
 from pdproxy.settings.sockets import KvReady, Registration
@@ -58,10 +57,6 @@ VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
 Weight = Annotated[float, Meta(ge=0, le=1_000_000)]
-# Without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines.
-_WHILE_KEYS_ARE_WANTED = Live(while_same=attrgetter("auth.wants_keys", "auth.wants_admin_keys"))
-_WHILE_SAME_PARTS = Live(while_same=attrgetter("placement", "asks_the_index"))
-"""A pool's policy needs the same parts: its placement, and whether there is an index of prefixes."""
 
 
 def _connectors() -> str:
@@ -88,12 +83,12 @@ class Auth(Section, frozen=True):
     /health and /ready need none; for /metrics, /version and others see listen.operator_routes.
     """
 
-    api_keys: tuple[Key, ...] = ()
+    api_keys: AtOnce[tuple[Key, ...]] = ()
     """Keys of clients. If any is set, a client's `Authorization: Bearer ...` is checked and not forwarded. If none is set, the
     header is forwarded, and the engines decide. Prefer the variable PDPROXY_AUTH__API_KEYS, comma separated, to this file."""
 
     api_keys_file: Annotated[
-        File | None,
+        AtOnce[File | None],
         Option(
             "the keys that clients may send, one per line (default: no key is checked here)", "FILE", "--api-keys-file"
         ),
@@ -106,23 +101,23 @@ class Auth(Section, frozen=True):
     the old keys stay in force if the file is missing or invalid; if it holds no key, no key of it is valid. The log and /ready
     report both. null: none."""
 
-    engine_api_key: Key | None = None
+    engine_api_key: AtOnce[Key | None] = None
     """Key for the engines (their --api-key). Probes send it as a bearer token; so do requests of clients that sent one of
     api_keys. Without api_keys a client's own Authorization is forwarded instead. null: the engines need no key."""
 
     engine_api_key_file: Annotated[
-        File | None,
+        AtOnce[File | None],
         Option("the one key that the engines were started with (default: none)", "FILE", "--engine-api-key-file"),
     ] = None
     """The same, from a file that holds one key (--engine-api-key-file), read again when it changes. null: none."""
 
-    admin_keys: tuple[Key, ...] = ()
+    admin_keys: AtOnce[tuple[Key, ...]] = ()
     """Keys for the admin API (listen.admin), sent as `Authorization: Bearer ...`. Keys of clients do not open it. Who has one can
     send prompts and the engines' key to any address, by adding an engine there. Without any, a Unix socket and the loopback need
     none."""
 
     admin_keys_file: Annotated[
-        File | None,
+        AtOnce[File | None],
         Option(
             "the keys for the admin API, one per line (default: a Unix socket and the loopback need none)",
             "FILE",
@@ -295,6 +290,10 @@ class Node(Section, frozen=True):
         return f"Node({self.url}, {self.role}, <api_key {key}>)"
 
 
+_WHILE_SAME_PARTS = WhileSame("placement", "asks_the_index")
+"""A pool has its parts from the start: what decides whether prompts are split, and perhaps an index of prefixes."""
+
+
 class Pool(Section, frozen=True):
     """Engines that can work together, and how."""
 
@@ -445,7 +444,8 @@ class Settings(Section, frozen=True):
 
     listen: Listen = Listen()
 
-    auth: Annotated[Auth, _WHILE_KEYS_ARE_WANTED] = Auth()
+    # Without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines.
+    auth: Annotated[Auth, WhileSame("auth.wants_keys", "auth.wants_admin_keys")] = Auth()
 
     pools: tuple[Pool, ...] = ()
     """The engines, in pools: those of one pool work together. Each model goes to the pools that serve it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
@@ -43,20 +44,23 @@ OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Marks a setting, or a section, of which a running proxy uses other values at once. All others need a restart.
+    """Marks a setting of which a running proxy uses another value at once. Without a mark, another value needs a restart.
 
-    `is_switch`: 0 turns something off, and to turn it off or on needs a restart. `while_same`: returns what must be the same of
-    the section around it; otherwise the change needs a restart. A file that a setting names is read again by itself.
+    `is_switch`: 0 turns something off, and to turn it off or on needs a restart. Files that settings name are read again anyway.
     """
 
     is_switch: bool = False
-    while_same: Callable[[Any], object] | None = None
 
-    def is_used(self, name: str, old: object, new: object) -> bool:
-        """Return whether a change of the field `name` between two sections is used at once."""
-        if self.is_switch:
-            return bool(getattr(old, name)) == bool(getattr(new, name))
-        return self.while_same is None or self.while_same(old) == self.while_same(new)
+    def is_used(self, old: object, new: object) -> bool:
+        """Return whether a new value is used at once."""
+        return not self.is_switch or bool(old) == bool(new)
+
+
+class WhileSame:
+    """Marks a section: any change in it needs a restart if one of these attributes of the section around it changes, too."""
+
+    def __init__(self, *names: str) -> None:
+        self.of = attrgetter(*names)
 
 
 class Option:
@@ -98,8 +102,9 @@ class Field(NamedTuple):
     type: Any
     required: bool
     default: object
-    live: Live | None
-    option: Option | None
+    live: Live | None = None
+    while_same: WhileSame | None = None
+    option: Option | None = None
 
 
 @cache
@@ -114,13 +119,17 @@ def is_section(kind: Any) -> bool:
 
 
 def _field(field: msgspec.structs.FieldInfo) -> Field:
-    kind, marks = field.type, list[Any]()
+    kind, marks = field.type, dict[str, Any]()
     if get_origin(kind) is Annotated:
-        kind, *marks = get_args(kind)
-        for mark in (one for one in marks if not isinstance(one, Live | Option)):
-            kind = Annotated[kind, mark]
+        kind, *found = get_args(kind)
+        for one in found:
+            if (name := _MARKS.get(type(one))) is not None:
+                marks[name] = one
+            else:
+                kind = Annotated[kind, one]
     made = field.default_factory
     default = None if field.required else field.default if made is msgspec.NODEFAULT else made()
-    live = next((one for one in marks if isinstance(one, Live)), None)
-    option = next((one for one in marks if isinstance(one, Option)), None)
-    return Field(field.name, kind, field.required, default, live, option)
+    return Field(field.name, kind, field.required, default, **marks)
+
+
+_MARKS = {Live: "live", WhileSame: "while_same", Option: "option"}
