@@ -30,6 +30,9 @@ A setting comes from the first of these that has it: an option of the command li
 [`configs/reference.yaml`](../../configs/reference.yaml) is the same as a file with all defaults, which
 `pdproxy config init` prints; `pdproxy config print` prints what is in force, and `pdproxy config validate` checks it.
 
+What is used `at once` a running proxy takes from the changed file ([how](../guide/changing-settings.md)); anything else needs a
+restart.
+
 A variable's name is the setting's path in capitals, with two underscores between its parts:
 `{variable(("deadlines", "first_token"))}` is `deadlines.first_token`. Lists are comma separated. Engines (`pools`) are given by
 options or in the file, not by variables.
@@ -82,6 +85,12 @@ def _flags() -> dict[str, str]:
     return {re.sub(r"\[\d*\]", "[]", one.dest): ", ".join(code(name) for name in one.option_strings) for one in shown}
 
 
+def _change(field: Field) -> str:
+    if field.live is None:
+        return "restart"
+    return "at once, but from and to 0" if field.live.is_switch else "at once"
+
+
 def _text(lines: list[str]) -> str:
     """Return a text as a cell. Lines that are indented further are a list."""
     parts: list[str] = []
@@ -109,9 +118,10 @@ def page() -> str:
                     code(field.name),
                     cell(_accepts(field.type)),
                     _default(field),
+                    _change(field),
                     flags.get(name, ""),
                     _text(meanings[name]),
                 )
             )
-        parts.append(table(("setting", "value", "default", "option", "meaning"), rows))
+        parts.append(table(("setting", "value", "default", "change", "option", "meaning"), rows))
     return "\n".join(parts)
