@@ -72,20 +72,24 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.client_head": (9.5, lambda p: p.front.bounds.head_timeout, 9.5),
     "deadlines.client_body": (9.5, lambda p: p.front.bounds.body_timeout, 9.5),
     "deadlines.read_body": (9.5, lambda p: p.bodies._seconds, 9.5),
-    "deadlines.queue": (9.5, lambda p: (p.admission._timeout, p.transfer.buffers.timeout), (9.5, 9.5)),
+    "deadlines.queue": (9.5, lambda p: (p.admission._timeout, p.transfer.buffers._deadlines.queue), (9.5, 9.5)),
     "deadlines.tokenize": (
         9.5,
-        lambda p: (p.pools[0].resources.tokenizing.deadline, p.pools[0].resources.detokenizing.deadline),  # type: ignore[union-attr]
+        lambda p: p.pools[0].resources.tokenizing._deadlines.tokenize,  # type: ignore[union-attr]
+        9.5,
+    ),
+    "deadlines.prefill": (
+        9.5,
+        lambda p: (p.pools[0].resources.deadlines.prefill, p.stalls.deadlines.prefill),
         (9.5, 9.5),
     ),
-    "deadlines.prefill": (9.5, lambda p: (p.pools[0].resources.deadlines.prefill, p.stalls.longest), (9.5, 9.5)),
     "deadlines.kv_ready": (9.5, _resource("kv_ready"), 9.5),
-    "deadlines.kv_replay": (9.5, lambda p: p.kv_events.sources.parts.deadline, 9.5),  # type: ignore[union-attr]
+    "deadlines.kv_replay": (9.5, lambda p: p.kv_events.sources.parts.deadlines.kv_replay, 9.5),  # type: ignore[union-attr]
     "deadlines.first_token": (9.5, _resource("first_token"), 9.5),
     "deadlines.between_tokens": (
         9.5,
-        lambda p: (p.pools[0].resources.deadlines.between_tokens, p.pools[0].resources.derendering.deadline),  # type: ignore[union-attr]
-        (9.5, 9.5),
+        lambda p: [p.pools[0].resources.derendering._deadlines.between_tokens, _resource("between_tokens")(p)],  # type: ignore[union-attr]
+        [9.5, 9.5],
     ),
     "deadlines.stream_comment": (9.5, _resource("stream_comment"), 9.5),
     "deadlines.continuation": (9.5, _resource("continuation"), 9.5),
@@ -98,14 +102,14 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (9.5, 9.5),
     ),
     "deadlines.drain": (9.5, lambda p: p.settings.deadlines.drain, 9.5),
-    "deadlines.engine_drain": (9.5, lambda p: p.membership.seconds, 9.5),
+    "deadlines.engine_drain": (9.5, lambda p: p.membership._deadlines.engine_drain, 9.5),
     "deadlines.unacknowledged": (9.5, _client("_unacknowledged"), 9.5),
     "deadlines.total": (
         9.5,
         lambda p: (p.pools[0].resources.deadlines.total, p.front.bounds.longest_body),
         (9.5, 9.5),
     ),
-    "deadlines.probe": (9.5, lambda p: p.admin.timeout, 9.5),
+    "deadlines.probe": (9.5, lambda p: p.admin.deadlines.probe, 9.5),
     "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries._most), (7, 7)),
     "limits.max_queue": (7, lambda p: p.admission._queue.max_waiting, 7),
     "limits.max_inflight_tokens": (7, lambda p: p.admission._queue._max_size, 7),
@@ -140,18 +144,22 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "media.hosts": (("a",), lambda p: p.bodies._bounds.media.hosts, ("a",)),
     "overload.priority": ("ignore", lambda p: p.admission._by_priority, False),
     "tenants.caches": ("separate", lambda p: p.front.tenants.salt("x") is not None, True),
-    "health.stalled_after": (9.5, lambda p: p.stalls.stalled_after, 9.5),
-    "health.canary_timeout": (9.5, lambda p: p.pools[0].watching.canary.timeout, 9.5),
-    "health.canary_interval": (9.5, lambda p: p.stalls.pause, 9.5),
+    "health.stalled_after": (9.5, lambda p: p.stalls.health.stalled_after, 9.5),
+    "health.canary_timeout": (9.5, lambda p: p.pools[0].watching.canary._health.canary_timeout, 9.5),
+    "health.canary_interval": (9.5, lambda p: p.stalls.health.canary_interval, 9.5),
     "health.slow_start": (9.5, lambda p: p.ledger.breakers._slow_start, 9.5),
-    "outliers.interval": (9.5, lambda p: p.exclusions.interval, 9.5),
+    "outliers.interval": (9.5, lambda p: p.exclusions._settings.interval, 9.5),
     "outliers.error_share": (0.7, lambda p: p.pools[0].watching.outliers.limits.error_share, 0.7),
     "outliers.min_requests": (7, lambda p: p.pools[0].watching.outliers.limits.min_requests, 7),
     "outliers.slower_than": (9.5, lambda p: p.pools[0].watching.outliers.limits.slower_than, 9.5),
     "outliers.exclude_for": (9.5, lambda p: p.pools[0].watching.outliers.limits.exclude_for, 9.5),
     "outliers.max_share": (0.7, lambda p: p.pools[0].watching.outliers.limits.max_share, 0.7),
-    "probes.interval": (0.5, lambda p: p.prober._interval, 0.5),
-    "probes.scrape_interval": (20.0, lambda p: (p.prober._scrape_every, p.pools[0].bootstraps.interval), (10, 20.0)),
+    "probes.interval": (0.5, lambda p: p.prober._probes.interval, 0.5),
+    "probes.scrape_interval": (
+        20.0,
+        lambda p: (p.prober._scrape_every(), p.pools[0].bootstraps._probes.scrape_interval),
+        (10, 20.0),
+    ),
     "observe.log_level": ("debug", lambda p: p.settings.observe.log_level, "debug"),
     "pools[0].nodes": (NODES[1:], lambda p: [*p.engines], ["http://d:8000"]),
     "pools[0].dns_nodes": (

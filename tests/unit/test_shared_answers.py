@@ -274,7 +274,7 @@ async def test_only_the_worker_that_leads_runs_questions(monkeypatch: pytest.Mon
     monkeypatch.setattr("pdproxy.fleet.bootstrap.SOON", 3600.0)
     asking, tasks = Asking(), TaskOwner("test")
     for stand in asking.stands:
-        stand.bootstraps.interval = 3600.0
+        stand.bootstraps._probes = Probes(scrape_interval=3600.0)
         stand.bootstraps._known[stand.p].wake.clear()  # of when it came up
         tasks.keep(lambda stand=stand: stand.bootstraps.run(stand.p), "asks")  # type: ignore[misc]
     for _ in range(5):

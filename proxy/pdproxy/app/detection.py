@@ -68,11 +68,13 @@ async def look(
 ) -> tuple[Found | Undecided, dict[str, str]]:
     """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not answer, by URL."""
     credentials = Credentials(settings)
-    timeout = settings.deadlines.probe
     admin = EngineAdmin(
-        timeout=timeout, key=credentials.engine_key, tls=credentials.engine_tls, networks=settings.engines.allowed
+        deadlines=settings.deadlines,
+        key=credentials.engine_key,
+        tls=credentials.engine_tls,
+        networks=settings.engines.allowed,
     )
-    others = EngineAdmin(timeout=timeout, networks=settings.engines.allowed)
+    others = EngineAdmin(deadlines=settings.deadlines, networks=settings.engines.allowed)
     asked = [node for node in settings.pool.nodes if node.role != "aggregated"]
     detection = Detection(
         admin,

@@ -69,16 +69,17 @@ def build_kv_events(
         return None
     places = {place.port: place for place in kv_events_places(settings)}
     arguments = engines, index, events, of_node, admin.kv_event_sources, process.observers, process.clock, process.tasks
-    deadline = settings.deadlines.kv_replay
     sources: KvEventSources
     if share is None or not places:  # each worker connects to engines by itself
-        sources = KvEventSources(*arguments, ports=places, deadline=deadline, networks=settings.engines.allowed)
+        sources = KvEventSources(
+            *arguments, ports=places, deadlines=settings.deadlines, networks=settings.engines.allowed
+        )
     else:
         siblings, topic = share.siblings, f"KV events {settings.pool.name}"
         sources = SharedKvEventSources(
             *arguments,
             ports=places,
-            deadline=deadline,
+            deadlines=settings.deadlines,
             networks=settings.engines.allowed,
             number=share.number,
             lead=share.lead,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from pdproxy.app.dns import Names
-from pdproxy.app.ledger import outlier_limits, policies_of, slo_of
+from pdproxy.app.ledger import policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
@@ -115,28 +115,10 @@ def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
     limits, deadlines, health = settings.limits, settings.deadlines, settings.health
     for engine in parts.engines.values():
         engine.client.configure(deadlines.connect, limits.engine_keepalive, deadlines.unacknowledged)
-    parts.legs.connect_timeout = deadlines.connect
-    parts.admin.timeout = deadlines.probe
     if parts.capacity is not None:
         parts.capacity.configure(limits)
-    parts.watching.prober.configure(settings.probes)
-    parts.bootstraps.interval = settings.probes.scrape_interval
-    parts.watching.stalls.configure(health, deadlines.prefill)
-    parts.watching.canary.timeout = health.canary_timeout
-    parts.watching.outliers.limits = outlier_limits(settings.outliers)
-    parts.watching.exclusions.interval = settings.outliers.interval
-    parts.membership.seconds = deadlines.engine_drain
-    parts.transfer.buffers.timeout = deadlines.queue
-    if parts.kv_events is not None:
-        parts.kv_events.sources.parts.deadline = deadlines.kv_replay
     parts.models.models, parts.models.aliases, parts.models.weight = pool.models, pool.aliases, pool.weight
-    resources, ledger = parts.resources, parts.ledger
-    if resources.tokenizing is not None:
-        resources.tokenizing.deadline = deadlines.tokenize
-    if resources.detokenizing is not None:
-        resources.detokenizing.deadline = deadlines.tokenize
-    if resources.derendering is not None:
-        resources.derendering.deadline = deadlines.between_tokens
+    ledger = parts.ledger
     ledger.alone_up_to = pool.alone_up_to
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
     ledger.transfers.configure(limits.breaker_failures, limits.breaker_cooldown)

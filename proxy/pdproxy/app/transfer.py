@@ -44,7 +44,7 @@ def build_transfer(
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         KvReady(clock, observers, clock.now),
-        own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
+        own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
