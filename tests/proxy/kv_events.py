@@ -20,7 +20,7 @@ from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy_lab.sim.facts import Facts, KvEventsConfig

@@ -12,7 +12,7 @@ import msgspec
 import yaml
 
 from pdproxy.settings.conform import expectation
-from pdproxy.settings.environment import variable
+from pdproxy.settings.load import variable
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Field, Seconds, fields_of, is_section
 from tests.reference import command_line

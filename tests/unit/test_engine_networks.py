@@ -21,11 +21,12 @@ from pdproxy.kit.engine_networks import FORBIDDEN, USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineUnreachableError
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.engine_networks import EngineSettings
+from pdproxy.settings.engines import EngineSettings, Facts, Node
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.kv_events import NodeKvEvents
+from pdproxy.settings.kv import NodeKvEvents, Receiver
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.schema import Facts, Node, Pool, Receiver, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer import moriio, p2p_nccl
 from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.peers import Peer

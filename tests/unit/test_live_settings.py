@@ -16,11 +16,13 @@ from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.scheduling.nodes import Role
 from pdproxy.settings.changes import changes
 from pdproxy.settings.conform import leaves
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
-from pdproxy.settings.kv_events import KvEvents
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.kv import KvEvents
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from tests.fakes.tokenizer import Shelf
 
 NODES = (Node(url="http://p:8000", role="prefill"), Node(url="http://d:8000", role="decode"))

@@ -22,9 +22,9 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.kv.stuck import StuckKv
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.schema import Facts, Node
 from pdproxy.transfer.contract import PushedToDecode
 from tests.fakes.clock import later_turns
 from tests.fakes.registry import unused_client

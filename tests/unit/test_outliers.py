@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, Outliers
-from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.health import OutlierSettings
 
 NOW = 1000.0
 FOUR = ["a", "b", "c", "d"]

@@ -16,10 +16,10 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.kit.regular_file import UnreadableError, read_regular
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.settings.errors import Mistakes, SettingsError
+from pdproxy.settings.files import read_yaml
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import File, fields_of
-from pdproxy.settings.yaml_file import read_yaml
 from pdproxy.tokens import tokenizer
 from pdproxy.tokens.errors import UnusableError
 

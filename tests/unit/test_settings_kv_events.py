@@ -20,11 +20,12 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Facts, Node, Pool, Settings
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.kv_events import Source
 from tests.fakes.kv_index import PlainIndex

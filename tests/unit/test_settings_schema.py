@@ -5,8 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdproxy.settings.engines import Node
+from pdproxy.settings.keys import Auth
 from pdproxy.settings.load import load
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 REFERENCE = CONFIGS / "reference.yaml"

@@ -15,7 +15,7 @@ from pdproxy.fleet.shared_canary import SharedCanaries
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import HandleEnded, Observers
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
 from pdproxy.upstream.admin import ModelCard
 from pdproxy.wire.request import Route

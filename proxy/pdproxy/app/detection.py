@@ -13,8 +13,10 @@ from pdproxy.app.transfer import kv_host_of
 from pdproxy.fleet.detection import Detection
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import Mistakes, SettingsError, naming_pool
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.detect import Found, Undecided
 from pdproxy.upstream.admin import EngineAdmin

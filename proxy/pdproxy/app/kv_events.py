@@ -14,7 +14,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
 from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
-from pdproxy.settings.kv_events import NodeKvEvents
+from pdproxy.settings.kv import NodeKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 

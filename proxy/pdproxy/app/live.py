@@ -14,9 +14,10 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.serving.request.body_reader import memory_for
+from pdproxy.settings.changes import put
 from pdproxy.settings.errors import SettingsError, naming_pool
-from pdproxy.settings.in_force import put
-from pdproxy.settings.schema import Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.wire.body_bounds import Bounds
 
 logger = logging.getLogger("pdproxy.settings")

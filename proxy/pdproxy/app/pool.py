@@ -46,7 +46,7 @@ from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.upstream.admin import EngineAdmin

@@ -27,9 +27,8 @@ from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
-from pdproxy.settings.admin import UNIX
-from pdproxy.settings.crosscheck import parsed_networks
-from pdproxy.settings.in_force import own
+from pdproxy.settings.changes import own
+from pdproxy.settings.listen import UNIX, parsed_networks
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget

@@ -19,9 +19,11 @@ from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.connector_options import LMCache
-from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.settings.transfer_checks import receiver_host
+from pdproxy.settings.engines import Node
+from pdproxy.settings.kv import LMCache
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import receiver_host
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of
 

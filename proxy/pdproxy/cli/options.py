@@ -10,10 +10,8 @@ import os
 from pathlib import Path
 
 from pdproxy.cli.settings_flags import ENGINES, RECEIVER, groups
-from pdproxy.settings.environment import CONFIG
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.receivers import ReceiverFlag
+from pdproxy.settings.load import CONFIG, EngineFlag, Flag, ReceiverFlag, load
 from pdproxy.settings.schema import Settings
 
 

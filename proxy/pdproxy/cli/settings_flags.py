@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pdproxy.settings.engines import Role
+from pdproxy.settings.kv import Receiver
 from pdproxy.settings.load import POOL
-from pdproxy.settings.schema import Pool, Receiver, Role, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Field, fields_of, is_section
 
 RECEIVER = "receiver."

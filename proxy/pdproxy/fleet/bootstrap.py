@@ -23,7 +23,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.transfer.contract import Contract, PushedToDecode
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.bootstrap import Ranks

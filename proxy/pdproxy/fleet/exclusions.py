@@ -14,7 +14,7 @@ from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.outliers import Counted, Outliers
-from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.health import OutlierSettings
 
 REASONS = ("errors", "latency")
 

@@ -27,7 +27,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe import catalog_kv_events as catalog
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Gauge
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.addresses import Resolve, by_system
 from pdproxy.upstream.kv_events import KvEventSockets, Replay, Subscription

@@ -20,8 +20,8 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
+from pdproxy.settings.engines import Node as NodeSettings
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.schema import Node as NodeSettings
 
 logger = logging.getLogger("pdproxy.fleet")
 

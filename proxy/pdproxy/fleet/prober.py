@@ -23,7 +23,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.upstream.derenders import derenders
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape

@@ -1,17 +1,24 @@
-"""What has changed between two versions of the settings: which parts are used at once, and which need a restart. Pure."""
+"""Settings that change while a proxy runs: what is used at once, what needs a restart, and which values are in force.
+
+A proxy has sections of its own. All parts that keep one of these read its values when they need them. Where a part has made
+something of a value, its owner (`app.live`) has it do so again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from pdproxy.settings.errors import KeyPath, spell_key
-from pdproxy.settings.schema import Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Live, Section, fields_of
 from pdproxy.transfer import registry
+
+Kind = TypeVar("Kind", bound=Section)
 
 _PLACEMENT: KeyPath = ("policy", "placement")
 _ORDER: KeyPath = ("dispatch",)
@@ -109,3 +116,23 @@ def _merged(old: Any, new: Any, path: KeyPath, restart: frozenset[KeyPath]) -> A
         found = {name: _merged(getattr(old, name), getattr(new, name), (*path, name), restart) for name in names}
         return msgspec.structs.replace(old, **found)
     return new
+
+
+def own(section: Kind) -> Kind:
+    """Return settings whose sections nobody else has. Defaults are shared by all settings. Pools stay as they are."""
+    sections = {name: one for name, one in _items(section) if isinstance(one, Section)}
+    return msgspec.structs.replace(section, **{name: own(one) for name, one in sections.items()})
+
+
+def put(section: Section, values: Section) -> None:
+    """Have settings that `own` has returned hold other values in the fields that are marked (`Live`)."""
+    for field in fields_of(type(section)):
+        value = getattr(values, field.name)
+        if isinstance(value, Section):
+            put(getattr(section, field.name), value)
+        elif field.live is not None:
+            msgspec.structs.force_setattr(section, field.name, value)
+
+
+def _items(section: Section) -> list[tuple[str, object]]:
+    return [(field.name, getattr(section, field.name)) for field in fields_of(type(section))]

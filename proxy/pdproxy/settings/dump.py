@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import yaml
 
+from pdproxy.settings.errors import MASK
 from pdproxy.settings.schema import Settings
-
-MASK = "********"
 
 
 def dump(settings: Settings) -> str:

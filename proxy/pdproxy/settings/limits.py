@@ -1,18 +1,25 @@
-"""How long each wait may last, and how much is accepted at once: the sections `deadlines` and `limits`.
+"""What is accepted of clients: the sections `deadlines`, `limits`, `overload` and `media`, and their checks.
 
-Owns their names, units, bounds and defaults, each with the reason for it.
+How long each wait may last, how much is accepted at once, who is served first while requests wait for places, and which URLs of
+media engines may fetch. Owns names, units, bounds and defaults, each with the reason for it.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
-from pdproxy.settings.section import AtOnce, Count, OffOrSeconds, Option, Seconds, Section, Switch
+from pdproxy.settings.errors import Mistakes
+from pdproxy.settings.section import AtOnce, Count, HeaderName, Host, OffOrSeconds, Option, Seconds, Section, Switch
+from pdproxy.wire.media_rule import Media, Urls
 
 AUTO: Final = "auto"
 EngineRequests = Literal["auto"] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+Weight = Annotated[float, Meta(ge=0.001, le=1000)]
+Priorities = Literal["within", "ignore"]
 
 
 class Deadlines(Section, frozen=True):
@@ -200,6 +207,95 @@ class Limits(Section, frozen=True):
     gets one request at a time, until one is good."""
 
 
+class Overload(Section, frozen=True):
+    """Who is served first while requests wait for places (limits.max_inflight)."""
+
+    tenant_header: AtOnce[HeaderName | None] = None
+    """The header that names the tenant of a request, up to 64 characters. It is read only of clients with a valid key, and behind
+    listen.trusted_proxies: whoever names a tenant uses its part. null: each name of keys, key or address is a tenant."""
+
+    weights: AtOnce[dict[str, Weight]] = {}  # noqa: RUF012 - a struct copies its defaults
+    """Parts of the places by tenant, where several wait, from 0.001 to 1000: names of tenant_header, or of keys (a key's own line
+    goes first). 1 for all others."""
+
+    output_weight: AtOnce[Annotated[float, Meta(ge=0, le=1000)]] = 2.0
+    """What a token of an answer counts, in tokens of prompts: an engine computes many tokens of a prompt at once, and those of an
+    answer one by one."""
+
+    priority: AtOnce[Priorities] = "within"
+    """What a request's `priority` (or X-Vllm-Priority) does here. within: of one tenant's requests that wait, the smallest is
+    served first. ignore: nothing. Engines get it in either case."""
+
+
+class MediaSettings(Section, frozen=True):
+    """Images, audio and video in requests, on all routes. A data: URL holds the medium itself, and always passes."""
+
+    urls: AtOnce[Urls] = "off"
+    """Which other URLs pass. Engines fetch what passes: from wherever they can reach, and also where a redirect leads
+    (VLLM_MEDIA_URL_ALLOW_REDIRECTS of vLLM). Others get 400.
+      off    none
+      hosts  http and https URLs of the hosts below
+      any    all, file:// included, which vLLM reads only below its --allowed-local-media-path
+    """
+
+    hosts: AtOnce[tuple[Host, ...]] = ()
+    """Names in full, without a port, such as [images.example.com]."""
+
+    @property
+    def rule(self) -> Media:
+        """What bodies are checked by."""
+        return Media(self.urls, tuple(host.lower() for host in self.hosts))
+
+
 def least_buffered_bytes(limits: Limits) -> int:
     """Return how many bytes `max_buffered_bytes` must be for the largest body: an eighth of it is kept for small bodies."""
     return limits.max_body_bytes + -(-limits.max_body_bytes // 7)
+
+
+def check_limits(limits: Limits, found: Mistakes) -> None:
+    """Check that the largest body, and the largest answer, has space."""
+    minimum = least_buffered_bytes(limits)
+    if limits.max_buffered_bytes < minimum:
+        text = (
+            f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no space for a body of limits.max_body_bytes = "
+            f"{limits.max_body_bytes}: expected at least {minimum}"
+        )
+        found.add(("limits",), text + _one_source(found, "max_buffered_bytes", "max_body_bytes"))
+    if limits.max_buffered_answer_bytes < limits.max_answer_bytes:
+        text = (
+            f"limits.max_buffered_answer_bytes = {limits.max_buffered_answer_bytes} has no space for an answer of "
+            f"limits.max_answer_bytes = {limits.max_answer_bytes}"
+        )
+        found.add(("limits",), text + _one_source(found, "max_buffered_answer_bytes", "max_answer_bytes"))
+
+
+def _one_source(found: Mistakes, *names: str) -> str:
+    """Return where the first of these limits that is not a default was read."""
+    return next(filter(None, (found.source(("limits", name)) for name in names)), "")
+
+
+def check_media_settings(media: MediaSettings, found: Mistakes) -> None:
+    """Check that hosts are named if, and only if, they are asked for."""
+    key = ("media", "hosts")
+    if media.hosts and media.urls != "hosts":
+        found.add(key, f"media.hosts: has no effect without media.urls: hosts{found.source(key)}")
+    if media.urls == "hosts" and not media.hosts:
+        found.add(key, f"media.hosts: expected at least one, for media.urls: hosts{found.source(('media', 'urls'))}")
+
+
+def of_each(limits: Limits, workers: int) -> Limits:
+    """Return the limits of one of several workers: what is not shared among them is divided.
+
+    Places, tokens in flight and the queue stay whole: they are shared. Each worker has space for one of the largest bodies and
+    answers, so that many workers may hold more than what was set.
+    """
+    if workers == 1:
+        return limits
+    return msgspec.structs.replace(
+        limits,
+        max_connections=-(-limits.max_connections // workers),
+        max_buffered_bytes=max(limits.max_buffered_bytes // workers, least_buffered_bytes(limits)),
+        max_buffered_answer_bytes=max(limits.max_buffered_answer_bytes // workers, limits.max_answer_bytes),
+        body_readers=max(1, limits.body_readers // workers),
+        min_retries=-(-limits.min_retries // workers),
+    )

@@ -1,16 +1,28 @@
-"""The section `listen`: where clients and operators reach the proxy.
+"""The proxy's own process: the sections `listen`, where clients and operators reach it, and `observe`, what it logs.
 
-Owns names, units, bounds and defaults.
+Owns names, units, bounds and defaults, the forms of the admin API's address, and when that needs a key.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta
 
-from pdproxy.settings.admin import AdminAddress
-from pdproxy.settings.section import File, Host, Option, Port, Seconds, Section, Text
+from pdproxy.kit.addresses import Network, is_loopback, read_network
+from pdproxy.settings.errors import Mistakes, quote, spell_key
+from pdproxy.settings.section import AtOnce, File, Host, Option, Port, Seconds, Section, Text
+from pdproxy.settings.tls import ListenTls
+
+UNIX = "unix:"
+AdminAddress = Annotated[
+    str,
+    Meta(
+        pattern=r"\A(unix:[^\x00]+|[^\s/\[\]:]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5})\Z",
+        description="unix:PATH or HOST:PORT",
+    ),
+]
 
 RootPath = Annotated[
     str,
@@ -23,43 +35,8 @@ RootPath = Annotated[
 OperatorRoutes = Literal["auto", "everywhere", "admin"]
 Workers = Annotated[int, Meta(ge=1, le=64)]
 
-
-class ListenTls(Section, frozen=True):
-    """TLS for clients.
-
-    Files are PEM. They are checked once per second and read again when they have changed: new connections get the new
-    certificate, open ones stay. If the new files can't be used, the old ones stay in force, and the log and /ready report it.
-    With TLS, health checks must use https, too: `pdproxy health` does.
-    """
-
-    certificate: Annotated[
-        File | None,
-        Option(
-            "the server's certificate with its chain, PEM; turns on TLS (default: no TLS)", "FILE", "--ssl-certfile"
-        ),
-    ] = None
-    """The server's certificate with its chain (--ssl-certfile, as for vLLM). null: plain HTTP."""
-
-    key: Annotated[
-        File | None,
-        Option("the certificate's private key, PEM (default: in the certificate's file)", "FILE", "--ssl-keyfile"),
-    ] = None
-    """Its private key (--ssl-keyfile). null: the certificate's file also holds the key."""
-
-    key_password_file: File | None = None
-    """The key's password, in the first line of a file. null: the key is not encrypted."""
-
-    client_ca: Annotated[
-        File | None,
-        Option(
-            "authorities, PEM: clients must have a certificate from one of them (default: clients need none)",
-            "FILE",
-            "--ssl-ca-certs",
-        ),
-    ] = None
-    """Authorities of client certificates (--ssl-ca-certs). If set, a client without a certificate from them gets no connection,
-    also not to /health and /metrics (vLLM needs --ssl-cert-reqs 2 for this). When one is taken out of the file, or a certificate
-    expires, the connections of its clients are closed."""
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 class Cors(Section, frozen=True):
@@ -180,3 +157,85 @@ class Listen(Section, frozen=True):
 
     tls: ListenTls = ListenTls()
     cors: Cors = Cors()
+
+
+class Observe(Section, frozen=True):
+    """The proxy's own log."""
+
+    log_level: Annotated[
+        AtOnce[LogLevel], Option("lowest level that is written: debug, info, warning, error", "LEVEL", "--log-level")
+    ] = "info"
+    """Lowest level that is written: debug, info, warning or error. No level contains prompts or keys."""
+
+    log_format: Annotated[LogFormat, Option("text, or json: one object per line", "FORMAT", "--log-format")] = "text"
+    """text for people, json for a log collector: one object per line."""
+
+    core_dumps: bool = False
+    """Whether a process that crashes may leave a core dump, and other processes of the same user may read its memory (debuggers,
+    py-spy). Its memory holds keys and prompts."""
+
+
+class AdminPlace(NamedTuple):
+    """Where the admin API is: the path of a Unix socket, or host and port; the others are None."""
+
+    path: str | None
+    host: str | None = None
+    port: int | None = None
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"{UNIX}{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in str(self.host) else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.path is not None or is_loopback(str(self.host))
+
+
+def place_of(address: str) -> AdminPlace:
+    """Return the place that an address of the form `AdminAddress` names.
+
+    Raises:
+        ValueError: the port is none.
+    """
+    if address.startswith(UNIX):
+        return AdminPlace(address.removeprefix(UNIX))
+    host, _, port = address.rpartition(":")
+    if not 0 < int(port) < 65_536:
+        raise ValueError(f"no port is {port}")
+    return AdminPlace(None, host.strip("[]"), int(port))
+
+
+def check_admin(address: str | None, keys: Sequence[str], file: str | None, found: Mistakes) -> None:
+    """Check `listen.admin` with its keys (`auth.admin_keys` and the file of more)."""
+    here = ("listen", "admin")
+    if address is not None:
+        try:
+            place = place_of(address)
+        except ValueError as error:
+            found.add(here, f"listen.admin: {error}{found.source(here)}")
+        else:
+            if not place.is_local and not keys and file is None:
+                text = "others than this machine can reach it: give it keys (auth.admin_keys or auth.admin_keys_file)"
+                found.add(here, f"listen.admin: {place}: {text}{found.source(here)}")
+
+
+def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[Network, ...]:
+    """Return the networks in `listen.trusted_proxies`; an address is a network of one. `where`: the source of the list.
+
+    Raises:
+        SettingsError: naming each text that is neither.
+    """
+    networks, found = [], Mistakes()
+    for index, text in enumerate(texts):
+        if text == UNIX:
+            continue
+        try:
+            networks.append(read_network(text))
+        except ValueError:
+            path = ("listen", "trusted_proxies", index)
+            words = f"{quote(text)}: expected an address or a network, such as 10.0.0.0/8, or {UNIX}{where}"
+            found.add(path, f"{spell_key(path)}: {words}")
+    found.raise_any()
+    return tuple(networks)

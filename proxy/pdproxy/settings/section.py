@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 Value = TypeVar("Value")
-
 # No useful wait is longer than a week. The bound also keeps infinity out of the event loop's timers.
 Seconds = Annotated[float, Meta(gt=0, le=604_800)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -27,6 +26,7 @@ Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of vis
 File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
 Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
+HeaderName = Annotated[str, Meta(pattern=r"\A[!#-'*+.^_`|~0-9A-Za-z-]{1,100}\Z", description="a header's name")]
 
 
 def names_of(table: Callable[[], Iterable[str]]) -> Meta:
@@ -36,8 +36,6 @@ def names_of(table: Callable[[], Iterable[str]]) -> Meta:
 
 NAMES = "names"
 """The key of that table in a type's `Meta.extra`."""
-
-
 OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 """Seconds; 0 turns it off."""
 
