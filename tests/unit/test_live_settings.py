@@ -74,7 +74,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.connect": (9.5, _client("_connect_timeout"), 9.5),
     "deadlines.client_head": (9.5, lambda p: p.front.bounds.head_timeout, 9.5),
     "deadlines.client_body": (9.5, lambda p: p.front.bounds.body_timeout, 9.5),
-    "deadlines.read_body": (9.5, lambda p: p.bodies._seconds, 9.5),
+    "deadlines.read_body": (9.5, lambda p: p.bodies._deadlines.read_body, 9.5),
     "deadlines.queue": (9.5, lambda p: (p.admission._timeout, p.transfer.buffers._deadlines.queue), (9.5, 9.5)),
     "deadlines.tokenize": (
         9.5,
@@ -101,7 +101,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.release": (0.5, lambda p: p.custodian.drain_timeout, 10.5),
     "deadlines.retry": (
         9.5,
-        lambda p: (p.retries._seconds, p.pools[0].resources.not_retried().retry_after),
+        lambda p: (p.retries._deadlines.retry, p.pools[0].resources.not_retried().retry_after),
         (9.5, 9.5),
     ),
     "deadlines.drain": (9.5, lambda p: p.settings.deadlines.drain, 9.5),
@@ -113,7 +113,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (9.5, 9.5),
     ),
     "deadlines.probe": (9.5, lambda p: p.admin.deadlines.probe, 9.5),
-    "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries._most), (7, 7)),
+    "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries.limits.max_inflight), (7, 7)),
     "limits.max_queue": (7, lambda p: p.admission._queue.max_waiting, 7),
     "limits.max_inflight_tokens": (7, lambda p: p.admission._queue._max_size, 7),
     "limits.max_connections": (99, lambda p: p.connections.max_open, 99),
@@ -135,7 +135,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "limits.engine_requests": (7, lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed), (1024, 7)),  # type: ignore[union-attr]
     "limits.engine_tokens": (7, lambda p: p.pools[0].capacity._tokens, 7),  # type: ignore[union-attr]
     "limits.attempts": (7, lambda p: p.pools[0].resources.limits.attempts, 7),
-    "limits.retry_share": (0.7, lambda p: p.retries._share, 0.7),
+    "limits.retry_share": (0.7, lambda p: p.retries.limits.retry_share, 0.7),
     "limits.min_retries": (7, lambda p: p.retries.limit, 7),
     "limits.engine_keepalive": (9.5, _client("_keepalive"), 9.5),
     "limits.breaker_failures": (7, lambda p: p.ledger.breakers._failures, 7),
