@@ -23,6 +23,9 @@ FIELD = '''
 
     stalk: Seconds = 3.0
     """How long it hangs."""
+
+    monkeys: tuple[Key, ...] = ()
+    """Who may have it."""
 '''
 SCRIPT = """
 import asyncio, contextlib, io, os, sys
@@ -43,10 +46,11 @@ def printed(*arguments):
 
 # a default, a file, a variable, a flag: each overrides those before, and all are shown
 file = Path(sys.argv[1])
-file.write_text("limits:\\n  max_bananas: 8\\n")
+file.write_text("limits:\\n  max_bananas: 8\\n  monkeys: [king-louie]\\n")
 name, config = "PDPROXY_LIMITS__MAX_BANANAS", ["--config", str(file)]
 assert "  max_bananas: 7\\n" in printed()[1]
 assert "  max_bananas: 8\\n" in printed(*config)[1]
+assert "  monkeys:\\n  - '********'\\n" in printed(*config)[1]
 os.environ[name] = "9"
 assert "  max_bananas: 9\\n" in printed(*config)[1]
 assert "  max_bananas: 10\\n" in printed(*config, "--max-bananas", "10")[1]
@@ -99,6 +103,8 @@ def test_a_field_is_all_that_is_declared(tmp_path: Path) -> None:
         '    """How much is accepted, and how often something is tried."""\n'
     )
     assert head
+    future = "from __future__ import annotations\n"
+    before = before.replace(future, f"{future}\nfrom pdproxy.settings.section import Key\n")
     limits.write_text(f"{before}{head}{FIELD}{after}")
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "settings.yaml")],

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from pdproxy.settings.errors import MASK, Mistakes, SettingsError
 from pdproxy.settings.files import read_key, read_lines, spell_file
-from pdproxy.settings.section import AtOnce, File, Key, Option, Section
+from pdproxy.settings.section import HIDDEN, AtOnce, File, Key, Option, Section
 
 Caches = Literal["auto", "separate", "shared"]
 AUTO, SEPARATE, SHARED = "auto", "separate", "shared"
@@ -34,7 +34,9 @@ MIN_SECRET = 32
 Secret = Annotated[
     str,
     Meta(
-        pattern=rf"\A[\x21-\x7e]{{{MIN_SECRET},}}\Z", description="32 or more visible ASCII characters without blanks"
+        pattern=rf"\A[\x21-\x7e]{{{MIN_SECRET},}}\Z",
+        description="32 or more visible ASCII characters without blanks",
+        extra={HIDDEN: True},
     ),
 ]
 

@@ -21,8 +21,17 @@ Value = TypeVar("Value")
 Seconds = Annotated[float, Meta(gt=0, le=604_800)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
+HIDDEN = "hidden"
+"""The key in a type's `Meta.extra` that has its values masked where settings are shown: whoever knows one can use it."""
 # A key is sent in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
-Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of visible ASCII characters without blanks")]
+Key = Annotated[
+    str,
+    Meta(
+        pattern=r"\A[\x21-\x7e]+\Z",
+        description="a key of visible ASCII characters without blanks",
+        extra={HIDDEN: True},
+    ),
+]
 File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
 Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
@@ -114,6 +123,14 @@ def fields_of(kind: Any) -> tuple[Field, ...]:
 def is_section(kind: Any) -> bool:
     """Return whether a type of the schema is a section."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def is_hidden(kind: Any) -> bool:
+    """Return whether values of a type, or what they hold, are secrets."""
+    marks = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+    if any(isinstance(one, Meta) and HIDDEN in (one.extra or {}) for one in marks):
+        return True
+    return any(is_hidden(one) for one in get_args(kind))
 
 
 def _field(field: msgspec.structs.FieldInfo) -> Field:
