@@ -12,7 +12,7 @@ import pdproxy
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pdproxy.__file__).parent
-FIELD = '''
+FIELDS = '''
     max_bananas: Annotated[AtOnce[Count], Option("fruit that is held at once", "N", "--max-bananas")] = 7
     """Fruit that is held at once.
       ripe    what can be eaten
@@ -26,6 +26,10 @@ FIELD = '''
 
     monkeys: tuple[Key, ...] = ()
     """Who may have it."""
+'''
+OF_POOLS = '''
+    ripeness: Annotated[int, Option("how ripe its fruit is", "N", "--ripeness")] = 1
+    """How ripe this pool's fruit is."""
 '''
 SCRIPT = """
 import asyncio, contextlib, io, os, sys
@@ -54,6 +58,8 @@ assert "  monkeys:\\n  - '********'\\n" in printed(*config)[1]
 os.environ[name] = "9"
 assert "  max_bananas: 9\\n" in printed(*config)[1]
 assert "  max_bananas: 10\\n" in printed(*config, "--max-bananas", "10")[1]
+
+assert "  ripeness: 3\\n" in printed("--ripeness", "3")[1]
 
 # bounds
 os.environ[name] = "0"
@@ -94,18 +100,26 @@ print("all of it")
 """
 
 
+def add(file: Path, docstring: str, fields: str) -> None:
+    """Add fields to the section with this docstring."""
+    before, start, after = file.read_text().partition(docstring)
+    assert start
+    end = "" if start.endswith("\n") else after.partition('"""\n')[0] + '"""\n'
+    future = "from __future__ import annotations\n"
+    before = before.replace(future, f"{future}\nfrom pdproxy.settings.section import Key, Option\n")
+    file.write_text(f"{before}{start}{end}{fields}{after.removeprefix(end)}")
+
+
 def test_a_field_is_all_that_is_declared(tmp_path: Path) -> None:
-    """A copy of the package with three more fields has them as options, variables, keys, in its pages, and while it runs."""
+    """A copy of the package with some more fields has them as options, variables, keys, in its pages, and while it runs."""
     copy = tmp_path / "pdproxy"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
-    limits = copy / "settings" / "limits.py"
-    before, head, after = limits.read_text().partition(
-        '    """How much is accepted, and how often something is tried."""\n'
+    add(copy / "settings" / "limits.py", '"""How much is accepted, and how often something is tried."""\n', FIELDS)
+    add(
+        copy / "settings" / "pools.py",
+        '"""What is wanted of a request\'s times, in seconds, for placements that predict them.',
+        OF_POOLS,
     )
-    assert head
-    future = "from __future__ import annotations\n"
-    before = before.replace(future, f"{future}\nfrom pdproxy.settings.section import Key\n")
-    limits.write_text(f"{before}{head}{FIELD}{after}")
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "settings.yaml")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "PYTHONDONTWRITEBYTECODE": "1"},

@@ -24,7 +24,7 @@ import msgspec
 from pdproxy.settings.conform import collect, conform, json_list, leaves, parse
 from pdproxy.settings.crosscheck import check_urls, crosscheck
 from pdproxy.settings.engines import EngineFlag, with_scheme
-from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, did_you_mean, quote, spell_key
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, did_you_mean, quote
 from pdproxy.settings.files import read_yaml, spell_file
 from pdproxy.settings.pools import VLLM_BOOTSTRAP_PORT, Pool
 from pdproxy.settings.schema import Settings
@@ -158,7 +158,7 @@ class Flag(NamedTuple):
 
 
 POOL = "pool."
-"""The beginning of a `Flag`'s key, if it sets a field of the first pool."""
+"""The beginning of a `Flag`'s key, if it sets something of the first pool."""
 
 
 def load(
@@ -221,16 +221,15 @@ def _read_file(config: Path | None, env: Mapping[str, str], found: Mistakes) -> 
 
 
 def _put_flags(tree: dict[str, Any], flags: Iterable[Flag], found: Mistakes) -> None:
-    kinds = {spell_key(path): (path, kind) for path, kind in leaves(Settings)}
     for option, key, text in flags:
-        where = f" ({option})"
-        if key.startswith(POOL):
-            name = key.removeprefix(POOL)
-            kind = next(field.type for field in fields_of(Pool) if field.name == name)
-            _first_pool(tree)[name] = collect(text, kind, where, ("pools", 0, name), found)
-        else:
-            path, kind = kinds[key]
-            _put(tree, path, collect(parse(text, kind), kind, where, path, found))
+        of_pool = key.startswith(POOL)
+        names = tuple(key.removeprefix(POOL).split("."))
+        kind: Any = Pool if of_pool else Settings
+        for name in names:
+            kind = next(field.type for field in fields_of(kind) if field.name == name)
+        path: KeyPath = ("pools", 0, *names) if of_pool else names
+        value = collect(parse(text, kind), kind, f" ({option})", path, found)
+        _put(_first_pool(tree) if of_pool else tree, names, value)
 
 
 def _add_stages(
