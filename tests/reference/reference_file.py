@@ -6,11 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
-
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import fields_of, is_section
-from tests.reference.texts import item_of, texts
+from tests.reference.texts import item_of, spelled, texts
 
 _WIDTH = 130
 _EXAMPLES = {"url": ("http://127.0.0.1:8200", "http://127.0.0.1:8300"), "role": ("prefill", "decode")}
@@ -50,7 +48,7 @@ def _section(kind: Any, path: str, indent: str) -> Iterator[str]:
             if any(one.required for one in fields_of(item)):
                 yield from _as_item([f"{inner}{name}: {second}" for name, (_, second) in _EXAMPLES.items()])
         else:
-            yield f"{indent}{field.name}: {_EXAMPLES[field.name][0] if field.required else _spell(field.default)}"
+            yield f"{indent}{field.name}: {_EXAMPLES[field.name][0] if field.required else spelled(field.default)}"
 
 
 def _as_item(lines: list[str]) -> list[str]:
@@ -72,8 +70,3 @@ def _comment(lines: list[str], indent: str) -> Iterator[str]:
         wrapped = textwrap.wrap(" ".join(paragraph), width, break_long_words=False, break_on_hyphens=False)
         yield from (f"{indent}# {one}" for one in (*wrapped, *([line] if line else [])))
         paragraph = []
-
-
-def _spell(value: object) -> str:
-    value = list(value) if isinstance(value, tuple) else value
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin
 
 import msgspec
-import yaml
 
 from pdproxy.settings.conform import expectation
 from pdproxy.settings.load import variable
@@ -17,7 +16,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Field, Seconds, fields_of, is_section
 from tests.reference import command_line
 from tests.reference.markdown import NOTE, cell, code, table
-from tests.reference.texts import item_of, texts
+from tests.reference.texts import item_of, spelled, texts
 
 _UNBOUNDED = 2**31 - 1
 """The largest number that a count may be: nobody reaches it."""
@@ -54,8 +53,7 @@ def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[Field]]]:
 def _default(field: Field) -> str:
     if field.required:
         return "required"
-    value = list(field.default) if isinstance(field.default, tuple) else field.default
-    return code(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n..."))
+    return code(spelled(field.default))
 
 
 def _accepts(kind: Any) -> str:

@@ -1,4 +1,4 @@
-"""What settings mean: the docstrings of their fields and sections, as lines. Python has them in the source only."""
+"""What settings mean: the docstrings of their fields and sections, as lines. Python has them in the source only. And defaults."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import inspect
 import textwrap
 from functools import cache
 from typing import Any, get_args, get_origin
+
+import yaml
 
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Field, fields_of, is_section
@@ -34,6 +36,12 @@ def item_of(field: Field) -> tuple[Any, str]:
     if get_origin(field.type) is tuple and is_section(get_args(field.type)[0]):
         return get_args(field.type)[0], "[]"
     return field.type, ""
+
+
+def spelled(value: object) -> str:
+    """Return the value of a setting as YAML on one line."""
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
 
 
 def _collect(kind: Any, path: str, found: dict[str, list[str]], seen: set[Any]) -> None:
