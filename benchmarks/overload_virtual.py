@@ -14,9 +14,12 @@ from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.settings.engines import Node
+from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import AUTO, Limits
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
 from tests.chaos.virtual.loop import VirtualLoop

@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.keys import KeyLimits
 
 KEYS: dict[str, KeyLimits] = {
     "open": KeyLimits(),

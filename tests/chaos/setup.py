@@ -8,9 +8,9 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.placements import SPLIT
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool
+from pdproxy.settings.engines import Facts as NodeFacts
+from pdproxy.settings.engines import Node
+from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.transfer import registry
 from pdproxy_lab.sim.facts import ConnectorName, CpuBuffer, Facts, LMCache, MooncakeFacts
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL

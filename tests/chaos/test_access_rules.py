@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdproxy.observe.events import Gaps, RequestEnded
-from pdproxy.settings.key_lines import read_key_lines
+from pdproxy.settings.keys import read_key_lines
 from tests.chaos.access import KEYS, LINES, NOBODY, STRANGER, UNREADABLE, Credentials, drawn
 from tests.chaos.access_rules import admitted, within_limits
 from tests.chaos.clients import Outcome

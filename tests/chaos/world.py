@@ -22,14 +22,12 @@ from pdproxy.app.server import uvicorn_config
 from pdproxy.app.watch import Watch
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.observe.events import Observer
-from pdproxy.settings.health import Health
-from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.health import Health, OutlierSettings, Probes
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.kv import KvReady
+from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.outliers import OutlierSettings
-from pdproxy.settings.overload import Overload
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Auth, Settings
-from pdproxy.settings.sockets import KvReady
+from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 from pdproxy_lab.sim.facts import ConnectorName
 from pdproxy_lab.sim.notice_sender import NoticeSender

@@ -18,8 +18,9 @@ from pdproxy.check.gather import gather
 from pdproxy.check.options import Options
 from pdproxy.check.rules import judge
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.settings.engines import Role
 from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.schema import Role, Settings
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
 

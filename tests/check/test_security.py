@@ -14,15 +14,14 @@ from pdproxy.check.security.report import as_text, judge
 from pdproxy.check.security.rules import RULES
 from pdproxy.check.security.view import View
 from pdproxy.cli.main import main
-from pdproxy.settings.engine_networks import EngineSettings
-from pdproxy.settings.kv_events import KvEvents
-from pdproxy.settings.listen import Cors, Listen, ListenTls
-from pdproxy.settings.media import MediaSettings
-from pdproxy.settings.overload import Overload
-from pdproxy.settings.probes import Observe
-from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
-from pdproxy.settings.sockets import KvReady, Registration
-from pdproxy.settings.tenants import TenantSettings
+from pdproxy.settings.engines import EngineSettings, Node
+from pdproxy.settings.keys import Auth, TenantSettings
+from pdproxy.settings.kv import KvEvents, KvReady, Registration
+from pdproxy.settings.limits import MediaSettings, Overload
+from pdproxy.settings.listen import Cors, Listen, Observe
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import EngineTls, ListenTls
 
 FAR = Listen(host="0.0.0.0")
 KEYS = Auth(api_keys=("k" * 40,))

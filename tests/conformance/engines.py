@@ -10,13 +10,14 @@ from typing import Any
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.settings.connector_options import LMCache
+from pdproxy.settings.engines import Facts as NodeFacts
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Probes
+from pdproxy.settings.kv import KvReady, LMCache, Receiver, Registration
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Receiver, Settings
-from pdproxy.settings.sockets import KvReady, Registration
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.conformance.checks import CHECKS
 from pdproxy_lab.conformance.options import Options
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest

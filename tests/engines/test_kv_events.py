@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from pdproxy.fleet.kv_source import Source
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.engines import Facts, Node
+from pdproxy.settings.health import Probes
+from pdproxy.settings.kv import KvEvents, NodeKvEvents, Prefixes
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.prefixes import Prefixes
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Facts, Node, Pool, Settings
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from tests.fakes.ports import free_port
 from tests.fakes.world import World, until
 from tests.proxy.prefixes import proxy_before

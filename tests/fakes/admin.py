@@ -12,7 +12,7 @@ from pdproxy.app.admin import AdminServer, AdminSocket
 from pdproxy.observe.formats import make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
-from pdproxy.settings.admin import AdminPlace
+from pdproxy.settings.listen import AdminPlace
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
 from tests.fakes.world import World, until

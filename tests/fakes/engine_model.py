@@ -18,6 +18,7 @@ from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import Demand
 from pdproxy.serving.request.place import Place
+from pdproxy.settings.limits import Deadlines, Limits, Overload
 from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork
 
@@ -140,7 +141,14 @@ class Model:
         self._pool, self._chance = pool, random.Random(seed)
         self.engines = Engines(pool, random.Random(seed + 1))
         self.clock = Clock(now=asyncio.get_running_loop().time)
-        self.admission = Admission(pool.places, 1024, timeout, Observers([]), self.clock, Clients(()))
+        self.admission = Admission(
+            Limits(max_inflight=pool.places, max_queue=1024),
+            Deadlines(queue=timeout),
+            Overload(),
+            Observers([]),
+            self.clock,
+            Clients(()),
+        )
         self._clients = {name: Client(name) for name in "ab"}
         self._clients["a"].weight = 3.0
 

@@ -17,7 +17,7 @@ from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Candidates, Placed, Placement, pairs_of
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policy import Ask
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes.several import SCRIPTED
 from tests.fakes.world import World, world

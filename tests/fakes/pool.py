@@ -14,14 +14,14 @@ import msgspec
 from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
-from pdproxy.settings.connector_options import LMCache
-from pdproxy.settings.health import Health
+from pdproxy.settings.engines import Facts as NodeFacts
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Health, Probes
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.kv import KvReady, LMCache, Receiver, Turns
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Auth, Node, Pool, Receiver, Settings
-from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.sockets import KvReady
-from pdproxy.settings.turns import Turns
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy_lab.sim.facts import LMCache as SimLMCache
 from pdproxy_lab.sim.server import SimServer

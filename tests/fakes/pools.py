@@ -11,11 +11,12 @@ from typing import Any
 from pdproxy.app.compose import Proxy
 from pdproxy.app.watch import Watch
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.settings.health import Health
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.settings.sockets import KvReady
+from pdproxy.settings.engines import Facts as NodeFacts
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Health, Probes
+from pdproxy.settings.kv import KvReady
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts, MooncakeFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port

@@ -28,8 +28,11 @@ SERVE = textwrap.dedent(
     from pdproxy.observe import logs
     from pdproxy.kit import supervisor
     from pdproxy.settings.listen import Listen
-    from pdproxy.settings.probes import Probes
-    from pdproxy.settings.schema import Auth, Deadlines, Node, Observe, Pool, Settings
+    from pdproxy.settings.health import Probes
+    from pdproxy.settings.keys import Auth
+    from pdproxy.settings.schema import Deadlines, Observe, Settings
+    from pdproxy.settings.engines import Node
+    from pdproxy.settings.pools import Pool
     port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
     supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
     if int(workers) > 1:

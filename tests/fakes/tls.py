@@ -11,9 +11,8 @@ import msgspec
 import pytest
 import trustme
 
-from pdproxy.settings.listen import ListenTls
-from pdproxy.settings.schema import EngineTls, Settings
-from pdproxy.settings.tls import listen_context
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import EngineTls, ListenTls, listen_context
 from tests.fakes import answers
 from tests.fakes.world import World, world
 

@@ -22,12 +22,13 @@ from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, HandleEnded, NodeChanged, RequestEnded
 from pdproxy.observe.snapshot import merged, page_of
-from pdproxy.settings.health import Health
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Health, OutlierSettings, Probes
+from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.listen import Cors, Listen, OperatorRoutes
-from pdproxy.settings.outliers import OutlierSettings
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.tokenizer import Tokenizer

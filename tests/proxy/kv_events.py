@@ -20,7 +20,8 @@ from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy_lab.sim.facts import Facts, KvEventsConfig
 from pdproxy_lab.sim.kv_event_log import Log
@@ -76,7 +77,7 @@ class Reader:
         self.index = PlainIndex()
         self.events: list[Event] = []
         self.tasks = TaskOwner("test")
-        self.admin = EngineAdmin(timeout=LONG)
+        self.admin = EngineAdmin(deadlines=Deadlines(probe=LONG))
         self.metrics = Metrics()
         nodes = of_node or {}
         self.sources = KvEventSources(
@@ -89,7 +90,7 @@ class Reader:
             clock or Clock(),
             self.tasks,
             ports=ports,
-            deadline=deadline,
+            deadlines=Deadlines(kv_replay=deadline),
         )
         self.metrics.add_gauges(self.sources.gauges())
         self._started = 0.0

@@ -10,11 +10,12 @@ from typing import Any
 from pdproxy.app.compose import Proxy
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.scheduling.prefix.knowledge import Knowledge
-from pdproxy.settings.kv_events import KvEvents
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.prefixes import Prefixes
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Probes
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.kv import KvEvents, Prefixes
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import KvEventsConfig
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.tokenizer import Shelf, SimTokenizer

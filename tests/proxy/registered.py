@@ -15,11 +15,12 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet.registration import Registrations
 from pdproxy.kit.clock import Clock
-from pdproxy.settings.health import Health
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.settings.sockets import Registration
+from pdproxy.settings.engines import Facts as NodeFacts
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Health, Probes
+from pdproxy.settings.kv import Registration
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, Client, request

@@ -16,9 +16,8 @@ from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import follow
 from pdproxy.fleet import entries, membership, prober
 from pdproxy.fleet.entries import engine_id
-from pdproxy.settings.admin import AdminPlace
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.listen import Listen
+from pdproxy.settings.listen import AdminPlace, Listen
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts

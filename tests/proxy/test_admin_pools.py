@@ -14,10 +14,10 @@ from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Node
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.admin import BASE, Admin, admin

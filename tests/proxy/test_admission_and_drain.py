@@ -134,7 +134,9 @@ SERVE = textwrap.dedent(
     import sys
     from pdproxy.app.server import run
     from pdproxy.settings.listen import Listen
-    from pdproxy.settings.schema import Deadlines, Node, Pool, Settings
+    from pdproxy.settings.schema import Deadlines, Settings
+    from pdproxy.settings.engines import Node
+    from pdproxy.settings.pools import Pool
     port, prefill, decode = sys.argv[1:]
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
     sys.exit(run(Settings(listen=Listen(port=int(port), linger=0), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))

@@ -13,8 +13,8 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.changes import changes
 from pdproxy.settings.conform import conform, parse
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
-from pdproxy.settings.schema import AloneLimit, Pool, Settings
+from pdproxy.settings.pools import AloneLimit, Pool, PoolPolicy, PoolSlo
+from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
 from tests.fakes.client import Answer
 from tests.fakes.world import CHAT, COMPLETIONS, TEXT, World, chat, completion, world

@@ -12,7 +12,7 @@ from pdproxy.observe.events import NodeChanged, RequestEnded
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
 from tests.fakes.engine import Reply, Script

@@ -22,9 +22,12 @@ from pdproxy.app.server import serve
 from pdproxy.app.signals import Ending
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import detection
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Deadlines
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import AUTO
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer

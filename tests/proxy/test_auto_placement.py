@@ -13,8 +13,9 @@ import pytest
 
 from pdproxy.app.compose import Proxy
 from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
-from pdproxy.settings.schema import Facts, Settings
+from pdproxy.settings.engines import Facts
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
+from pdproxy.settings.schema import Settings
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
 WANTED = [("X-PDProxy-Decision", "1")]

@@ -11,6 +11,7 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, LegFailed
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS, LostPushes
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy_lab.sim.faults.book import Fault
 from pdproxy_lab.sim.server import SimServer
@@ -216,12 +217,12 @@ async def test_a_decode_engine_whose_metrics_can_not_be_read(how: str) -> None:
         for one in (pair.p, *pair.more):
             if one is not engine:
                 one.engine.fail_loads(-1)
-        admin, usual = pair.world.proxy.admin, pair.world.proxy.admin.timeout
-        admin.timeout = 0.05 if how == "stall" else usual
+        admin, usual = pair.world.proxy.admin, pair.world.proxy.admin.deadlines
+        admin.deadlines = Deadlines(probe=0.05) if how == "stall" else usual
         lose(pair, engine)
         await looked(clock)
         await until(lambda: pair.world.events(LegFailed))
-        admin.timeout = usual
+        admin.deadlines = usual
         pair.d.faults.clear()
         assert (await asked).status == 200
         assert [event.node for event in pair.world.events(LegFailed)] == [engine.url]

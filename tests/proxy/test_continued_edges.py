@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import RequestEnded
+from pdproxy.settings.limits import Limits
 from tests.fakes import answers, scripts
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.engine import Reply
@@ -112,8 +113,7 @@ async def test_a_client_that_leaves_while_it_waits_for_a_retry(streams: bool) ->
         retries = w.proxy.service.resources.retries
 
         async def work() -> None:
-            retries._least = 0
-            retries._share = 0.0
+            retries.limits = Limits(min_retries=0, retry_share=0.0)
             for engine in w.decode:
                 engine.sim.faults.add(RESET if streams else "reset@queued:next=4")
             client = await w.client()
@@ -218,8 +218,7 @@ async def test_no_place_for_a_retry_leaves_no_garbage() -> None:
         retries = w.proxy.service.resources.retries
 
         async def work() -> None:
-            retries._least = retries._most = 0
-            retries._share = 0.0
+            retries.limits = Limits(min_retries=0, retry_share=0.0, max_inflight=0)
             for fault in (RESET, "reset@queued:next=4"):
                 for engine in w.decode:
                     engine.sim.faults.clear()

@@ -12,7 +12,7 @@ import pytest
 
 from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.observe.logs import access_fields
-from pdproxy.settings.continuations import Continuations
+from pdproxy.settings.health import Continuations
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.client import Answer

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdproxy.observe.events import LegFailed, StreamContinued
-from pdproxy.settings.continuations import Continuations
+from pdproxy.settings.health import Continuations
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.parsed_events import DERENDER, RENDER
 from tests.fakes.client import Answer

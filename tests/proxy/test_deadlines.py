@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from pdproxy.app.server import uvicorn_config
+from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock, later_turns
@@ -228,7 +229,7 @@ async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> Non
 async def test_probe() -> None:
     """An engine whose health route is late three times in a row is not used, and /ready says so."""
     async with world() as w:
-        w.proxy.admin.timeout = 0.1  # now that engines are up: their answers may take longer
+        w.proxy.admin.deadlines = Deadlines(probe=0.1)  # now that engines are up: their answers may take longer
         w.decode[0].admin["/health"] = scripts.stall
         for late in range(1, 4):
             assert (await w.get("/ready")).status == 200

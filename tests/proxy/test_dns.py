@@ -13,10 +13,10 @@ from pdproxy.app.dns import follow_names
 from pdproxy.cli.main import main
 from pdproxy.fleet import membership, prober
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.dump import MASK
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.engines import Node
+from pdproxy.settings.errors import MASK, SettingsError
 from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.schema import Settings
 from tests.fakes.engine import FakeEngine
 from tests.fakes.name_server import NameServer, name_server
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdproxy.observe.events import HandleEnded, KvNoticed
-from pdproxy.settings.engine_networks import EngineSettings
+from pdproxy.settings.engines import EngineSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes.admin import BASE, admin
 from tests.fakes.client import request

@@ -13,8 +13,10 @@ import pytest
 
 from pdproxy.fleet import prober
 from pdproxy.observe.events import HandleEnded
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import EngineTls, Node, Receiver
+from pdproxy.settings.kv import Receiver
+from pdproxy.settings.tls import EngineTls
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import FakeEngine, Reply

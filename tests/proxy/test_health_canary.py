@@ -17,6 +17,8 @@ from pdproxy.fleet.health_canary import Enquiry, HealthCanary
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.settings.health import Health
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy_lab.sim.reply import Reply
 from pdproxy_lab.sim.server import SimServer
@@ -34,8 +36,8 @@ class Asked:
     def __init__(self, sim: SimServer, timeout: float) -> None:
         self.sim = sim
         self.events: list[Event] = []
-        self.admin = EngineAdmin(timeout=10)
-        self.canary = HealthCanary(self.admin, Observers([self]), {"decode", "any"}, timeout)
+        self.admin = EngineAdmin(deadlines=Deadlines(probe=10))
+        self.canary = HealthCanary(self.admin, Observers([self]), {"decode", "any"}, Health(canary_timeout=timeout))
         node = Node(NodeSpec(sim.url, Role.DECODE), EVIDENCE)
         self.engine = Engine(node, SimpleNamespace(), ranks=sim.facts.data_parallel_size)  # type: ignore[arg-type]
 

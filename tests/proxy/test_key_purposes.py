@@ -11,8 +11,11 @@ import pytest
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.exposed_files import exposure
 from pdproxy.cli.main import main
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from tests.fakes.admin import BASE, admin
 from tests.fakes.client import request
 from tests.fakes.world import COMPLETIONS, completion, world

@@ -10,8 +10,9 @@ import pytest
 
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE
-from pdproxy.settings.overload import Overload
-from pdproxy.settings.schema import Auth, Settings
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.limits import Overload
+from pdproxy.settings.schema import Settings
 from tests.fakes.client import Answer
 from tests.fakes.passed import everyone, fine
 from tests.fakes.pools import PoolOf, pools

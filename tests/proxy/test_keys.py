@@ -17,7 +17,8 @@ from pdproxy.cli.main import main
 from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.keys import Keys, ValidKey, digest
-from pdproxy.settings.schema import Auth, Settings
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.schema import Settings
 from tests.fakes.client import request
 from tests.fakes.engine import Reply
 from tests.fakes.ports import free_port

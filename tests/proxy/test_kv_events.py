@@ -14,9 +14,11 @@ from pdproxy.app.compose import Proxy
 from pdproxy.fleet import kv_source
 from pdproxy.fleet.kv_sources import NONE
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Probes
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import KvEventsConfig
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import ManualClock

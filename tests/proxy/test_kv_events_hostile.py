@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdproxy.fleet import kv_events, kv_source
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.wire.kv_events import MAX_BYTES
 from tests.fakes.kv_index import payload, removed, stored
 from tests.proxy.kv_events import Publisher, Reader, reading

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.settings.media import MediaSettings
+from pdproxy.settings.limits import MediaSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes.passed import MESSAGES, PATHS, RESPONSES, everyone, fine
 from tests.fakes.world import CHAT, World, world

@@ -15,10 +15,11 @@ from pdproxy.fleet import membership, prober
 from pdproxy.fleet.member import MemberState
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.observe.events import LegFailed, RequestEnded
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.health import Health
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.pools import PoolPolicy
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes import scripts
 from tests.fakes.engine import FakeEngine, Reply

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from pdproxy.app import server
+from pdproxy.settings.engines import Node
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from tests.fakes.books import Books
 from tests.fakes.client import Client, request
 from tests.fakes.engine import FakeEngine

@@ -17,6 +17,7 @@ from pdproxy.fleet import prober
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, NodeChanged
 from pdproxy.serving.access.routes import TABLE
+from pdproxy.settings.limits import Deadlines
 from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.clock import let_loop_time_pass
@@ -179,11 +180,11 @@ async def test_late_answers_count_only_in_a_row() -> None:
     async with world() as w:
         for _ in range(3):
             w.decode[0].admin["/health"] = scripts.stall
-            w.proxy.admin.timeout = 0.25
+            w.proxy.admin.deadlines = Deadlines(probe=0.25)
             for _ in range(2):
                 await w.proxy.prober.probe(w.proxy.engines[w.decode[0].url], scrape=False)
             w.decode[0].admin.clear()
-            w.proxy.admin.timeout = LONG
+            w.proxy.admin.deadlines = Deadlines(probe=LONG)
             await w.probe()
         assert [event.up for event in w.events(NodeChanged) if event.node == w.decode[0].url] == [True]
 

@@ -10,9 +10,10 @@ import pytest
 from starlette.routing import BaseRoute, Route
 
 from pdproxy.serving.access.routes import TABLE, Audience, audience_of
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.limits import Overload
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.overload import Overload
-from pdproxy.settings.schema import Auth, Settings
+from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 from pdproxy.web.operators import CLOSED
 from pdproxy.web.wrong_keys import AT_ONCE

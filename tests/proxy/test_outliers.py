@@ -12,8 +12,8 @@ import pytest
 from pdproxy.observe.events import NodeChanged
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.resources import ExchangeResources
-from pdproxy.settings.outliers import OutlierSettings
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.health import OutlierSettings
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply

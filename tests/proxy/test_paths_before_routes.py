@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 import pytest
 
-from pdproxy.settings.crosscheck import engine_url
+from pdproxy.settings.engines import engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from tests.fakes.engine import FakeEngine

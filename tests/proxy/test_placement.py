@@ -13,7 +13,7 @@ from pdproxy.observe.events import Decided
 from pdproxy.observe.logs import access_fields
 from pdproxy.scheduling.slo import Slo
 from pdproxy.serving.dispatch.decisions import KEPT
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from tests.fakes import scripts
 from tests.fakes.admin import admin
 from tests.fakes.placement import NAME, install, late, placed_world, scripted, split, whole

@@ -10,9 +10,8 @@ import pytest
 from pdproxy.fleet import kv_source
 from pdproxy.scheduling.prefix import refreshing
 from pdproxy.serving.dispatch import prefixes
-from pdproxy.settings.kv_events import KvEvents
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.prefixes import Prefixes
+from pdproxy.settings.kv import KvEvents, Prefixes
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy.wire.request import Route
 from pdproxy_lab.sim.facts import KvEventsConfig
 from tests.fakes.pool import Pair, pool

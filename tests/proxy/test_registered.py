@@ -14,8 +14,8 @@ import zmq
 from pdproxy.fleet.engine import Engine
 from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.serving.kv import late_close
+from pdproxy.settings.engines import Facts as NodeFacts
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy_lab.sim.faults.book import Fault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request

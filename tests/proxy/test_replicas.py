@@ -15,9 +15,8 @@ from pdproxy.app.replicas import follow_replicas
 from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.replicas import ReplicaLedger
-from pdproxy.settings.dns import Dns
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.replicas import ReplicaSettings
+from pdproxy.settings.dns import Dns, ReplicaSettings
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.metrics_page import Scrape
 from tests.fakes.name_server import name_server

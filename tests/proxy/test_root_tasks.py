@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from pdproxy.kit.tasks import Pauses
-from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.schema import Settings
 from pdproxy.wire.notices import Notice
 from tests.fakes.pool import pool

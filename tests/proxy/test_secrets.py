@@ -16,10 +16,9 @@ from pdproxy.observe.formats import JsonFormatter, TextFormatter
 from pdproxy.serving.request.service import GeneratingRequest
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.load import load
-from pdproxy.settings.schema import EngineTls, Settings
-from pdproxy.settings.tls import listen_context
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import EngineTls, ListenTls, listen_context
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes.passed import asked as requests_of
 from tests.fakes.passed import everyone, fine

@@ -20,7 +20,7 @@ from pdproxy.observe.logs import Log
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.pools import PoolPolicy
 from tests.fakes import answers, scripts
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import WORD

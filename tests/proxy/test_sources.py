@@ -19,10 +19,10 @@ from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.member import MemberState
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.health import Health
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Health, Probes
 from pdproxy.settings.load import load
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.schema import Settings
 from tests.fakes.admin import Admin, admin
 from tests.fakes.engine import FakeEngine
 from tests.fakes.name_server import NameServer, name_server

@@ -14,10 +14,10 @@ import pytest
 from pdproxy.app.salt_warnings import salt_warnings
 from pdproxy.observe.events import TurnKept, TurnReused
 from pdproxy.serving.access.routes import ENTRIES
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.replicas import ReplicaSettings
-from pdproxy.settings.schema import Auth, Pool, Settings
-from pdproxy.settings.tenants import TenantSettings
+from pdproxy.settings.dns import ReplicaSettings
+from pdproxy.settings.keys import Auth, TenantSettings
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from tests.fakes import several
 from tests.fakes.passed import BODIES, MESSAGES, PATHS, RESPONSES, everyone, fine
 from tests.fakes.pool import pool

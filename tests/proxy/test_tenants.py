@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.settings.overload import Overload
+from pdproxy.settings.limits import Overload
 from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
 from tests.fakes.client import Client

@@ -22,9 +22,8 @@ from pdproxy.cli.main import main
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineTlsError, Wait
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.listen import ListenTls
-from pdproxy.settings.schema import EngineTls, Settings
-from pdproxy.settings.tls import engine_context, listen_context, merged
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import EngineTls, ListenTls, engine_context, listen_context, merged
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 from tests.fakes.client import request

@@ -11,8 +11,10 @@ from pdproxy.app.compose import Proxy
 from pdproxy.fleet.canary import Canaries
 from pdproxy.observe.events import DeadlinePassed, Tokenized, TokenizerJudged
 from pdproxy.serving.dispatch import tokenizer_check
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes.client import request

@@ -17,7 +17,7 @@ import pytest
 
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.auto.workers import WorkerAuto
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers, scripts, several

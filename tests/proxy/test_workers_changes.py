@@ -13,7 +13,7 @@ from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe.events import LegFailed, RequestEnded
-from pdproxy.settings.schema import Node
+from pdproxy.settings.engines import Node
 from tests.fakes import several
 from tests.fakes.admin import BASE, admin
 from tests.fakes.engine import FakeEngine

@@ -19,7 +19,7 @@ from pdproxy.fleet import findings
 from pdproxy.observe.events import Event, NodeChanged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
-from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts, several
 from tests.fakes.engine import FakeEngine, Reply

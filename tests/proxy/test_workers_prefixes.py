@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pdproxy.app.shared_prefixes import SEND_EVERY, SharingPrefixes
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes import several
 from tests.fakes.books import Books

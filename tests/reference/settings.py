@@ -1,4 +1,4 @@
-"""The page of the settings: names, types and defaults from the schema, texts from the comments of the reference file."""
+"""The page of the settings: names, types, defaults and texts from their fields."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from collections.abc import Iterator
 from typing import Any, Union, get_args, get_origin
 
 import msgspec
-import yaml
 
 from pdproxy.settings.conform import expectation
-from pdproxy.settings.environment import variable
+from pdproxy.settings.load import variable
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.section import Seconds
+from pdproxy.settings.section import Field, Seconds, fields_of, is_section
 from tests.reference import command_line
-from tests.reference.markdown import NOTE, ROOT, cell, code, table
+from tests.reference.markdown import NOTE, cell, code, table
+from tests.reference.texts import item_of, spelled, texts
 
-REFERENCE = ROOT / "configs" / "reference.yaml"
 _UNBOUNDED = 2**31 - 1
 """The largest number that a count may be: nobody reaches it."""
-_KEY = re.compile(r"(?P<indent> *)(?P<item>- )?(?P<name>\w+):")
 _HEAD = f"""# Settings
 
 {NOTE}
@@ -31,66 +29,31 @@ A setting comes from the first of these that has it: an option of the command li
 [`configs/reference.yaml`](../../configs/reference.yaml) is the same as a file with all defaults, which
 `pdproxy config init` prints; `pdproxy config print` prints what is in force, and `pdproxy config validate` checks it.
 
+What is used `at once` a running proxy takes from the changed file ([how](../guide/changing-settings.md)); anything else needs a
+restart.
+
 A variable's name is the setting's path in capitals, with two underscores between its parts:
 `{variable(("deadlines", "first_token"))}` is `deadlines.first_token`. Lists are comma separated. Engines (`pools`) are given by
 options or in the file, not by variables.
 """
 
 
-def comments(text: str) -> dict[str, list[str]]:
-    """Return the comment lines above each key of a YAML text, by path: `pools[].nodes[].url`. A key's first place counts."""
-    found: dict[str, list[str]] = {}
-    path: list[tuple[int, str]] = []
-    above: list[str] = []
-    for line in text.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            above.append(stripped.removeprefix("#").removeprefix(" "))
-        elif match := _KEY.match(line):
-            depth = len(match["indent"]) + len(match["item"] or "")
-            while path and path[-1][0] >= depth:
-                path.pop()
-            if match["item"] and path and not path[-1][1].endswith("[]"):
-                path[-1] = (path[-1][0], f"{path[-1][1]}[]")
-            path.append((depth, match["name"]))
-            found.setdefault(".".join(name for _, name in path), above)
-            above = []
-        else:
-            above = []
-    return found
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[msgspec.structs.FieldInfo]]]:
+def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[Field]]]:
     """Yield each section's path and its own values, those above first."""
-    fields = msgspec.structs.fields(kind)
-    inner = [(field, *_item(field)) for field in fields]
-    own = [field for field, type_, _ in inner if not _is_section(type_)]
+    fields = fields_of(kind)
+    inner = [(field, *item_of(field)) for field in fields]
+    own = [field for field, type_, _ in inner if not is_section(type_)]
     if own:
         yield path, own
     for field, type_, suffix in inner:
-        if _is_section(type_):
+        if is_section(type_):
             yield from _sections(type_, f"{path}.{field.name}{suffix}".lstrip("."))
 
 
-def _item(field: msgspec.structs.FieldInfo) -> tuple[Any, str]:
-    """Return what a field holds, and `[]` if it is a list of sections."""
-    if field.name == "dns_nodes":
-        return field.type, ""  # each is as one of `nodes`
-    if get_origin(field.type) is tuple and _is_section(get_args(field.type)[0]):
-        return get_args(field.type)[0], "[]"
-    return field.type, ""
-
-
-def _default(field: msgspec.structs.FieldInfo) -> str:
+def _default(field: Field) -> str:
     if field.required:
         return "required"
-    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    value = list(value) if isinstance(value, tuple) else value
-    return code(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n..."))
+    return code(spelled(field.default))
 
 
 def _accepts(kind: Any) -> str:
@@ -120,8 +83,14 @@ def _flags() -> dict[str, str]:
     return {re.sub(r"\[\d*\]", "[]", one.dest): ", ".join(code(name) for name in one.option_strings) for one in shown}
 
 
+def _change(field: Field) -> str:
+    if field.live is None:
+        return "restart"
+    return "at once, but from and to 0" if field.live.is_switch else "at once"
+
+
 def _text(lines: list[str]) -> str:
-    """Return a comment as a cell. Lines that are indented further are a list."""
+    """Return a text as a cell. Lines that are indented further are a list."""
     parts: list[str] = []
     for line in lines:
         if line.startswith("  "):
@@ -134,16 +103,23 @@ def _text(lines: list[str]) -> str:
 
 def page() -> str:
     """Return the page."""
-    texts, flags = comments(REFERENCE.read_text()), _flags()
+    meanings, flags = texts(), _flags()
     parts = [_HEAD]
     for path, fields in _sections(Settings):
-        words = texts.get(path) or texts.get(path.removesuffix("[]")) or []
+        words = meanings[path.removesuffix("[]")]
         parts.append(f"## {path}\n\n{' '.join(cell(line) for line in words)}\n")
         rows = []
         for field in fields:
             name = f"{path}.{field.name}"
             rows.append(
-                (code(field.name), cell(_accepts(field.type)), _default(field), flags.get(name, ""), _text(texts[name]))
+                (
+                    code(field.name),
+                    cell(_accepts(field.type)),
+                    _default(field),
+                    _change(field),
+                    flags.get(name, ""),
+                    _text(meanings[name]),
+                )
             )
-        parts.append(table(("setting", "value", "default", "option", "meaning"), rows))
+        parts.append(table(("setting", "value", "default", "change", "option", "meaning"), rows))
     return "\n".join(parts)

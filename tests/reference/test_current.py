@@ -4,18 +4,18 @@ import argparse
 from typing import Any
 
 import pytest
-import yaml
 
 from pdproxy.serving.access.routes import TABLE
-from tests.reference import command_line, metrics, routes, settings
-from tests.reference.generate import FOLDER, PAGES, made
+from tests.reference import command_line, metrics, routes
+from tests.reference.generate import PAGES, made, place
 from tests.reference.markdown import COMMAND, cell
+from tests.reference.texts import docstrings, texts
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_current(name: str) -> None:
     """`python -m tests.reference.generate` changes nothing."""
-    assert (FOLDER / name).read_text() == made(name), f"docs/reference/{name} is stale: {COMMAND}"
+    assert place(name).read_text() == made(name), f"{place(name)} is stale: {COMMAND}"
 
 
 def test_every_command_and_option_is_there() -> None:
@@ -37,16 +37,34 @@ def _ends(of: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 def test_every_setting_is_there_with_its_text() -> None:
     page = made("settings.md")
-    for path, text in settings.comments(settings.REFERENCE.read_text()).items():
+    for path, text in texts().items():
         section, _, name = path.rpartition(".")
         assert not section or f"`{name}`" in page or f"## {path}" in page
         assert text, path
 
 
-def test_comments_belong_to_the_keys_below_them() -> None:
-    text = "# one\na:\n  # two\n  # more\n  - b: 1\n    # three\n    c: 2\n  - b: 3\n# four\nd: 5\n"
-    assert yaml.safe_load(text)
-    assert settings.comments(text) == {"a": ["one"], "a[].b": ["two", "more"], "a[].c": ["three"], "d": ["four"]}
+def test_texts_belong_to_the_fields_above_them() -> None:
+    source = '''
+    class Section:
+        """A section.
+
+        More of it.
+        """
+        first: int
+        """One
+        and more:
+          a  item
+        """
+        bare: int
+        last: int = 1
+        """Two."""
+        def method(self): """No field."""
+    '''
+    assert docstrings(source) == {
+        "": ["A section.", "More of it."],
+        "first": ["One", "and more:", "  a  item"],
+        "last": ["Two."],
+    }
 
 
 @pytest.mark.parametrize("name", ["pdproxy_requests_total", "pdproxy_node_up", "pdproxy_tokenize_agrees"])

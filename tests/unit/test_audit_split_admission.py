@@ -20,6 +20,7 @@ from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.place import Place
+from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
 from tests.fakes.registry import registry, unused_client
@@ -253,7 +254,14 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
     """Never more than the places in use, never more than the queue waiting, and every place comes back."""
 
     async def run() -> None:
-        admission = Admission(places, queue, 60, Observers([]), Clock(), Clients())
+        admission = Admission(
+            Limits(max_inflight=places, max_queue=queue),
+            Deadlines(queue=60),
+            Overload(),
+            Observers([]),
+            Clock(),
+            Clients(),
+        )
         one = Client("one")
         inside: list[asyncio.Task[Place]] = []
         waiting: list[asyncio.Task[Place]] = []
@@ -297,7 +305,9 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
 
 async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None:
     """The request was cancelled after the grant, and before it ran."""
-    admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
+    admission = Admission(
+        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), Clients()
+    )
     one = Client("one")
     place = await admission.enter(one)
     first, second = (asyncio.ensure_future(admission.enter(one)) for _ in range(2))
@@ -311,7 +321,9 @@ async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None
 
 async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_request() -> None:
     """The client left in the turn of the loop in which its request got the place: a shutdown does not wait for it."""
-    admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
+    admission = Admission(
+        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), Clients()
+    )
     one = Client("one")
     place = await admission.enter(one)
     waiting = asyncio.ensure_future(admission.enter(one))
@@ -327,7 +339,9 @@ async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_req
 
 async def test_a_place_granted_before_the_shutdown_is_served() -> None:
     """Its request has not run since: it is in flight, and the shutdown waits for it. Nobody else gets in."""
-    admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
+    admission = Admission(
+        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), Clients()
+    )
     one = Client("one")
     place = await admission.enter(one)
     granted, refused = [asyncio.ensure_future(admission.enter(one)) for _ in range(2)]
@@ -350,7 +364,9 @@ async def test_a_place_granted_before_the_shutdown_is_served() -> None:
 async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next() -> None:
     """Its deadline passed in the turn of the loop in which it got the place: it is refused, and the place is not lost."""
     clock, heard = Clock(), Recorder()
-    admission = Admission(1, 5, 60, Observers([heard]), clock, Clients())
+    admission = Admission(
+        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([heard]), clock, Clients()
+    )
     one = Client("one")
     place = await admission.enter(one)
     late = asyncio.ensure_future(admission.enter(one))
@@ -372,7 +388,9 @@ async def test_a_request_that_gives_way_to_another_client_is_counted_unless_its_
     has_left: bool,
 ) -> None:
     heard = Recorder()
-    admission = Admission(1, 2, 60, Observers([heard]), Clock(), Clients())
+    admission = Admission(
+        Limits(max_inflight=1, max_queue=2), Deadlines(queue=60), Overload(), Observers([heard]), Clock(), Clients()
+    )
     await admission.enter(Client("one"))
     waits, displaced = [asyncio.ensure_future(admission.enter(Client("one"))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -399,7 +417,9 @@ async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:
             self.errors.append(error)
 
     clients, reader = Clients(), Reader()
-    admission = Admission(2, 5, 60, Observers([]), Clock(), clients)
+    admission = Admission(
+        Limits(max_inflight=2, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), clients
+    )
     slow, other = clients.enter("slow"), clients.enter("other")
     place, _ = [await admission.enter(slow) for _ in range(2)]
     clients.mark_slow(slow, reader)

@@ -17,7 +17,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError,
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
 from pdproxy.wire.bootstrap import MAX_ENGINE_ID, MAX_RANKS, BootstrapAnswerError, Ranks, read_ranks
 from tests.fakes.registry import registry, unused_client

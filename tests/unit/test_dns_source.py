@@ -13,7 +13,7 @@ from pdproxy.fleet import dns_source, membership
 from pdproxy.fleet.dns_source import DnsSource
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.dns import Dns, DnsName, dns_name
-from pdproxy.settings.schema import Facts, Node
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.upstream.resolver import LookupFailedError, Records
 from tests.unit.test_membership import World
 

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from pdproxy.cli.options import settings_from
 from pdproxy.settings.conform import leaves
-from pdproxy.settings.environment import RESERVED, variable
+from pdproxy.settings.load import RESERVED, variable
 from pdproxy.settings.schema import Settings
 from tests.chaos.__main__ import parser_of_options
 from tests.reference import command_line

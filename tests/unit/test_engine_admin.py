@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from pdproxy.kit.errors import AnswerBudgetError, EngineError
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
 
@@ -31,7 +32,7 @@ async def test_an_engine_that_hangs_holds_up_no_other() -> None:
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
             stack.callback(server.close)
             urls.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        admin = EngineAdmin(timeout=5)
+        admin = EngineAdmin(deadlines=Deadlines(probe=5))
         stack.push_async_callback(admin.close)
         waiting = [asyncio.create_task(admin.token_ids(urls[0], b"{}", timeout=60)) for _ in range(HANGING)]
         while len(opened) < 100:
@@ -61,7 +62,7 @@ async def test_ids_count_in_the_budget_of_answers() -> None:
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         budget = AnswerBudget(1 << 20, 300 << 10)
-        admin = EngineAdmin(timeout=5, budget=budget)
+        admin = EngineAdmin(deadlines=Deadlines(probe=5), budget=budget)
         assert (await admin.token_ids(url, b"{}")).json == b"[%b]" % ids
         assert budget.held == 0
         others = budget.share()

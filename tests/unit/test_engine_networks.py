@@ -21,10 +21,12 @@ from pdproxy.kit.engine_networks import FORBIDDEN, USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineUnreachableError
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.engine_networks import EngineSettings
+from pdproxy.settings.engines import EngineSettings, Facts, Node
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.kv_events import NodeKvEvents
-from pdproxy.settings.schema import Facts, Node, Pool, Receiver, Settings
+from pdproxy.settings.kv import NodeKvEvents, Receiver
+from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer import moriio, p2p_nccl
 from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.peers import Peer
@@ -213,8 +215,10 @@ async def test_nothing_connects_to_another_address(host: str) -> None:
         url = f"http://{host}:{port}"
         near = EngineNetworks([read_network("127.0.0.0/8")])
         for networks, connections in ((FAR, 0), (near, 3)):
-            admin = EngineAdmin(timeout=5, networks=networks)
-            legs = PassthroughLegs(connect_timeout=5, budget=AnswerBudget(1 << 20, 1 << 20), networks=networks)
+            admin = EngineAdmin(deadlines=Deadlines(probe=5), networks=networks)
+            legs = PassthroughLegs(
+                deadlines=Deadlines(connect=5), budget=AnswerBudget(1 << 20, 1 << 20), networks=networks
+            )
             one = client(url, networks)
             if connections:
                 await admin.healthy(url)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.key_lines import KeyLimits, KeyLine, read_key_lines
+from pdproxy.settings.keys import KeyLimits, KeyLine, read_key_lines
 
 
 def read(tmp_path: Path, text: str) -> list[KeyLine]:

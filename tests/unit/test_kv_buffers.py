@@ -13,6 +13,7 @@ from pdproxy.observe.events import DeadlinePassed, Event, Observers
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.shared_buffers import MEASURES, SharedReceiveBuffers
+from pdproxy.settings.limits import Deadlines
 from tests.fakes.registry import registry, unused_client
 
 
@@ -27,7 +28,7 @@ class _Recorder:
 def buffers(timeout: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
     """Buffers of chunks of 256 tokens each."""
     engines, _ = registry()
-    made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), timeout)
+    made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), Deadlines(queue=timeout))
     for url, chunks in capacity.items():
         engines.add(NodeSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
     return made
@@ -132,7 +133,7 @@ async def test_who_leaves_the_queue_takes_nothing() -> None:
 async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     """And who waits for an engine that is removed finds that there is none left."""
     engines, _ = registry()
-    space = ReceiveBuffers(engines, 256, Clock(), Observers([]), 10.0)
+    space = ReceiveBuffers(engines, 256, Clock(), Observers([]), Deadlines(queue=10.0))
     assert not space.bounded
     engines.add(NodeSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=1)
     assert space.bounded
@@ -162,7 +163,7 @@ def of_workers(count: int, timeout: float = 10.0, **capacity: int) -> list[Share
     table, found = SharedTable(count, 16, MEASURES), []
     for number in range(count):
         engines, _ = registry()
-        arguments = (engines, 256, Clock(), Observers([]), timeout)
+        arguments = (engines, 256, Clock(), Observers([]), Deadlines(queue=timeout))
         one = SharedReceiveBuffers(*arguments, column=table.column(number), others=table.others(number))
         for url, chunks in capacity.items():
             engines.add(NodeSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)

@@ -26,6 +26,7 @@ from pdproxy.fleet.kv_source import (
 )
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.settings.limits import Deadlines
 from tests.fakes.clock import ManualClock
 from tests.fakes.kv_index import PlainIndex, payload, removed, stored
 from tests.sim.raw import turns
@@ -130,7 +131,7 @@ class Stage:
             self.clock,
             Observers([self]),
             self.tasks,
-            DEADLINE,
+            Deadlines(kv_replay=DEADLINE),
             asyncio.Semaphore(1),
         )
         replay = self.engine.replay if replays else None

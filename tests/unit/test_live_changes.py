@@ -18,11 +18,12 @@ from pdproxy.app.watch import Watch
 from pdproxy.kit.errors import EngineUnreachableError
 from pdproxy.observe.events import NodeChanged
 from pdproxy.scheduling.nodes import Evidence
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv_events import KvEvents
+from pdproxy.settings.kv import KvEvents
 from pdproxy.settings.limits import Deadlines, Limits
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from tests.fakes.tokenizer import Shelf
 from tests.unit.test_live_settings import NODES, settings
 

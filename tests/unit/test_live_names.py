@@ -14,8 +14,10 @@ from pdproxy.app.live import LiveSettings
 from pdproxy.fleet import membership
 from pdproxy.fleet.member import MembershipError
 from pdproxy.settings.dns import Dns, DnsName
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.upstream.resolver import LookupFailedError, Records
 from tests.fakes.tokenizer import Shelf
 from tests.fakes.world import until

@@ -16,11 +16,14 @@ from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.scheduling.nodes import Role
 from pdproxy.settings.changes import changes
 from pdproxy.settings.conform import leaves
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
-from pdproxy.settings.kv_events import KvEvents
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.kv import KvEvents
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Auth, Node, Pool, Settings
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.section import fields_of, is_section
 from tests.fakes.tokenizer import Shelf
 
 NODES = (Node(url="http://p:8000", role="prefill"), Node(url="http://d:8000", role="decode"))
@@ -71,21 +74,25 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.connect": (9.5, _client("_connect_timeout"), 9.5),
     "deadlines.client_head": (9.5, lambda p: p.front.bounds.head_timeout, 9.5),
     "deadlines.client_body": (9.5, lambda p: p.front.bounds.body_timeout, 9.5),
-    "deadlines.read_body": (9.5, lambda p: p.bodies._seconds, 9.5),
-    "deadlines.queue": (9.5, lambda p: (p.admission._timeout, p.transfer.buffers.timeout), (9.5, 9.5)),
+    "deadlines.read_body": (9.5, lambda p: p.bodies._deadlines.read_body, 9.5),
+    "deadlines.queue": (9.5, lambda p: (p.admission._timeout, p.transfer.buffers._deadlines.queue), (9.5, 9.5)),
     "deadlines.tokenize": (
         9.5,
-        lambda p: (p.pools[0].resources.tokenizing.deadline, p.pools[0].resources.detokenizing.deadline),  # type: ignore[union-attr]
+        lambda p: p.pools[0].resources.tokenizing._deadlines.tokenize,  # type: ignore[union-attr]
+        9.5,
+    ),
+    "deadlines.prefill": (
+        9.5,
+        lambda p: (p.pools[0].resources.deadlines.prefill, p.stalls.deadlines.prefill),
         (9.5, 9.5),
     ),
-    "deadlines.prefill": (9.5, lambda p: (p.pools[0].resources.deadlines.prefill, p.stalls.longest), (9.5, 9.5)),
     "deadlines.kv_ready": (9.5, _resource("kv_ready"), 9.5),
-    "deadlines.kv_replay": (9.5, lambda p: p.kv_events.sources.parts.deadline, 9.5),  # type: ignore[union-attr]
+    "deadlines.kv_replay": (9.5, lambda p: p.kv_events.sources.parts.deadlines.kv_replay, 9.5),  # type: ignore[union-attr]
     "deadlines.first_token": (9.5, _resource("first_token"), 9.5),
     "deadlines.between_tokens": (
         9.5,
-        lambda p: (p.pools[0].resources.deadlines.between_tokens, p.pools[0].resources.derendering.deadline),  # type: ignore[union-attr]
-        (9.5, 9.5),
+        lambda p: [p.pools[0].resources.derendering._deadlines.between_tokens, _resource("between_tokens")(p)],  # type: ignore[union-attr]
+        [9.5, 9.5],
     ),
     "deadlines.stream_comment": (9.5, _resource("stream_comment"), 9.5),
     "deadlines.continuation": (9.5, _resource("continuation"), 9.5),
@@ -94,19 +101,19 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "deadlines.release": (0.5, lambda p: p.custodian.drain_timeout, 10.5),
     "deadlines.retry": (
         9.5,
-        lambda p: (p.retries._seconds, p.pools[0].resources.not_retried().retry_after),
+        lambda p: (p.retries._deadlines.retry, p.pools[0].resources.not_retried().retry_after),
         (9.5, 9.5),
     ),
     "deadlines.drain": (9.5, lambda p: p.settings.deadlines.drain, 9.5),
-    "deadlines.engine_drain": (9.5, lambda p: p.membership.seconds, 9.5),
+    "deadlines.engine_drain": (9.5, lambda p: p.membership._deadlines.engine_drain, 9.5),
     "deadlines.unacknowledged": (9.5, _client("_unacknowledged"), 9.5),
     "deadlines.total": (
         9.5,
         lambda p: (p.pools[0].resources.deadlines.total, p.front.bounds.longest_body),
         (9.5, 9.5),
     ),
-    "deadlines.probe": (9.5, lambda p: p.admin.timeout, 9.5),
-    "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries._most), (7, 7)),
+    "deadlines.probe": (9.5, lambda p: p.admin.deadlines.probe, 9.5),
+    "limits.max_inflight": (7, lambda p: (p.admission.places, p.retries.limits.max_inflight), (7, 7)),
     "limits.max_queue": (7, lambda p: p.admission._queue.max_waiting, 7),
     "limits.max_inflight_tokens": (7, lambda p: p.admission._queue._max_size, 7),
     "limits.max_connections": (99, lambda p: p.connections.max_open, 99),
@@ -128,7 +135,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "limits.engine_requests": (7, lambda p: (p.admission.places, p.pools[0].capacity._windows.fixed), (1024, 7)),  # type: ignore[union-attr]
     "limits.engine_tokens": (7, lambda p: p.pools[0].capacity._tokens, 7),  # type: ignore[union-attr]
     "limits.attempts": (7, lambda p: p.pools[0].resources.limits.attempts, 7),
-    "limits.retry_share": (0.7, lambda p: p.retries._share, 0.7),
+    "limits.retry_share": (0.7, lambda p: p.retries.limits.retry_share, 0.7),
     "limits.min_retries": (7, lambda p: p.retries.limit, 7),
     "limits.engine_keepalive": (9.5, _client("_keepalive"), 9.5),
     "limits.breaker_failures": (7, lambda p: p.ledger.breakers._failures, 7),
@@ -140,19 +147,23 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "media.hosts": (("a",), lambda p: p.bodies._bounds.media.hosts, ("a",)),
     "overload.priority": ("ignore", lambda p: p.admission._by_priority, False),
     "tenants.caches": ("separate", lambda p: p.front.tenants.salt("x") is not None, True),
-    "health.stalled_after": (9.5, lambda p: p.stalls.stalled_after, 9.5),
-    "health.canary_timeout": (9.5, lambda p: p.pools[0].watching.canary.timeout, 9.5),
-    "health.canary_interval": (9.5, lambda p: p.stalls.pause, 9.5),
+    "health.stalled_after": (9.5, lambda p: p.stalls.health.stalled_after, 9.5),
+    "health.canary_timeout": (9.5, lambda p: p.pools[0].watching.canary._health.canary_timeout, 9.5),
+    "health.canary_interval": (9.5, lambda p: p.stalls.health.canary_interval, 9.5),
     "health.slow_start": (9.5, lambda p: p.ledger.breakers._slow_start, 9.5),
-    "outliers.interval": (9.5, lambda p: p.exclusions.interval, 9.5),
+    "outliers.interval": (9.5, lambda p: p.exclusions._settings.interval, 9.5),
     "outliers.error_share": (0.7, lambda p: p.pools[0].watching.outliers.limits.error_share, 0.7),
     "outliers.min_requests": (7, lambda p: p.pools[0].watching.outliers.limits.min_requests, 7),
     "outliers.slower_than": (9.5, lambda p: p.pools[0].watching.outliers.limits.slower_than, 9.5),
     "outliers.exclude_for": (9.5, lambda p: p.pools[0].watching.outliers.limits.exclude_for, 9.5),
     "outliers.max_share": (0.7, lambda p: p.pools[0].watching.outliers.limits.max_share, 0.7),
-    "probes.interval": (0.5, lambda p: p.prober._interval, 0.5),
-    "probes.scrape_interval": (20.0, lambda p: (p.prober._scrape_every, p.pools[0].bootstraps.interval), (10, 20.0)),
-    "observe.log_level": ("debug", lambda p: p.front.settings.observe.log_level, "info"),  # see `test_the_log_level`
+    "probes.interval": (0.5, lambda p: p.prober._probes.interval, 0.5),
+    "probes.scrape_interval": (
+        20.0,
+        lambda p: (p.prober._scrape_every(), p.pools[0].bootstraps._probes.scrape_interval),
+        (10, 20.0),
+    ),
+    "observe.log_level": ("debug", lambda p: p.settings.observe.log_level, "debug"),
     "pools[0].nodes": (NODES[1:], lambda p: [*p.engines], ["http://d:8000"]),
     "pools[0].dns_nodes": (
         (Node(url="dns://e:8000", role="decode"),),
@@ -170,25 +181,6 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     "pools[0].slo.ttft": (9.5, lambda p: p.ledger.placement.slo.ttft, 9.5),  # type: ignore[union-attr]
     "pools[0].slo.tpot": (9.5, lambda p: p.ledger.placement.slo.tpot, 9.5),  # type: ignore[union-attr]
     "pools[0].slo.gap": (9.5, lambda p: p.ledger.placement.slo.gap, 9.5),  # type: ignore[union-attr]
-}
-RESTART = {
-    "auth": (),
-    "deadlines": ("detect",),
-    "limits": (),
-    "overload": (),
-    "media": (),
-    "tenants": ("secret", "secret_file"),
-    "health": (),
-    "outliers": (),
-    "probes": (),
-    "observe": ("log_format", "core_dumps"),
-}
-"""What needs a restart in the sections of which something is used at once."""
-ALL_RESTART = ("engines", "listen", "continuations", "kv_ready", "registration", "dns", "replicas")
-POOL_RESTART = {
-    *("name", "connector", "dispatch", "remote_host", "lmcache", "cpu", "bootstrap_port", "tokenize", "tokenizer"),
-    *("kv_ready_port", "registration_port"),
-    *("turns", "kv_events", "prefixes", "profile", "pair_within", "tls", "policy.placement"),
 }
 
 
@@ -223,18 +215,15 @@ def settings(**pool: Any) -> Settings:
     )
 
 
-def test_the_table_has_every_setting() -> None:
-    """A new one is added to it, or to those that need a restart."""
-    found = {spell_key(path) for path in paths()}
-    pool = {name for name in found if name.startswith("pools[0].")}
-    for name in sorted(found - pool):
-        section, _, field = name.partition(".")
-        needs_restart = section in ALL_RESTART or field in RESTART[section]
-        assert needs_restart is (name not in LIVE), name
-    for name in sorted(pool):
-        field = name.removeprefix("pools[0].")
-        needs_restart = field in POOL_RESTART or field.partition(".")[0] in POOL_RESTART
-        assert needs_restart is (name not in LIVE), name
+def test_the_table_has_every_setting_that_is_used_at_once() -> None:
+    def marked(kind: Any, before: str) -> Iterator[str]:
+        for field in fields_of(kind):
+            if is_section(field.type):
+                yield from marked(field.type, f"{before}{field.name}.")
+            elif field.live is not None:
+                yield f"{before}{field.name}"
+
+    assert {*marked(Settings, ""), *marked(Pool, "pools[0].")} == set(LIVE)
 
 
 @pytest.mark.parametrize("path", [path for path in paths() if spell_key(path) not in LIVE], ids=spell_key)

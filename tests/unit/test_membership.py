@@ -22,8 +22,9 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.kv.stuck import StuckKv
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Facts, Node
+from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import PushedToDecode
 from tests.fakes.clock import later_turns
 from tests.fakes.registry import unused_client
@@ -94,7 +95,14 @@ class World:
         self.tasks = TaskOwner("fleet")
         self.observers = Observers([self])
         self.members = Membership(
-            self.setup, self.engines, self.ledger, self.observers, self.tasks, lambda: self.time, 30, self.left.append
+            self.setup,
+            self.engines,
+            self.ledger,
+            self.observers,
+            self.tasks,
+            lambda: self.time,
+            Deadlines(engine_drain=30),
+            self.left.append,
         )
 
     def notify(self, event: Event) -> None:

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, OutlierLimits, Outliers
+from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, Outliers
+from pdproxy.settings.health import OutlierSettings
 
 NOW = 1000.0
 FOUR = ["a", "b", "c", "d"]
 
 
 def made(**limits: float) -> Outliers:
-    return Outliers(OutlierLimits(**limits))  # type: ignore[arg-type]
+    return Outliers(OutlierSettings(**limits))  # type: ignore[arg-type]
 
 
 def send(
@@ -143,7 +144,7 @@ def test_never_too_many(acts: list[tuple[str, bool, float, float]], count: int) 
 
 def test_an_engine_with_the_short_prompts_is_not_slow() -> None:
     """It takes more time per byte, as each prompt takes some."""
-    outliers = Outliers(OutlierLimits())
+    outliers = Outliers(OutlierSettings())
     for _ in range(20):
         outliers.ended("a", Role.PREFILL, 1.0, failed=False, pace=0.05 / 100, seconds=0.05)
         outliers.ended("b", Role.PREFILL, 1.0, failed=False, pace=1.0 / 100_000, seconds=1.0)

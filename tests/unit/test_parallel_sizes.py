@@ -11,9 +11,10 @@ import pytest
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.schema import Facts, Node, Pool
-from pdproxy.settings.transfer_checks import check_pairs
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.transfer import check_pairs
 from pdproxy.transfer import moriio, nixl, nixl_push
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.moriio import MORIIO

@@ -18,6 +18,7 @@ from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.parsed_stream import ParsedStream
 from pdproxy.serving.stream.relay import Relay
+from pdproxy.settings.limits import Deadlines
 from pdproxy.wire.engine import Usage
 from tests.unit.test_parsed_events import answer, event, made
 
@@ -113,7 +114,9 @@ async def test_calls_at_a_time() -> None:
         serves=lambda _: True,
     )
     engines = {"http://e": SimpleNamespace(node=node)}
-    derendering = Derendering(ask, cast("Any", engines), Observers([]), Clock(), deadline=60, most=8192)
+    derendering = Derendering(
+        ask, cast("Any", engines), Observers([]), Clock(), deadlines=Deadlines(between_tokens=60), most=8192
+    )
     found = await asyncio.gather(
         *(derendering.answer("/", None, b"", None, without="", max_bytes=9) for _ in range(300))
     )

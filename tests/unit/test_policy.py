@@ -20,8 +20,9 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policies import POLICIES, names
 from pdproxy.scheduling.policy import Ask, Best, Policy, PolicyContext, PolicyFactory
-from pdproxy.settings import schema
-from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings import engines
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.wire.request import Route, parse
 
@@ -401,10 +402,12 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         policies, "POLICIES", {**POLICIES, "second": lambda made_for: Favourite(f"http://{made_for.role.value[0]}2:1")}
     )
-    nodes = [schema.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(schema.Role)[:3] for n in (1, 2)]
+    nodes = [
+        engines.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(engines.Role)[:3] for n in (1, 2)
+    ]
     for prefill, decode in (("second", "least_load"), ("least_load", "second")):
         chosen = PoolPolicy(prefill=prefill, decode=decode)
-        proxy = Proxy.build(schema.Settings(pools=(schema.Pool(nodes=tuple(nodes), policy=chosen),)))
+        proxy = Proxy.build(Settings(pools=(Pool(nodes=tuple(nodes), policy=chosen),)))
         for node in nodes:
             proxy.ledger.mark_up(node.url, evidence())
         used: set[str] = set()

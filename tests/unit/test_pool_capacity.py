@@ -152,7 +152,9 @@ def test_another_number_is_used_at_once() -> None:
     """Also one that is learned from now on, which has no bound at first."""
     pool = Pool()
     assert pool.admission.places == 8
-    pool.capacity.configure(Limits(engine_requests=2))
+    pool.capacity._limits = Limits(engine_requests=2)
+    pool.capacity.configure()
     assert pool.admission.places == 4
-    pool.capacity.configure(Limits(engine_requests="auto"))
+    pool.capacity._limits = Limits(engine_requests="auto")
+    pool.capacity.configure()
     assert pool.admission.places is None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.errors import LimitError, Reason
 from pdproxy.serving.access.quotas import Quotas, Use
-from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.keys import KeyLimits
 
 
 class Keys:

@@ -16,10 +16,10 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.kit.regular_file import UnreadableError, read_regular
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.settings.errors import Mistakes, SettingsError
+from pdproxy.settings.files import read_yaml
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.section import File
-from pdproxy.settings.yaml_file import read_yaml
+from pdproxy.settings.section import File, fields_of
 from pdproxy.tokens import tokenizer
 from pdproxy.tokens.errors import UnusableError
 
@@ -52,7 +52,7 @@ OTHERWISE = {
 
 def places(kind: object = Settings, at: str = "") -> Iterator[str]:
     """The settings that name files, wherever they are in the tree."""
-    for field in msgspec.structs.fields(typing.cast("type", kind)):
+    for field in fields_of(kind):
         name = f"{at}.{field.name}" if at else field.name
         inner = [field.type, *typing.get_args(field.type)]
         inner += [deeper for one in inner for deeper in typing.get_args(one) if one is not File]

@@ -19,10 +19,11 @@ from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.logs import configure, set_level
 from pdproxy.settings.changes import Changes, changes
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool, PoolPolicy, PoolSlo
+from pdproxy.settings.schema import Settings
 
 FILE = """
 pools:

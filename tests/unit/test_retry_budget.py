@@ -8,6 +8,7 @@ import random
 import pytest
 
 from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
+from pdproxy.settings.limits import Deadlines, Limits
 from tests.fakes.clock import ManualClock
 
 SECONDS = 5.0
@@ -19,7 +20,8 @@ class Made:
     def __init__(self, share: float = 0.2, least: int = 2, most: int = 1000) -> None:
         self.clock = ManualClock()
         self.inflight = 0
-        self.budget = RetryBudget(share, least, most, lambda: self.inflight, self.clock, SECONDS)
+        limits = Limits(retry_share=share, min_retries=least, max_inflight=most)
+        self.budget = RetryBudget(limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock)
 
     def enter(self) -> asyncio.Task[RetrySlot | None]:
         return asyncio.ensure_future(self.budget.enter())

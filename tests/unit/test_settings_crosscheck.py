@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.crosscheck import crosscheck, engine_url, parsed_networks
-from pdproxy.settings.dump import MASK, dump
-from pdproxy.settings.errors import Mistakes, SettingsError
+from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.dump import dump
+from pdproxy.settings.engines import Facts, Node, Role, engine_url
+from pdproxy.settings.errors import MASK, Mistakes, SettingsError
+from pdproxy.settings.keys import Auth, TenantSettings, read_secret
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.listen import Listen
+from pdproxy.settings.listen import Listen, parsed_networks
 from pdproxy.settings.load import EngineFlag, load
-from pdproxy.settings.schema import Auth, Facts, Node, Pool, Role, Settings
-from pdproxy.settings.tenants import TenantSettings, read_secret
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 
 
 def checked(settings: Settings, *, need_engines: bool = True) -> Settings:

@@ -20,10 +20,12 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Facts, Node, Pool, Settings
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.pools import Pool, PoolPolicy
+from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.kv_events import Source
 from tests.fakes.kv_index import PlainIndex
@@ -105,7 +107,7 @@ def build(own: KvEvents, index: PlainIndex | None, ranks: int = 1) -> ReadingKvE
     process: Any = SimpleNamespace(
         share=ALONE, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=TaskOwner("test")
     )
-    made, admin = settings(own, ranks=ranks), EngineAdmin(timeout=1)
+    made, admin = settings(own, ranks=ranks), EngineAdmin(deadlines=Deadlines(probe=1))
     return build_kv_events(made, index, lambda _: NodeKvEvents(), engines, admin, process, ALONE.pool(0))
 
 
@@ -172,7 +174,7 @@ async def test_workers_take_connections_of_one_socket_per_rank() -> None:
             process: Any = SimpleNamespace(
                 share=share, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=tasks
             )
-            admin = EngineAdmin(timeout=1)
+            admin = EngineAdmin(deadlines=Deadlines(probe=1))
             reading = build_kv_events(
                 made, PlainIndex(), lambda _: NodeKvEvents(), engines, admin, process, share.pool(0)
             )

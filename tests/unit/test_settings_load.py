@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.files import MAX_BYTES
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.yaml_file import MAX_BYTES
 from pdproxy.transfer import registry
 
 DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.settings.mappings import NotAMappingError, as_mapping
+from pdproxy.settings.external_file import NotAMappingError, as_mapping
 
 
 @dataclass

@@ -14,11 +14,12 @@ from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.dump import dump
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
-from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.settings.transfer_checks import bootstrap_address, pairs_to_try
+from pdproxy.settings.pools import Pool, PoolPolicy, PoolSlo
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import bootstrap_address, pairs_to_try
 from pdproxy.transfer.registry import ENTRIES
 from tests.fakes.placement import Scripted
 

@@ -8,9 +8,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdproxy.settings.conform import leaves
-from pdproxy.settings.environment import variable
 from pdproxy.settings.errors import MAX_MISTAKES, SettingsError
-from pdproxy.settings.load import EngineFlag, Flag, load
+from pdproxy.settings.load import EngineFlag, Flag, load, variable
 from pdproxy.settings.schema import Settings
 
 DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)

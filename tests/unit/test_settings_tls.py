@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.crosscheck import engine_url
+from pdproxy.settings.engines import Node, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_key, read_keys, read_password
-from pdproxy.settings.listen import ListenTls
 from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.schema import EngineTls, Node
+from pdproxy.settings.tls import EngineTls, ListenTls
 
 DECODE = (EngineFlag("decode", "a:1"),)
 

@@ -15,12 +15,13 @@ from pdproxy.app.transfer import build_transfer, kv_host_of
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
-from pdproxy.settings.connector_options import LMCache
 from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.schema import Facts, Node, Pool, Receiver, Settings
-from pdproxy.settings.transfer_checks import bootstrap_address, receiver_host
-from pdproxy.settings.turns import Turns
+from pdproxy.settings.kv import LMCache, Receiver, Turns
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import bootstrap_address, receiver_host
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.wire.request import Route, parse

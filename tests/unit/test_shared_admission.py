@@ -20,6 +20,7 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import Demand
 from pdproxy.serving.request.place import Place
 from pdproxy.serving.request.shared_admission import SharedAdmission
+from pdproxy.settings.limits import Deadlines, Limits, Overload
 from tests.fakes.world import until
 
 
@@ -35,7 +36,15 @@ class Workers:
 
     def made(self, number: int, places: int, queue: int = 8, tokens: int = 0, timeout: float = 60.0) -> SharedAdmission:
         shared = SharedPlaces(number, self.table.column(number), self.table.others(number), self.wakes, time.monotonic)
-        made = SharedAdmission(places, queue, timeout, Observers([]), Clock(), Clients(()), tokens, 1.0, shared=shared)
+        made = SharedAdmission(
+            Limits(max_inflight=places, max_queue=queue, max_inflight_tokens=tokens),
+            Deadlines(queue=timeout),
+            Overload(output_weight=1.0),
+            Observers([]),
+            Clock(),
+            Clients(()),
+            shared=shared,
+        )
         made.start()
         return made
 
@@ -179,7 +188,8 @@ async def test_an_operator_changes_the_places() -> None:
     workers = Workers(2, 3)
 
     def configure(number: int, places: int) -> None:
-        workers.all[number].configure(places, 8, 60.0, 0, 1.0, by_priority=True)
+        workers.all[number]._limits = Limits(max_inflight=places, max_queue=8)
+        workers.all[number].configure()
         workers.all[number].look()
 
     configure(0, 1)
@@ -244,7 +254,14 @@ async def test_as_many_are_served_as_by_one_process(seed: int) -> None:
     """Requests come and go at any worker, engines come and go, and workers are killed: no place is lost, none too many taken."""
     chance, count = random.Random(seed), 3
     workers = Workers(count, 12, queue=1000)
-    alone = Admission(12, 1000, 60.0, Observers([]), Clock(), Clients(()), 0, 1.0)
+    alone = Admission(
+        Limits(max_inflight=12, max_queue=1000),
+        Deadlines(queue=60.0),
+        Overload(output_weight=1.0),
+        Observers([]),
+        Clock(),
+        Clients(()),
+    )
     requests: list[_Request] = []
 
     async def ended(request: _Request) -> None:

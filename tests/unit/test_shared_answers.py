@@ -15,7 +15,7 @@ from pdproxy.fleet.shared_canary import SharedCanaries
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import HandleEnded, Observers
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
 from pdproxy.upstream.admin import ModelCard
 from pdproxy.wire.request import Route
@@ -274,7 +274,7 @@ async def test_only_the_worker_that_leads_runs_questions(monkeypatch: pytest.Mon
     monkeypatch.setattr("pdproxy.fleet.bootstrap.SOON", 3600.0)
     asking, tasks = Asking(), TaskOwner("test")
     for stand in asking.stands:
-        stand.bootstraps.interval = 3600.0
+        stand.bootstraps._probes = Probes(scrape_interval=3600.0)
         stand.bootstraps._known[stand.p].wake.clear()  # of when it came up
         tasks.keep(lambda stand=stand: stand.bootstraps.run(stand.p), "asks")  # type: ignore[misc]
     for _ in range(5):

@@ -29,7 +29,8 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.inbound_socket import AT_ONCE
 from pdproxy.wire import kv_events as wire
 from tests.fakes.clock import ManualClock
@@ -112,7 +113,7 @@ class Worker:
             stage.clock,
             self.tasks,
             ports=[PORT],
-            deadline=5.0,
+            deadlines=Deadlines(kv_replay=5.0),
             number=number,
             lead=self.lead,  # type: ignore[arg-type]
             tell=self._tell,

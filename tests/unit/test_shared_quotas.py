@@ -12,7 +12,7 @@ from pdproxy.kit.errors import LimitError, Reason
 from pdproxy.kit.shared_table import SharedTable, key_of
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.access.shared_quotas import KEPT, MEASURES, TOKENS, SharedQuotas
-from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.keys import KeyLimits
 
 
 class Workers:

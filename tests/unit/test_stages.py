@@ -15,9 +15,8 @@ from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.external_file import ForeignFile
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
-from pdproxy.settings.schema import Pool
-from pdproxy.settings.stage_checks import bootstrap, check, pairs
-from pdproxy.settings.stages import Reader, Stage
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.stages import Reader, Stage, bootstrap, check, pairs
 
 Tree = dict[str, Any]
 KV = "engine_args.kv_transfer_config"

@@ -22,6 +22,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.health import Health
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 from tests.unit.test_ledger import SPLIT, evidence
 
@@ -75,8 +76,9 @@ class Pool:
         self.clock.now = lambda: self.now
         self.tasks = TaskOwner("test")
         settings = Health(stalled_after=AFTER, **health)
+        clock, deadlines, scrape = self.clock, Deadlines(prefill=120.0), self._scrape
         self.stalls = Stalls(
-            self.engines, self.ledger, self, self._scrape, Observers([self]), self.tasks, self.clock, settings, 120.0,  # type: ignore[arg-type]
+            self.engines, self.ledger, self, scrape, Observers([self]), self.tasks, clock, settings, deadlines,  # type: ignore[arg-type]
         )  # fmt: skip
         for url in urls:
             self.engines.add(NodeSpec(url, ROLES[url[0]]), None, ranks=ranks)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch import tokenizing
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
+from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
@@ -48,7 +49,7 @@ class Stage:
             Clock(),
             lambda: asyncio.get_running_loop().time(),
             threads,
-            deadline=deadline,
+            deadlines=Deadlines(tokenize=deadline),
             required=required,
         )
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.settings.transfer_checks import check_pairs
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import check_pairs
 from pdproxy.transfer.contract import Dispatch, Handle, HeldByDecode
 from pdproxy.transfer.cpu import ENTRY, release_leg
 from pdproxy.wire.engine import prefill_answer

@@ -19,7 +19,8 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
-from pdproxy.settings.schema import Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Capabilities, Channel, Contract
 from pdproxy.transfer.entry import Entry
@@ -204,8 +205,8 @@ def test_no_other_code_names_a_contract() -> None:
         for name in ("pdproxy/transfer", "pdproxy/notifier", "pdproxy_lab/sim", "pdproxy_lab/cli/sim.py")
     ]
     allowed = {
-        ("pdproxy/settings/schema.py", "nixl"),  # the default of `pools[].connector`
-        ("pdproxy/settings/tenants.py", "shared"),  # what caches of tenants may be
+        ("pdproxy/settings/pools.py", "nixl"),  # the default of `pools[].connector`
+        ("pdproxy/settings/keys.py", "shared"),  # what caches of tenants may be
         ("pdproxy_lab/demo/scripts/look.py", "nixl"),  # the Python package
         ("pdproxy_lab/demo/scripts/look.py", "cpu"),  # a device
         ("pdproxy_lab/demo/vllm/flags.py", "cpu"),

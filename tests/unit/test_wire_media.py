@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.media import MediaSettings
+from pdproxy.settings.limits import MediaSettings
 from pdproxy.settings.schema import Settings
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.media import MediaUrlError, check_media

@@ -19,7 +19,8 @@ from pdproxy.kit.workers import NoMemoryError, WorkerLostError, Workers
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.wire.body_bounds import LARGE, Bounds
+from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
+from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.request import Route
 from tests.fakes.clock import ManualClock
 from tests.fakes.world import until
@@ -276,7 +277,7 @@ async def test_reading_a_body_has_a_deadline() -> None:
 
     clock = Clock()
     asleep = Asleep("tests.fakes.slow_worker", max_workers=1, waiting=1, memory=MEMORY, idle=60, clock=clock)
-    bodies = BodyReader(asleep, clock, Observers([Hears()]), seconds=0.3, bounds=Bounds())
+    bodies = BodyReader(Limits(), Deadlines(read_body=0.3), MediaSettings(), clock, Observers([Hears()]), asleep)
     with pytest.raises(OverloadedError, match=r"not read in 0\.3 s"):
         await bodies.request(Route.CHAT, b" " * (LARGE + 1), Client("a client"))
     assert events == [DeadlinePassed("read_body")]

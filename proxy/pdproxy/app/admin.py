@@ -21,8 +21,8 @@ from pdproxy.observe.logs import Log, set_level
 from pdproxy.observe.metrics import Gauge
 from pdproxy.observe.recent import Recent
 from pdproxy.serving.dispatch.decisions import Kept
-from pdproxy.settings.admin import AdminPlace, place_of
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.listen import AdminPlace, place_of
 from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.app import create_admin_app
 from pdproxy.web.admin.gate import Gate

@@ -9,7 +9,7 @@ from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.shared_bootstrap import SharedBootstraps
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.upstream.admin import EngineAdmin

@@ -96,7 +96,7 @@ class PoolCapacity:
     ) -> None:
         self._windows = Windows() if windows is None else windows
         self._limits, self._replicas = limits, replicas
-        self._bound_by(limits)
+        self._bound()
         self._engines = engines
         self._admission = admission
         self._going: list[Engine] = []
@@ -104,22 +104,22 @@ class PoolCapacity:
         self._left = 0
         """Their requests at the last look. They take no places from engines that stay."""
 
-    def _bound_by(self, limits: Limits) -> None:
+    def _bound(self) -> None:
+        limits = self._limits
         self._learns = limits.engine_requests == AUTO
         fixed = None if isinstance(limits.engine_requests, str) else limits.engine_requests
         self._windows.fixed = max(1, round(fixed / self._replicas)) if fixed else None
         self._tokens = -(-limits.engine_tokens // self._replicas)
 
-    def configure(self, limits: Limits) -> None:
-        """Use another number for each engine, or learn it. Windows that were learned before are used again."""
-        self._limits = limits
-        self._bound_by(limits)
+    def configure(self) -> None:
+        """Use the settings as they are now. Windows that were learned before are used again."""
+        self._bound()
         self._resize()
 
     def use_replicas(self, replicas: int) -> None:
         """Note that the engines have another number of proxies."""
         self._replicas = replicas
-        self.configure(self._limits)
+        self.configure()
 
     def scraped(self, engine: Engine, metrics: Scrape) -> None:
         """Take what an engine reports."""

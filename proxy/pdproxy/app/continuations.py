@@ -54,8 +54,8 @@ def build_continuing(
     wanted, deadlines = settings.continuations, settings.deadlines
     derendering = None
     if wanted.parsed == "auto":
-        deadline, most = deadlines.between_tokens, wanted.max_parsed_tokens
-        derendering = Derendering(ask_for, engines, observers, clock, deadline=deadline, most=most)
+        most = wanted.max_parsed_tokens
+        derendering = Derendering(ask_for, engines, observers, clock, deadlines=deadlines, most=most)
         observers.add(derendering)
     return Continuing(
         Records(
@@ -63,6 +63,6 @@ def build_continuing(
             max_bytes=wanted.max_bytes,
             derenders=(lambda _: False) if derendering is None else derendering.possible,
         ),
-        Detokenizing(ask, engines, observers, clock, deadline=deadlines.tokenize),
+        Detokenizing(ask, engines, observers, clock, deadlines=deadlines),
         derendering,
     )

@@ -29,12 +29,20 @@ from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
-from pdproxy.settings.listen import ListenTls
-from pdproxy.settings.schema import Auth, EngineTls, Node, Settings
-from pdproxy.settings.tenants import read_secret
-from pdproxy.settings.tls import authorities_of, end_of_certificate, engine_context, listen_context, merged
+from pdproxy.settings.keys import Auth, read_secret
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import (
+    EngineTls,
+    ListenTls,
+    authorities_of,
+    end_of_certificate,
+    engine_context,
+    listen_context,
+    merged,
+)
 from pdproxy.web.client_certificates import ListenerTls
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.tls_listener import TlsListener

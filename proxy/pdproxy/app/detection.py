@@ -13,8 +13,10 @@ from pdproxy.app.transfer import kv_host_of
 from pdproxy.fleet.detection import Detection
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import Mistakes, SettingsError, naming_pool
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.detect import Found, Undecided
 from pdproxy.upstream.admin import EngineAdmin
@@ -68,11 +70,13 @@ async def look(
 ) -> tuple[Found | Undecided, dict[str, str]]:
     """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not answer, by URL."""
     credentials = Credentials(settings)
-    timeout = settings.deadlines.probe
     admin = EngineAdmin(
-        timeout=timeout, key=credentials.engine_key, tls=credentials.engine_tls, networks=settings.engines.allowed
+        deadlines=settings.deadlines,
+        key=credentials.engine_key,
+        tls=credentials.engine_tls,
+        networks=settings.engines.allowed,
     )
-    others = EngineAdmin(timeout=timeout, networks=settings.engines.allowed)
+    others = EngineAdmin(deadlines=settings.deadlines, networks=settings.engines.allowed)
     asked = [node for node in settings.pool.nodes if node.role != "aggregated"]
     detection = Detection(
         admin,

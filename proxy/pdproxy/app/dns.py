@@ -13,9 +13,9 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.dns_source import DnsSource, LookUp
 from pdproxy.observe import catalog_fleet
 from pdproxy.observe.metrics import Gauge
-from pdproxy.settings.crosscheck import both_schemes
 from pdproxy.settings.dns import dns_name
-from pdproxy.settings.schema import Node, Pool
+from pdproxy.settings.engines import Node, both_schemes
+from pdproxy.settings.pools import Pool
 from pdproxy.upstream.resolver import Resolver
 
 logger = logging.getLogger("pdproxy.dns")

@@ -14,12 +14,12 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
 from pdproxy.scheduling.nodes import NodeSpec, Role
-from pdproxy.settings.crosscheck import both_schemes, checked_node, checked_nodes, engine_url
+from pdproxy.settings.crosscheck import checked_node, checked_nodes
+from pdproxy.settings.engines import Node, both_schemes, engine_url, refuse_networks
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv_events import NodeKvEvents
-from pdproxy.settings.network_checks import refuse_networks
-from pdproxy.settings.schema import Node, Settings
-from pdproxy.settings.transfer_checks import bootstrap_address, within
+from pdproxy.settings.kv import NodeKvEvents
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient

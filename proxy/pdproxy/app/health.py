@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdproxy.app.capacity import Scraped
-from pdproxy.app.ledger import build_outliers
 from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
@@ -105,7 +104,7 @@ def build_watching(
         lead=lead,
         pass_on=others.wish,
     )
-    canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health.canary_timeout)
+    canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
     signs = own.signs()
     stalls = Stalls(
         engines,
@@ -116,14 +115,12 @@ def build_watching(
         tasks,
         process.clock,
         settings.health,
-        settings.deadlines.prefill,
+        settings.deadlines,
         lead,
         signs,
     )
-    outliers = build_outliers(settings.outliers)
-    exclusions = Exclusions(
-        engines, ledger, outliers, observers, tasks, now, settings.outliers.interval, lead, others.counted
-    )
+    outliers = Outliers(settings.outliers)
+    exclusions = Exclusions(engines, ledger, outliers, observers, tasks, now, settings.outliers, lead, others.counted)
     made = Watching(
         auditor=auditor,
         scraped=scraped,

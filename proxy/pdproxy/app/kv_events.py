@@ -14,7 +14,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
 from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
-from pdproxy.settings.kv_events import NodeKvEvents
+from pdproxy.settings.kv import NodeKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 
@@ -69,16 +69,17 @@ def build_kv_events(
         return None
     places = {place.port: place for place in kv_events_places(settings)}
     arguments = engines, index, events, of_node, admin.kv_event_sources, process.observers, process.clock, process.tasks
-    deadline = settings.deadlines.kv_replay
     sources: KvEventSources
     if share is None or not places:  # each worker connects to engines by itself
-        sources = KvEventSources(*arguments, ports=places, deadline=deadline, networks=settings.engines.allowed)
+        sources = KvEventSources(
+            *arguments, ports=places, deadlines=settings.deadlines, networks=settings.engines.allowed
+        )
     else:
         siblings, topic = share.siblings, f"KV events {settings.pool.name}"
         sources = SharedKvEventSources(
             *arguments,
             ports=places,
-            deadline=deadline,
+            deadlines=settings.deadlines,
             networks=settings.engines.allowed,
             number=share.number,
             lead=share.lead,

@@ -12,13 +12,12 @@ from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.workers import AutoShare
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.outliers import OutlierLimits, Outliers
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.slo import Slo
-from pdproxy.settings.outliers import OutlierSettings
-from pdproxy.settings.schema import Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
 
 
@@ -64,18 +63,6 @@ def build_ledger(
     )
     made.alone_up_to = pool.alone_up_to
     return made
-
-
-def outlier_limits(limits: OutlierSettings) -> OutlierLimits:
-    """Return the limits of `Outliers`."""
-    return OutlierLimits(
-        limits.error_share, limits.min_requests, limits.slower_than, limits.exclude_for, limits.max_share
-    )
-
-
-def build_outliers(limits: OutlierSettings) -> Outliers:
-    """Return what judges engines against their peers."""
-    return Outliers(outlier_limits(limits))
 
 
 def _placement(

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from pdproxy.app.dns import Names
-from pdproxy.app.ledger import outlier_limits, policies_of, slo_of
+from pdproxy.app.ledger import policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
-from pdproxy.serving.request.body_reader import memory_for
+from pdproxy.settings.changes import put
 from pdproxy.settings.errors import SettingsError, naming_pool
-from pdproxy.settings.in_force import put
-from pdproxy.settings.schema import Pool, Settings
-from pdproxy.wire.body_bounds import Bounds
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 
 logger = logging.getLogger("pdproxy.settings")
 
@@ -27,7 +26,7 @@ class LiveSettings:
 
     `names`: those of DNS that the proxy follows, None: none.
 
-    Of the settings that it is given, those that `settings.changes` names are read: all others are as they were at the start.
+    Of the settings that it is given, those that are marked (`Live`) are read: all others are as they were at the start.
     """
 
     def __init__(
@@ -88,20 +87,14 @@ class LiveSettings:
 
 
 def configure(proxy: Parts) -> None:
-    """Have the parts of the process use its settings as they are now."""
-    limits, deadlines, overload = proxy.settings.limits, proxy.settings.deadlines, proxy.settings.overload
-    proxy.admission.configure(
-        limits.max_inflight,
-        limits.max_queue,
-        deadlines.queue,
-        limits.max_inflight_tokens,
-        overload.output_weight,
-        overload.priority == "within",
-    )
-    proxy.retries.configure(limits.retry_share, limits.min_retries, limits.max_inflight, deadlines.retry)
-    media = proxy.settings.media.rule
-    proxy.bodies.configure(deadlines.read_body, Bounds(limits.max_prompts, limits.max_body_items, media))
-    proxy.bodies.workers.resize(limits.body_readers, memory_for(limits.max_body_bytes))
+    """Have the parts of the process use its settings as they are now, where they do not read these at each use.
+
+    They do something at a change, have other limits elsewhere, or are asked so often that they keep the number itself.
+    """
+    limits = proxy.settings.limits
+    proxy.admission.configure()
+    proxy.retries.configure()
+    proxy.bodies.configure()
     proxy.answer_budget.max_answer = limits.max_answer_bytes
     proxy.answer_budget.max_total = limits.max_buffered_answer_bytes
     proxy.unread_answers.max_bytes = limits.max_buffered_answer_bytes
@@ -111,32 +104,14 @@ def configure(proxy: Parts) -> None:
 
 
 def configure_pool(parts: PoolParts, pool: Pool, settings: Settings) -> None:
-    """Have the parts of a pool use its settings, and the process's as they are now."""
+    """Have the parts of a pool use its settings, and the process's as they are now. See `configure`."""
     limits, deadlines, health = settings.limits, settings.deadlines, settings.health
     for engine in parts.engines.values():
         engine.client.configure(deadlines.connect, limits.engine_keepalive, deadlines.unacknowledged)
-    parts.legs.connect_timeout = deadlines.connect
-    parts.admin.timeout = deadlines.probe
     if parts.capacity is not None:
-        parts.capacity.configure(limits)
-    parts.watching.prober.configure(settings.probes)
-    parts.bootstraps.interval = settings.probes.scrape_interval
-    parts.watching.stalls.configure(health, deadlines.prefill)
-    parts.watching.canary.timeout = health.canary_timeout
-    parts.watching.outliers.limits = outlier_limits(settings.outliers)
-    parts.watching.exclusions.interval = settings.outliers.interval
-    parts.membership.seconds = deadlines.engine_drain
-    parts.transfer.buffers.timeout = deadlines.queue
-    if parts.kv_events is not None:
-        parts.kv_events.sources.parts.deadline = deadlines.kv_replay
+        parts.capacity.configure()
     parts.models.models, parts.models.aliases, parts.models.weight = pool.models, pool.aliases, pool.weight
-    resources, ledger = parts.resources, parts.ledger
-    if resources.tokenizing is not None:
-        resources.tokenizing.deadline = deadlines.tokenize
-    if resources.detokenizing is not None:
-        resources.detokenizing.deadline = deadlines.tokenize
-    if resources.derendering is not None:
-        resources.derendering.deadline = deadlines.between_tokens
+    ledger = parts.ledger
     ledger.alone_up_to = pool.alone_up_to
     ledger.breakers.configure(limits.breaker_failures, limits.breaker_cooldown, health.slow_start)
     ledger.transfers.configure(limits.breaker_failures, limits.breaker_cooldown)

@@ -13,6 +13,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
+from pdproxy.settings.limits import Deadlines
 
 
 def build_membership(
@@ -25,14 +26,14 @@ def build_membership(
     observers: Observers,
     tasks: TaskOwner,
     now: Callable[[], float],
-    seconds: float,
+    deadlines: Deadlines,
 ) -> Membership:
-    """Return the membership of a pool, with the engines of the settings. `seconds`: how long an engine may take to drain."""
+    """Return the membership of a pool, with the engines of the settings. `deadlines`: how long an engine may take to drain."""
     contacts = [custodian.contacts]
     if turns is not None:
         contacts.append(turns.releases.contacts)
     leaving = turns.engine_leaves if turns is not None else None
-    membership = Membership(setup, engines, ledger, observers, tasks, now, seconds, leaving)
+    membership = Membership(setup, engines, ledger, observers, tasks, now, deadlines, leaving)
     # Legs that end late write to these once more.
     engines.when_forgotten(outliers.forget)
     for one in contacts:

@@ -46,7 +46,7 @@ from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
-from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.upstream.admin import EngineAdmin
@@ -110,7 +110,7 @@ class PoolParts:
         setup = EngineSetup(settings, credentials, engines, clock, process.answer_budget, watch.client, profiles)
         networks = settings.engines.allowed
         admin = EngineAdmin(
-            timeout=deadlines.probe,
+            deadlines=deadlines,
             key=engines.key,
             tls=engines.tls,
             connector=watch.connector,
@@ -168,7 +168,7 @@ class PoolParts:
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())
         stalls = watching.stalls
-        works = Works(engines.known, admin.scrape, observers, lambda: stalls.stalled_after > 0, watching.canary)
+        works = Works(engines.known, admin.scrape, observers, lambda: stalls.health.stalled_after > 0, watching.canary)
         late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
         comebacks = Comebacks(ledger, clock, observers, limits)
         metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
@@ -208,7 +208,7 @@ class PoolParts:
             derendering=continuing.derendering if continuing is not None else None,
         )
         legs = PassthroughLegs(
-            connect_timeout=deadlines.connect,
+            deadlines=deadlines,
             budget=process.answer_budget,
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
@@ -241,7 +241,7 @@ class PoolParts:
         passthrough = Passthrough(resources, admission, keys, legs, bodies, quotas)
         service = Service(resources, admission, keys, bodies, passthrough, quotas)
         membership = build_membership(
-            setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines.engine_drain
+            setup, engines, ledger, outliers, custodian, turns, observers, tasks, now, deadlines
         )
         wrong.append(membership.shortcomings)
         parts = cls(

@@ -25,7 +25,7 @@ from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.shared import SharedKnowledge
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.serving.dispatch.prefixes import Prefixes
-from pdproxy.settings.schema import Pool
+from pdproxy.settings.pools import Pool
 
 TIDY_AT_ONCE = 2048
 """Blocks that are removed in one turn of the event loop: half a millisecond."""

@@ -26,17 +26,15 @@ from pdproxy.serving.access.models import Models
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.body_reader import BodyReader, readers
-from pdproxy.settings.admin import UNIX
-from pdproxy.settings.crosscheck import parsed_networks
-from pdproxy.settings.in_force import own
+from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.settings.changes import own
+from pdproxy.settings.listen import UNIX, parsed_networks
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
 from pdproxy.web.unread_answers import UnreadAnswers
 from pdproxy.web.wrong_keys import WrongKeys
-from pdproxy.wire.body_bounds import Bounds as BodyBounds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,31 +100,15 @@ class Process:
             trusts_unix=listen.uds is not None and UNIX in listen.trusted_proxies,
         )
         admission = share.admission(
-            limits.max_inflight,
-            limits.max_queue,
-            deadlines.queue,
+            limits,
+            deadlines,
+            settings.overload,
             observers,
             clock,
             known_clients,
-            limits.max_inflight_tokens,
-            settings.overload.output_weight,
-            by_priority=settings.overload.priority == "within",
         )
-        retries = RetryBudget(
-            limits.retry_share,
-            limits.min_retries,
-            limits.max_inflight,
-            lambda: admission.inflight,
-            clock,
-            deadlines.retry,
-        )
-        bodies = BodyReader(
-            readers(limits.body_readers, limits.max_body_bytes, clock, observers),
-            clock,
-            observers,
-            seconds=deadlines.read_body,
-            bounds=BodyBounds(limits.max_prompts, limits.max_body_items, settings.media.rule),
-        )
+        retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock)
+        bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
         metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(process_gauges(tasks, log, lines))
         return cls(

@@ -40,7 +40,7 @@ from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, set_level
-from pdproxy.settings.admin import UNIX
+from pdproxy.settings.listen import UNIX
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.resolver import MAX_PLACES
 from pdproxy.web.app import create_app

@@ -42,7 +42,7 @@ from pdproxy.serving.access.shared_quotas import SharedQuotas
 from pdproxy.serving.kv import shared_custodian
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.shared_admission import SharedAdmission
-from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.api import AdminApi
 from pdproxy.web.admin.service import AdminService

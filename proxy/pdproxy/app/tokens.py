@@ -108,6 +108,6 @@ def build_tokens(
         return await admin.token_ids(url, body, timeout=deadlines.tokenize, authorization=own)
 
     tokenizing = Tokenizing(
-        canaries, ask, engines, observers, clock, clock.now, threads, deadline=deadlines.tokenize, required=needed
+        canaries, ask, engines, observers, clock, clock.now, threads, deadlines=deadlines, required=needed
     )
     return Tokens(canaries, tokenizing, threads)

@@ -19,9 +19,11 @@ from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.connector_options import LMCache
-from pdproxy.settings.schema import Node, Pool, Settings
-from pdproxy.settings.transfer_checks import receiver_host
+from pdproxy.settings.engines import Node
+from pdproxy.settings.kv import LMCache
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import receiver_host
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of
 
@@ -44,7 +46,7 @@ def build_transfer(
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         KvReady(clock, observers, clock.now),
-        own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
+        own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )

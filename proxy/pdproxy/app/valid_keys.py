@@ -13,9 +13,8 @@ from typing import NamedTuple
 from pdproxy.serving.access.keys import ValidKey, digest
 from pdproxy.serving.access.routes import KEY_ROUTES
 from pdproxy.settings.errors import SettingsError, did_you_mean
-from pdproxy.settings.key_lines import KeyLimits, KeyLine, read_key_lines
-from pdproxy.settings.key_rights import ALL_RIGHTS
-from pdproxy.settings.yaml_file import spell_file
+from pdproxy.settings.files import spell_file
+from pdproxy.settings.keys import ALL_RIGHTS, KeyLimits, KeyLine, read_key_lines
 
 logger = logging.getLogger("pdproxy.files")
 

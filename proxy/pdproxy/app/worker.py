@@ -36,8 +36,7 @@ from pdproxy.kit.supervisor import DRAIN, END, ENDS_WITHIN, LEAVE, PING, PONG, R
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Settings
-from pdproxy.settings.worker_limits import of_worker
+from pdproxy.settings.schema import Settings, of_worker
 
 logger = logging.getLogger("pdproxy.workers")
 

@@ -29,8 +29,8 @@ from pdproxy.kit.supervisor import RefusedError, Supervisor, Watcher, WorkerProc
 from pdproxy.kit.switchboard import Switchboard
 from pdproxy.observe.logs import Log
 from pdproxy.settings.errors import SettingsError, naming_pool
+from pdproxy.settings.limits import of_each
 from pdproxy.settings.schema import Settings
-from pdproxy.settings.worker_limits import of_each
 
 logger = logging.getLogger("pdproxy.workers")
 

@@ -15,7 +15,7 @@ from pdproxy.check.facts import Card, EngineFacts, Generated, Trouble, TroubleKi
 from pdproxy.check.http_client import HttpClient, Reply
 from pdproxy.check.metrics import Metrics, read
 from pdproxy.fleet.prober import CANARY
-from pdproxy.settings.schema import Node
+from pdproxy.settings.engines import Node
 
 _UNSUPPORTED = (400, 403, 404, 405, 501)
 """Statuses of an engine that has no such route, or refuses it: the fact stays unknown."""

@@ -12,7 +12,8 @@ import msgspec
 
 from pdproxy.check.metrics import Metrics
 from pdproxy.scheduling.nodes import Evidence
-from pdproxy.settings.schema import Role, Settings
+from pdproxy.settings.engines import Role
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer.detect import Found, Undecided
 
 TroubleKind = Literal["unreachable", "tls", "silent", "broken", "unhealthy", "key"]

@@ -22,7 +22,7 @@ from pdproxy.check.handles import Handles, with_other_engine
 from pdproxy.check.http_client import HttpClient
 from pdproxy.check.metrics import Metrics
 from pdproxy.check.options import Options
-from pdproxy.settings.transfer_checks import pairs_to_try
+from pdproxy.settings.transfer import pairs_to_try
 from pdproxy.transfer.contract import NO_DISPATCH
 from pdproxy.wire.request import Parsed
 

@@ -17,12 +17,12 @@ import msgspec
 
 from pdproxy.cli.reading import seconds
 from pdproxy.kit.addresses import reachable
-from pdproxy.settings.admin import AdminAddress, AdminPlace, place_of
 from pdproxy.settings.errors import SettingsError, quote
+from pdproxy.settings.files import spell_file
+from pdproxy.settings.listen import AdminAddress, AdminPlace, place_of
 from pdproxy.settings.load import load
-from pdproxy.settings.schema import EngineTls, Settings
-from pdproxy.settings.tls import engine_context
-from pdproxy.settings.yaml_file import spell_file
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import EngineTls, engine_context
 
 BASE = "/admin/v1"
 HTTPS = "https://"
@@ -218,7 +218,7 @@ def _first_of(setting: str, path: str) -> str:
     Raises:
         SettingsError: it can't be read, or holds no key.
     """
-    from pdproxy.settings.key_lines import read_key_lines
+    from pdproxy.settings.keys import read_key_lines
 
     found = read_key_lines(setting, path, of_operators=True)
     if not found:

@@ -13,7 +13,7 @@ from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.yaml_file import spell_file
+from pdproxy.settings.files import spell_file
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands

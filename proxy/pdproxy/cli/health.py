@@ -21,12 +21,10 @@ from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import seconds
 from pdproxy.kit.addresses import reachable
-from pdproxy.settings.admin import UNIX
 from pdproxy.settings.errors import SettingsError, quote
-from pdproxy.settings.files import read_file
-from pdproxy.settings.schema import EngineTls
-from pdproxy.settings.tls import engine_context
-from pdproxy.settings.yaml_file import spell_file
+from pdproxy.settings.files import read_file, spell_file
+from pdproxy.settings.listen import UNIX
+from pdproxy.settings.tls import EngineTls, engine_context
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands

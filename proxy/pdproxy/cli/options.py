@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from pdproxy.cli.settings_flags import ENGINES, GROUPS, RECEIVER
-from pdproxy.settings.environment import CONFIG
+from pdproxy.cli.settings_flags import ENGINES, RECEIVER, groups
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import EngineFlag, Flag, load
-from pdproxy.settings.receivers import ReceiverFlag
+from pdproxy.settings.load import CONFIG, EngineFlag, Flag, ReceiverFlag, load
 from pdproxy.settings.schema import Settings
 
 
@@ -41,11 +38,11 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         help="vllm-omni's stage file, YAML: its prefill and decode stages are engines; a stage without a URL gets the next one "
         "of --prefill or --decode (default: none)",
     )
-    for title, about, flags, receivers in GROUPS:
+    for title, about, _, flags, receivers in groups():
         group = parser.add_argument_group(title, about)
-        for names, metavar, key, help_text in flags:
+        for names, metavar, key, words in flags:
             action = "append" if receivers else "store"
-            group.add_argument(*names, metavar=metavar, dest=key, action=action, help=_text(help_text))
+            group.add_argument(*names, metavar=metavar, dest=key, action=action, help=words.replace("%", "%%"))
 
 
 def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
@@ -68,7 +65,7 @@ def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -
     """
     given = vars(arguments)
     flags, receivers = list[Flag](), list[ReceiverFlag]()
-    for group in GROUPS:
+    for group in groups():
         for (option, *_), _, key, _ in group.flags:
             if given[key] is None:
                 continue
@@ -93,7 +90,3 @@ def files_of(arguments: argparse.Namespace) -> list[Path]:
     named = os.environ.get(CONFIG)
     config = arguments.config or (Path(named) if named else None)
     return [path for path in (config, arguments.stage_config) if path is not None]
-
-
-def _text(words: str | Callable[[], str]) -> str:
-    return (words if isinstance(words, str) else words()).replace("%", "%%")

@@ -23,7 +23,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.transfer.contract import Contract, PushedToDecode
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.bootstrap import Ranks
@@ -85,7 +85,7 @@ class Bootstraps:
         self._query = query
         self._observers = observers
         self._tasks = tasks
-        self.interval = probes.scrape_interval
+        self._probes = probes
         self._now = now
         holder = contract.holder
         self._stuck_for = (holder.stuck_for if isinstance(holder, PushedToDecode) else None) or 0.0
@@ -161,7 +161,8 @@ class Bootstraps:
             if engine.node.up:
                 if self.lead.leads:
                     await self.ask(engine)
-                pause = self.interval if engine.node.kv_not_ready is None else min(2 * pause, self.interval)
+                most = self._probes.scrape_interval
+                pause = most if engine.node.kv_not_ready is None else min(2 * pause, most)
             try:
                 async with asyncio.timeout(pause):
                     await known.wake.wait()

@@ -18,10 +18,9 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.settings.crosscheck import engine_url
 from pdproxy.settings.dns import Dns, DnsName
+from pdproxy.settings.engines import Node, engine_url
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Node
 from pdproxy.upstream.resolver import MAX_PLACES, LookupFailedError, Records
 
 logger = logging.getLogger("pdproxy.dns")

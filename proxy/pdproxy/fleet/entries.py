@@ -20,7 +20,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.compatibility import may_share
 from pdproxy.scheduling.nodes import Node, Role
-from pdproxy.settings.crosscheck import engine_url
+from pdproxy.settings.engines import engine_url
 from pdproxy.settings.errors import SettingsError
 
 ID_LENGTH = 12

@@ -14,6 +14,7 @@ from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.outliers import Counted, Outliers
+from pdproxy.settings.health import OutlierSettings
 
 REASONS = ("errors", "latency")
 
@@ -23,7 +24,7 @@ async def _nothing() -> Sequence[Sequence[Counted]]:
 
 
 class Exclusions:
-    """Excludes the outliers of a pool, every `interval` seconds; 0: never. A watcher of the registry.
+    """Excludes the outliers of a pool, at the interval of `settings`; 0: never. A watcher of the registry.
 
     `lead`: of several workers, one compares; `elsewhere` returns what each of the others has counted.
     """
@@ -36,7 +37,7 @@ class Exclusions:
         observers: Observers,
         tasks: TaskOwner,
         now: Callable[[], float],
-        interval: float,
+        settings: OutlierSettings,
         lead: Lead = ALWAYS,
         elsewhere: Callable[[], Awaitable[Sequence[Sequence[Counted]]]] = _nothing,
     ) -> None:
@@ -48,13 +49,13 @@ class Exclusions:
         self._observers = observers
         self._tasks = tasks
         self._now = now
-        self.interval = interval
+        self._settings = settings
         self._counts: dict[str, Counter[str]] = {}
         engines.watch(self)
 
     def start(self) -> None:
         """Compare engines from now on, unless the settings have turned it off. Needs a running event loop."""
-        if self.interval:
+        if self._settings.interval:
             self._tasks.keep(self.run, "outliers")
 
     def added(self, engine: Engine) -> None:
@@ -69,7 +70,7 @@ class Exclusions:
     async def run(self) -> None:
         """Compare engines until cancelled."""
         while True:
-            await asyncio.sleep(self.interval)
+            await asyncio.sleep(self._settings.interval)
             if self._lead.leads:
                 self.compare(await self._elsewhere())
 

@@ -17,6 +17,7 @@ import msgspec
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.settings.health import Health
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.metrics_page import Scrape
 from pdproxy.wire.engine import prefill_answer
@@ -27,13 +28,13 @@ _IDS = 4
 
 
 class HealthCanary:
-    """Asks engines for one token. `roles`: those whose engines may be asked; `timeout`: seconds for each answer."""
+    """Asks engines for one token. `roles`: those whose engines may be asked; `health`: how long each answer may take."""
 
-    def __init__(self, admin: EngineAdmin, observers: Observers, roles: Collection[str], timeout: float) -> None:
+    def __init__(self, admin: EngineAdmin, observers: Observers, roles: Collection[str], health: Health) -> None:
         self._admin = admin
         self._observers = observers
         self._roles = roles
-        self.timeout = timeout
+        self._health = health
 
     def may_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked: its role allows it, and a model of it is known."""
@@ -52,7 +53,7 @@ class HealthCanary:
         body = msgspec.json.encode({"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0})
         engine.open_legs.canaries += 1
         try:
-            answer = await self._admin.canary(engine.url, _PATH, body, rank, timeout=self.timeout)
+            answer = await self._admin.canary(engine.url, _PATH, body, rank, timeout=self._health.canary_timeout)
         except EngineRefusedError as error:
             return None if error.status < 500 or error.status == 503 else False
         except EngineTimeoutError as error:

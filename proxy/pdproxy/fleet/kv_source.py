@@ -11,9 +11,9 @@ last asked. These rules are kept:
 - Behind another connection may be another run: the last message is asked for again. If it can't be, all is forgotten.
 - If the answer does not come, or what was lost is no longer kept there, what is known of the place may be wrong: it is forgotten.
   The events go on from there.
-- A replay that is not answered within `deadline` seconds has failed. After a replay, also one that was broken off, the next one
-  begins `COOLDOWN` seconds later at the earliest; after one that failed, gaps are not closed for a while, doubled each time up
-  to `MAX_PAUSE`.
+- A replay that is not answered in time (`deadlines.kv_replay`) has failed. After a replay, also one that was broken off, the
+  next one begins `COOLDOWN` seconds later at the earliest; after one that failed, gaps are not closed for a while, doubled each
+  time up to `MAX_PAUSE`.
 - Messages for which there is no space wait with the engine; those of one that connects are dropped, and asked for again.
 """
 
@@ -33,6 +33,7 @@ from pdproxy.kit.errors import Wait
 from pdproxy.kit.frames import frames
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.kv_events import Replay
 from pdproxy.wire.kv_events import read_batch
 
@@ -69,14 +70,14 @@ class ReplayResult(enum.Enum):
 
 @dataclass(slots=True)
 class SourceParts:
-    """What all sources share. `deadline`: seconds until the next message of a replay. `slots` limits the number of replays."""
+    """What all sources share. `deadlines`: that of the next message of a replay. `slots` limits the number of replays."""
 
     feed: Feed
     counts: SourceCounts
     clock: Clock
     observers: Observers
     tasks: TaskOwner
-    deadline: float
+    deadlines: Deadlines
     slots: asyncio.Semaphore
 
 
@@ -353,7 +354,7 @@ class Source:
         found, too_old, first, taken = _Pass.DONE, False, True, 0
         while True:
             try:
-                with clock.within(self._parts.deadline if first else QUIET):
+                with clock.within(self._parts.deadlines.kv_replay if first else QUIET):
                     answer = await replay.next()
             except TimeoutError:
                 if first:

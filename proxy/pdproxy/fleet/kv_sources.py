@@ -27,7 +27,8 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe import catalog_kv_events as catalog
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Gauge
-from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.addresses import Resolve, by_system
 from pdproxy.upstream.kv_events import KvEventSockets, Replay, Subscription
 from pdproxy.wire import kv_events as wire
@@ -75,7 +76,7 @@ class KvEventSources:
     """The sources of a pool's engines. A watcher of engines and an observer. It feeds `index`.
 
     `own`: the pool's settings, `of_node`: those of one engine by its URL. `ask(url)` asks an engine, and raises EngineError.
-    `ports`: at which engines may connect, none without `own.host`. `deadline`: seconds for the answer of a replay. `networks`:
+    `ports`: at which engines may connect, none without `own.host`. `deadlines`: that of the answer of a replay. `networks`:
     those of engines: what they name elsewhere is not connected to. `resolved` returns the addresses of a name.
     """
 
@@ -95,7 +96,7 @@ class KvEventSources:
         tasks: TaskOwner,
         *,
         ports: Iterable[int],
-        deadline: float,
+        deadlines: Deadlines,
         networks: EngineNetworks = USUAL,
         resolved: Resolve = by_system,
     ) -> None:
@@ -107,7 +108,7 @@ class KvEventSources:
         self._feed = Feed(index, failures.failed)
         self._failed = failures.failed
         slots = asyncio.Semaphore(MAX_REPLAYS)
-        self.parts = SourceParts(self._feed, self.counts, clock, observers, tasks, deadline, slots)
+        self.parts = SourceParts(self._feed, self.counts, clock, observers, tasks, deadlines, slots)
         self._sockets = KvEventSockets()
         self._entries: dict[Engine, _Entry] = {}
         self._places: dict[tuple[str, int], int] = {}

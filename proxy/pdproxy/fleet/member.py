@@ -16,7 +16,7 @@ from enum import Enum
 
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.scheduling.nodes import Node
-from pdproxy.settings.schema import Node as NodeSettings
+from pdproxy.settings.engines import Node as NodeSettings
 
 
 class MembershipError(Exception):

@@ -20,7 +20,8 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
-from pdproxy.settings.schema import Node as NodeSettings
+from pdproxy.settings.engines import Node as NodeSettings
+from pdproxy.settings.limits import Deadlines
 
 logger = logging.getLogger("pdproxy.fleet")
 
@@ -54,7 +55,7 @@ class Setup(Protocol):
 class Membership:
     """The members of one pool, by URL. A watcher of the registry.
 
-    `seconds`: how long an engine may take to drain. `leaving`: called with the URL of each engine that begins to drain: what is
+    `deadlines`: how long an engine may take to drain. `leaving`: called with the URL of each engine that begins to drain: what is
     only kept in the hope of more requests is released then.
     """
 
@@ -66,7 +67,7 @@ class Membership:
         observers: Observers,
         tasks: TaskOwner,
         now: Callable[[], float],
-        seconds: float,
+        deadlines: Deadlines,
         leaving: Callable[[str], None] | None = None,
     ) -> None:
         self._setup = setup
@@ -75,7 +76,7 @@ class Membership:
         self._observers = observers
         self._tasks = tasks
         self._now = now
-        self.seconds = seconds
+        self._deadlines = deadlines
         self._leaving = leaving
         self._members: dict[str, Member] = {}
         self._ending: dict[Member, asyncio.Task[None]] = {}
@@ -172,7 +173,7 @@ class Membership:
             MembershipError: there is no such member.
         """
         member, now = self._member(url), self._now()
-        drain = Drain(by, now, now + (self.seconds if seconds is None else seconds), removes)
+        drain = Drain(by, now, now + (self._deadlines.engine_drain if seconds is None else seconds), removes)
         if member.begin_drain(drain):
             self._ledger.mark_draining(url, "is being drained")
             if self._leaving is not None:

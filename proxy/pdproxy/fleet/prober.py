@@ -23,7 +23,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence
-from pdproxy.settings.probes import Probes
+from pdproxy.settings.health import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.upstream.derenders import derenders
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
@@ -87,15 +87,10 @@ class Prober:
         self._observers = observers
         self._tasks = tasks
         self._now = now
-        self.configure(probes)
+        self._probes = probes
         self._started = False
         self._running: dict[Engine, asyncio.Task[None]] = {}
         engines.watch(self)
-
-    def configure(self, probes: Probes) -> None:
-        """Use these intervals, from the next probe of each engine on."""
-        self._interval = probes.interval
-        self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
 
     def start(self) -> None:
         """Probe all engines from now on, and those that are added later. Needs a running event loop."""
@@ -119,6 +114,9 @@ class Prober:
         if isinstance(event, LegFailed) and (engine := self._engines.get(event.node)) is not None:
             self.soon(engine)
 
+    def _scrape_every(self) -> int:
+        return max(1, round(self._probes.scrape_interval / self._probes.interval))
+
     async def run(self, engine: Engine) -> None:
         """Probe one engine until cancelled."""
         count = 0
@@ -126,11 +124,11 @@ class Prober:
             if not self._lead.leads:
                 await self._lead.turn()
                 count = 0
-            await self._logged(engine, self.probe(engine, scrape=count % self._scrape_every == 0))
+            await self._logged(engine, self.probe(engine, scrape=count % self._scrape_every() == 0))
             count += 1
             wake = engine.probes.wake
             try:
-                async with asyncio.timeout(self._interval):
+                async with asyncio.timeout(self._probes.interval):
                     await wake.wait()
             except TimeoutError:
                 pass

@@ -31,6 +31,8 @@ from pdproxy.fleet.open_legs import OpenLeg
 from pdproxy.kit.errors import StandstillError
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.pace import LARGE, Pace
+from pdproxy.settings.health import Health
+from pdproxy.settings.limits import Deadlines
 
 LOOKS = 8
 """Looks in the time that is allowed at least."""
@@ -57,11 +59,10 @@ LONGEST_PAUSE = 30.0
 class Verdicts(Protocol):
     """What a watch needs of all."""
 
-    stalled_after: float
-    longest: float
-    """Seconds that an engine may be silent at most, whatever was learned."""
-    pause: float
-    """Seconds between two canaries to an engine that stands still, at first: doubled each time."""
+    health: Health
+    """The pauses between canaries to an engine that stands still are doubled each time."""
+    deadlines: Deadlines
+    """An engine may be silent for `prefill` at most, whatever was learned."""
 
     @property
     def leads(self) -> bool:
@@ -120,7 +121,7 @@ class StallWatch:
         self._stalled_at: float | None = None
         self._has_learned = False
         """Whether its pace knows how long it has stood still."""
-        self._pause = self._verdicts.pause
+        self._pause = self._verdicts.health.canary_interval
         self._next_canary = 0.0
         self.engine.open_legs.pace = Pace()
 
@@ -167,8 +168,8 @@ class StallWatch:
             self.close()
             return
         size = max((leg.prompt_bytes for leg in legs), default=0)
-        pace, most = self.engine.open_legs.pace, self._verdicts.longest
-        allowed, silence = pace.allowed(self._verdicts.stalled_after, most, size, now), now - since
+        pace, most = self.engine.open_legs.pace, self._verdicts.deadlines.prefill
+        allowed, silence = pace.allowed(self._verdicts.health.stalled_after, most, size, now), now - since
         open_legs.shows_nothing = open_legs.shows_nothing and silence >= VERDICT * allowed
         if silence < SUSPECT * allowed:
             self.close()
@@ -208,7 +209,7 @@ class StallWatch:
             self._life = max(self._life, own, self._verdicts.exchange(self.engine, max(own, asked)))
         if enquiry is not None:
             self._life = max(self._life, enquiry.last_sign)
-            if self._life - enquiry.began >= self._verdicts.stalled_after / LOOKS:
+            if self._life - enquiry.began >= self._verdicts.health.stalled_after / LOOKS:
                 # It was not the legs alone that were silent: the engine could not answer either.
                 self.engine.open_legs.pace.came_back(self._life - self._silent_from, now)
         if self._suspected is not None and self._life > self._suspected:
@@ -254,7 +255,10 @@ class StallWatch:
             self._hold, self._blind = 0.0, FIRST_BLIND
         self._stalled_at, self._suspected = now, None
         self._has_learned = False
-        self._pause, self._next_canary = self._verdicts.pause, now + self._verdicts.pause
+        self._pause, self._next_canary = (
+            self._verdicts.health.canary_interval,
+            now + self._verdicts.health.canary_interval,
+        )
 
     # -- while it stands still
 
@@ -313,7 +317,11 @@ class StallWatch:
         assert self._stalled_at is not None
         flowing = [leg for leg in legs if leg.last_sign() > leg.since]
         # Without data of any leg, it may have worked in silence until it was asked.
-        asked = self._stalled_at - SUSPECT * self._verdicts.stalled_after + self._verdicts.stalled_after / LOOKS
+        asked = (
+            self._stalled_at
+            - SUSPECT * self._verdicts.health.stalled_after
+            + self._verdicts.health.stalled_after / LOOKS
+        )
         latest = max(leg.last_sign() for leg in flowing) + LAST_STEP if flowing else asked
         early = [leg for leg in legs if leg.since <= latest]
         found = [leg for leg in early if leg.last_sign() <= leg.since] or early
@@ -327,9 +335,11 @@ class StallWatch:
 
         Those whose request may be the cause end first: the others avoid the engines that these go to.
         """
-        causes, least = self._causes(legs), SUSPECT * self._verdicts.stalled_after
+        causes, least = self._causes(legs), SUSPECT * self._verdicts.health.stalled_after
         legs = [*causes, *[leg for leg in legs if leg not in causes]]
-        waits_out = now < self._silent_from + self._verdicts.longest and any(leg.stalled_before for leg in legs)
+        waits_out = now < self._silent_from + self._verdicts.deadlines.prefill and any(
+            leg.stalled_before for leg in legs
+        )
         self.engine.open_legs.waits_out = waits_out
         if waits_out:
             legs = [leg for leg in legs if leg.last_sign() <= leg.since and not leg.stalled_before]

@@ -21,6 +21,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.health import Health
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import Scrape
 
 
@@ -40,13 +41,13 @@ class Stalls:
         tasks: TaskOwner,
         clock: Clock,
         health: Health,
-        longest: float,
+        deadlines: Deadlines,
         lead: Lead = ALWAYS,
         signs: Signs | None = None,
     ) -> None:
         self._lead = lead
         self._signs = signs
-        self.configure(health, longest)
+        self.health, self.deadlines = health, deadlines
         self._engines = engines
         self._ledger = ledger
         self._canary = canary
@@ -58,15 +59,9 @@ class Stalls:
         self._suspected: list[StallWatch] = []
         engines.watch(self)
 
-    def configure(self, health: Health, longest: float) -> None:
-        """Use these times from now on. Whether engines are watched at all is settled at the start."""
-        self.stalled_after = health.stalled_after
-        self.longest = longest
-        self.pause = health.canary_interval
-
     def start(self) -> None:
         """Look at all engines from now on, unless the settings have turned it off. Needs a running event loop."""
-        if self.stalled_after:
+        if self.health.stalled_after:
             self._tasks.keep(self.run, "engines that stand still")
 
     def added(self, engine: Engine) -> None:
@@ -82,14 +77,14 @@ class Stalls:
 
     def found(self, url: str) -> None:
         """Look at an engine that another worker has found to stand still: legs to it end."""
-        if self.stalled_after and (watch := self._watches.get(url)) is not None:
+        if self.health.stalled_after and (watch := self._watches.get(url)) is not None:
             watch.look(self._clock.now())
 
     async def run(self) -> None:
         """Look at all engines at intervals, until cancelled."""
         last = self._clock.now()
         while True:
-            interval = self.stalled_after / LOOKS
+            interval = self.health.stalled_after / LOOKS
             await self._after(interval)
             now = self._clock.now()
             held_up = now - last > 3 * interval

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pdproxy.scheduling.nodes import Role
 
@@ -24,20 +24,28 @@ GOOD_AFTER = 10
 """Times `exclude_for` after which an engine that was left out counts as one that never was."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutlierLimits:
-    """What an outlier is, and how many may be left out.
+class OutlierLimits(Protocol):
+    """What an outlier is, and how many may be left out. It is read whenever engines are judged: it may change."""
 
-    `error_share`: of its requests fail, and at most half of that share of its peers'. `min_requests`: judged by no fewer.
-    `slower_than`: times the median of its peers. `exclude_for`: seconds, times how often it was left out. `max_share`: of the
-    engines of a role, but one in any case where there are two.
-    """
+    @property
+    def error_share(self) -> float:
+        """So many of its requests fail, and at most half of that share of its peers'."""
 
-    error_share: float = 0.5
-    min_requests: int = 10
-    slower_than: float = 3.0
-    exclude_for: float = 30.0
-    max_share: float = 0.34
+    @property
+    def min_requests(self) -> int:
+        """It is judged by no fewer."""
+
+    @property
+    def slower_than(self) -> float:
+        """Times the median of its peers."""
+
+    @property
+    def exclude_for(self) -> float:
+        """Seconds, times how often it was left out."""
+
+    @property
+    def max_share(self) -> float:
+        """Of the engines of a role, but one in any case where there are two."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,52 +1,30 @@
-"""What has changed between two versions of the settings: which parts are used at once, and which need a restart. Pure."""
+"""Settings that change while a proxy runs: what is used at once, what needs a restart, and which values are in force.
+
+A proxy has sections of its own. All parts that keep one of these read its values when they need them. Where a part has made
+something of a value, its owner (`app.live`) has it do so again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from pdproxy.settings.errors import KeyPath, spell_key
-from pdproxy.settings.schema import Pool, Settings
-from pdproxy.settings.section import Section
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.section import Live, Section, fields_of
 from pdproxy.transfer import registry
 
-AT_ONCE: tuple[KeyPath, ...] = (
-    ("auth",),
-    ("deadlines",),
-    ("limits",),
-    ("overload",),
-    ("media",),
-    ("tenants", "caches"),
-    ("health",),
-    ("outliers",),
-    ("probes",),
-    ("observe", "log_level"),
-    ("pools", 0, "nodes"),
-    ("pools", 0, "dns_nodes"),
-    ("pools", 0, "models"),
-    ("pools", 0, "aliases"),
-    ("pools", 0, "weight"),
-    ("pools", 0, "alone"),
-    ("pools", 0, "policy"),
-    ("pools", 0, "slo"),
-)
-"""The settings, and sections, that are used at once. Files that settings name are read again by themselves."""
-EXCEPT: tuple[KeyPath, ...] = (("deadlines", "detect"),)
-"""Of these, what needs a restart all the same: the wait is over once requests are served."""
-SWITCHES: tuple[KeyPath, ...] = (
-    ("health", "stalled_after"),
-    ("outliers", "interval"),
-    ("limits", "engine_requests"),
-    ("limits", "engine_tokens"),
-    ("limits", "continuations"),
-)
-"""Numbers of which 0 turns something off. That needs a restart, and so does turning it on."""
+Kind = TypeVar("Kind", bound=Section)
+
 _PLACEMENT: KeyPath = ("policy", "placement")
 _ORDER: KeyPath = ("dispatch",)
 _SEQUENTIAL: Final = "sequential"
+_Change = tuple[KeyPath, bool]
+"""What differs, and whether it is used at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +41,27 @@ class Changes:
 
 def changes(old: Settings, new: Settings) -> Changes:
     """Return what differs. Both have the same sources but for the content of their files."""
-    at_once: list[KeyPath] = []
-    restart: list[KeyPath] = []
-    found = _differ(old, new, ())
+    found = [*_differ(old, new, ())]
     if _is_list_of_pools(old.pools, new.pools, ("pools",)):
         found = [*_by_what_runs(old.pools, new.pools, found)]
-    for path in found:
-        (at_once if _is_used_at_once(path, old, new) else restart).append(path)
+    at_once = [path for path, is_used in found if is_used]
+    restart = [path for path, is_used in found if not is_used]
     used = _merged(old, new, (), frozenset(restart))
     pools = [_kept(was, one) for was, one in zip(old.pools, used.pools, strict=True)]
     used = msgspec.structs.replace(used, pools=tuple(pools)) if pools != list(used.pools) else used
     return Changes(used, tuple(map(spell_key, at_once)), tuple(map(spell_key, restart)))
 
 
-def _by_what_runs(old: Sequence[Pool], new: Sequence[Pool], found: Sequence[KeyPath]) -> Iterator[KeyPath]:
+def _by_what_runs(old: Sequence[Pool], new: Sequence[Pool], found: Sequence[_Change]) -> Iterator[_Change]:
     """Return what differs, of placements and orders by what runs: where a setting does not name them, engines decide."""
-    for path in found:
+    for path, is_used in found:
         if path[2:] not in (_PLACEMENT, _ORDER):
-            yield path
+            yield path, is_used
     for at, (was, now) in enumerate(zip(old, new, strict=True)):
         if was.placement != now.placement:
-            yield ("pools", at, *_PLACEMENT)
+            yield ("pools", at, *_PLACEMENT), False
         if was.dispatch != now.dispatch if was.connector != now.connector else _order(was) != _order(now):
-            yield ("pools", at, *_ORDER)
+            yield ("pools", at, *_ORDER), False
 
 
 def _kept(old: Pool, used: Pool) -> Pool:
@@ -104,34 +80,6 @@ def _order(pool: Pool) -> str | None:
     return _SEQUENTIAL if is_any and _SEQUENTIAL in orders else orders[0]
 
 
-def _is_used_at_once(path: KeyPath, old: Settings, new: Settings) -> bool:
-    general = tuple(0 if isinstance(part, int) else part for part in path)
-    if general in EXCEPT or not any(general[: len(one)] == one for one in AT_ONCE):
-        return False
-    if general in SWITCHES:
-        return bool(_at(old, path)) == bool(_at(new, path))
-    if (
-        path[0] == "auth"
-    ):  # without keys, engines get clients' own headers: a mistake must not open the proxy, or the engines
-        return (old.auth.wants_keys, old.auth.wants_admin_keys) == (new.auth.wants_keys, new.auth.wants_admin_keys)
-    if general[2:3] in (("policy",), ("slo",)):
-        pools: Sequence[Pool] = (_at(old, path[:2]), _at(new, path[:2]))
-        first, second = map(_parts_of_policy, pools)
-        return first == second
-    return True
-
-
-def _parts_of_policy(pool: Pool) -> tuple[str, bool]:
-    """Return which parts a pool's policy needs: the placement, and whether there is an index of prefixes."""
-    return pool.placement, pool.asks_the_index
-
-
-def _at(tree: Any, path: KeyPath) -> Any:
-    for part in path:
-        tree = tree[part] if isinstance(part, int) else getattr(tree, part)
-    return tree
-
-
 def _is_list_of_pools(old: Any, new: Any, path: KeyPath) -> bool:
     """Return whether these are the same pools, in the same order. The one pool may have another name."""
     if path != ("pools",) or len(old) != len(new):
@@ -139,15 +87,22 @@ def _is_list_of_pools(old: Any, new: Any, path: KeyPath) -> bool:
     return len(old) == 1 or [pool.name for pool in old] == [pool.name for pool in new]
 
 
-def _differ(old: Any, new: Any, path: KeyPath) -> list[KeyPath]:
+def _differ(
+    old: Any, new: Any, path: KeyPath, *, may_be_used: bool = True, live: Live | None = None
+) -> Iterator[_Change]:
+    """Yield what differs. `may_be_used`: no section around it needs a restart; `live`: the mark of the setting."""
     if old == new:
-        return []
+        return
     if _is_list_of_pools(old, new, path):
-        return [one for at in range(len(old)) for one in _differ(old[at], new[at], (*path, at))]
-    if isinstance(old, Section) and type(old) is type(new):
-        names = [field.name for field in msgspec.structs.fields(old)]
-        return [one for name in names for one in _differ(getattr(old, name), getattr(new, name), (*path, name))]
-    return [path]
+        for at, pool in enumerate(old):
+            yield from _differ(pool, new[at], (*path, at))
+    elif isinstance(old, Section) and type(old) is type(new):
+        for field in fields_of(type(old)):
+            same = may_be_used and (field.while_same is None or field.while_same.of(old) == field.while_same.of(new))
+            ours, theirs = getattr(old, field.name), getattr(new, field.name)
+            yield from _differ(ours, theirs, (*path, field.name), may_be_used=same, live=field.live)
+    else:
+        yield path, may_be_used and live is not None and live.is_used(old, new)
 
 
 def _merged(old: Any, new: Any, path: KeyPath, restart: frozenset[KeyPath]) -> Any:
@@ -157,7 +112,27 @@ def _merged(old: Any, new: Any, path: KeyPath, restart: frozenset[KeyPath]) -> A
     if _is_list_of_pools(old, new, path):
         return tuple(_merged(old[at], new[at], (*path, at), restart) for at in range(len(old)))
     if isinstance(old, Section) and type(old) is type(new):
-        names = [field.name for field in msgspec.structs.fields(old)]
+        names = [field.name for field in fields_of(type(old))]
         found = {name: _merged(getattr(old, name), getattr(new, name), (*path, name), restart) for name in names}
         return msgspec.structs.replace(old, **found)
     return new
+
+
+def own(section: Kind) -> Kind:
+    """Return settings whose sections nobody else has. Defaults are shared by all settings. Pools stay as they are."""
+    sections = {name: one for name, one in _items(section) if isinstance(one, Section)}
+    return msgspec.structs.replace(section, **{name: own(one) for name, one in sections.items()})
+
+
+def put(section: Section, values: Section) -> None:
+    """Have settings that `own` has returned hold other values in the fields that are marked (`Live`)."""
+    for field in fields_of(type(section)):
+        value = getattr(values, field.name)
+        if isinstance(value, Section):
+            put(getattr(section, field.name), value)
+        elif field.live is not None:
+            msgspec.structs.force_setattr(section, field.name, value)
+
+
+def _items(section: Section) -> list[tuple[str, object]]:
+    return [(field.name, getattr(section, field.name)) for field in fields_of(type(section))]

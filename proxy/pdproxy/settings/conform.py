@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
 
 from pdproxy.settings.errors import KeyPath, Mistakes, did_you_mean, spell_key, spell_value
-from pdproxy.settings.section import NAMES, Section
+from pdproxy.settings.section import NAMES, Section, fields_of, is_section
 
 _NOT_OF_THAT_KIND = (msgspec.ValidationError, UnicodeEncodeError)
 """The second one is raised for a variable or a flag with bytes that are no text in UTF-8."""
@@ -38,7 +37,7 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
 def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> Any:
     """Do as `conform`, but add mistakes to `found`. What is wrong is left out of a section, and None in a list."""
     found.read_from(path, where)
-    if _is_section(kind):
+    if is_section(kind):
         return _section(value, kind, where, path, found)
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
@@ -97,19 +96,13 @@ def json_list(text: str) -> list[Any] | None:
         return None
 
 
-@cache
-def fields_of(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
-    """Return the fields of a section. msgspec evaluates all annotations anew at each call, which costs a millisecond."""
-    return msgspec.structs.fields(kind)
-
-
 def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield path and type of every setting that a text can set: all but lists of sections and what is in them."""
     for field in fields_of(kind):
         here = (*path, field.name)
-        if _is_section(field.type):
+        if is_section(field.type):
             yield from leaves(field.type, here)
-        elif not (get_origin(field.type) is tuple and _is_section(get_args(field.type)[0])):
+        elif not (get_origin(field.type) is tuple and is_section(get_args(field.type)[0])):
             yield here, field.type
 
 
@@ -131,7 +124,7 @@ def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistake
             found.add(path, f"{spell_key((*path, name))}: unknown key{hint}{where}")
             continue
         # A section whose keys are all commented out is null in YAML: it has its defaults.
-        if item is None and _is_section(fields[name].type):
+        if item is None and is_section(fields[name].type):
             continue
         tree[name] = collect(item, fields[name].type, where, (*path, name), found)
     for name, field in fields.items():
@@ -152,10 +145,6 @@ def _unexpected(value: object, kind: Any, where: str, path: KeyPath, found: Mist
     found.add(path, text)
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
 def expectation(kind: Any) -> str:
     """Return in words what a type of the schema accepts."""
     if get_origin(kind) is Literal:
@@ -164,7 +153,7 @@ def expectation(kind: Any) -> str:
         return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
     if (names := _names(kind)) is not None:
         return " or ".join(names)
-    if _is_section(kind) and (texts := choices(kind)):
+    if is_section(kind) and (texts := choices(kind)):
         return f"{' or '.join(texts)}, or a mapping"
     match inspect.type_info(kind):
         case inspect.Metadata(extra_json_schema={"description": str(words)}):

@@ -1,44 +1,39 @@
-"""Checks of fields against each other: whether the engines form a pool that can serve requests, and which fields exclude others.
+"""Checks of sections against each other: whether the engines form pools that can serve requests, and share nothing.
 
-Owns the normal spelling of an engine's URL: one engine has one, so that naming it twice is noticed and metrics agree.
+What is about one section alone stands beside it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from urllib.parse import urlsplit
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from pdproxy.kit.addresses import Network, read_address, read_network
-from pdproxy.kit.engine_networks import EngineNetworks
-from pdproxy.settings.admin import UNIX, check_admin
 from pdproxy.settings.conform import conform
-from pdproxy.settings.dns import check_servers, dns_name, is_dns, stand_in_url
-from pdproxy.settings.dump import MASK
-from pdproxy.settings.engine_networks import EngineSettings
+from pdproxy.settings.dns import check_replicas, check_servers, dns_name, is_dns, stand_in_url
+from pdproxy.settings.engines import (
+    USER,
+    Node,
+    check_allowed,
+    check_networks,
+    engine_url,
+    refuse_contradictions,
+    refuse_duplicates,
+    refuse_useless,
+    with_sources,
+)
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
-from pdproxy.settings.kv_events import check_kv_events
-from pdproxy.settings.limits import Limits, least_buffered_bytes
-from pdproxy.settings.listen import ListenTls
-from pdproxy.settings.media import check_media_settings
-from pdproxy.settings.network_checks import check_networks
-from pdproxy.settings.placing_checks import check_placing
-from pdproxy.settings.pool_checks import check_pools
-from pdproxy.settings.replicas import check_replicas
-from pdproxy.settings.schema import Auth, EngineTls, Node, Pool, Settings
-from pdproxy.settings.tenants import check_tenants
-from pdproxy.settings.transfer_checks import check_pairs, check_transfer
+from pdproxy.settings.keys import check_auth, check_tenants
+from pdproxy.settings.kv import check_kv_events
+from pdproxy.settings.limits import check_limits, check_media_settings
+from pdproxy.settings.listen import check_admin, parsed_networks
+from pdproxy.settings.pools import Pool, check_placing
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.tls import refuse_stray_files
+from pdproxy.settings.transfer import check_pairs, check_transfer
+from pdproxy.transfer import registry
+from pdproxy.transfer.contract import Channel
 from pdproxy.transfer.registry import AUTO
-
-PREFIX = re.compile(r"(/(?!\.{1,2}(/|\Z))[A-Za-z0-9._~-]+)+")
-"""A path before routes: of segments without escapes, none of which is `.` or `..`."""
-_HOST = re.compile(r"(?=.{1,254}\Z)[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
-_LABEL_LENGTHS = range(1, 64)
-"""Characters between two dots of a name: the system's resolver takes no others."""
-_PORTS = {"http": 80, "https": 443}
-_USER = re.compile(r"//[^/]*@")
 
 
 def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True) -> Settings:
@@ -48,9 +43,9 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
     """
     auth, tls = settings.auth, settings.listen.tls
     if not found.within("auth"):
-        _check_auth(auth, found)
+        check_auth(auth, found)
     if not found.within("listen"):
-        _refuse_stray_files(tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"), found)
+        refuse_stray_files(tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"), found)
         with found.collecting("listen"):
             parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
         if not found.within("auth"):
@@ -61,11 +56,11 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
         check_servers(settings.dns, found)
     if not found.within("media"):
         check_media_settings(settings.media, found)
-    networks = _allowed(settings.engines, found)
+    networks = check_allowed(settings.engines, found)
     if not found.within("replicas"):
         check_replicas(settings.replicas, found)
     if not found.within("limits"):
-        _refuse_bodies_without_space(settings.limits, found)
+        check_limits(settings.limits, found)
     if found.within("pools"):
         return settings
     pools = settings.pools or (Pool(),)
@@ -78,30 +73,6 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
     return settings
 
 
-def _allowed(engines: EngineSettings, found: Mistakes) -> EngineNetworks | None:
-    """Return the networks in which engines may be, None if the setting is wrong."""
-    try:
-        return engines.allowed
-    except ValueError:
-        key = ("engines", "networks")
-        text = f"expected networks or addresses, such as 10.0.0.0/8{found.source(key)}"
-        found.add(key, f"{spell_key(key)}: {quote(', '.join(engines.networks))}: {text}")
-        return None
-
-
-def _check_auth(auth: Auth, found: Mistakes) -> None:
-    if MASK in (*auth.api_keys, *auth.admin_keys, auth.engine_api_key):
-        name = "api_keys" if MASK in auth.api_keys else "admin_keys" if MASK in auth.admin_keys else "engine_api_key"
-        where = found.source(("auth", name))
-        text = f"auth.{name}: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
-        found.add(("auth",), text)
-    if auth.engine_api_key is not None and auth.engine_api_key_file is not None:
-        names = "engine_api_key", "engine_api_key_file"
-        where = "".join(dict.fromkeys(found.source(("auth", name)) for name in names))
-        text = f"auth: engine_api_key and engine_api_key_file exclude each other: give one{where}"
-        found.add(("auth",), text)
-
-
 def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
     """Check the URLs of engines that are not checked otherwise, because something else in their pool is wrong."""
     for index, node in enumerate(nodes):
@@ -112,7 +83,7 @@ def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
-    _refuse_stray_files(pool.tls, (*path, "tls"), ("key",), found)
+    refuse_stray_files(pool.tls, (*path, "tls"), ("key",), found)
     nodes, named = [], [(node, (*path, "dns_nodes", at)) for at, node in enumerate(pool.dns_nodes)]
     for index, node in enumerate(pool.nodes):
         here = (*path, "nodes", index)
@@ -122,18 +93,18 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
         with found.collecting(*here):
             url = engine_url(node.url, (*here, "url"), found.source((*here, "url")))
             nodes.append(msgspec.structs.replace(node, url=url))
-        _refuse_contradictions(node, here, found)
+        refuse_contradictions(node, here, found)
     dns_nodes = _checked_names(pool, named, nodes, path, found)
     if len(nodes) + len(dns_nodes) == len(pool.all_nodes):
         others = [msgspec.structs.replace(node, url=stand_in_url(node.url)) for node in dns_nodes]
         check_transfer(pool, [*nodes, *others], path, found)
         _check_kv_events(pool, nodes, path, found)
-        _refuse_duplicates(nodes, path, found)
-        nodes = [_with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
+        refuse_duplicates(nodes, path, found)
+        nodes = [with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
         check_pairs(pool, nodes, path, found)
         check_placing(pool, [*nodes, *others], path, found)
     if pool.all_nodes or need_engines:
-        _refuse_useless({node.role for node in pool.all_nodes}, (*path, "nodes"), found)
+        refuse_useless({node.role for node in pool.all_nodes}, (*path, "nodes"), found)
     return msgspec.structs.replace(pool, nodes=tuple(nodes), dns_nodes=tuple(dns_nodes))
 
 
@@ -145,10 +116,10 @@ def _checked_names(
     for node, here in named:
         with found.collecting(*here):
             url = dns_name(node.url, (*here, "url"), found.source((*here, "url"))).url
-            _refuse_contradictions(node, here, found)
+            refuse_contradictions(node, here, found)
             if url in checked:
                 found.add(here, f"{spell_key(here)}: {url} is given twice{found.source(here)}")
-            node = _with_sources(node, nodes, (*here, "sources"), found)
+            node = with_sources(node, nodes, (*here, "sources"), found)
             checked[url] = msgspec.structs.replace(node, url=url)
     if checked and pool.connector == AUTO and not any(node.prefills for node in nodes):
         key = (*path, "connector")
@@ -176,7 +147,7 @@ def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
     try:
         return _checked_nodes([node], pool, others, ("pools", 0))[0]
     except SettingsError as error:
-        raise SettingsError(f"{quote(_USER.sub('//***@', str(node.url)))} can't be added: {error}") from None
+        raise SettingsError(f"{quote(USER.sub('//***@', str(node.url)))} can't be added: {error}") from None
 
 
 def checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node]) -> list[Node]:
@@ -202,13 +173,13 @@ def _checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node], path
         here = (*path, "nodes", at)
         conform(msgspec.to_builtins(node), Node, "", here)
         spelled.append(msgspec.structs.replace(node, url=engine_url(node.url, (*here, "url"))))
-        _refuse_contradictions(spelled[-1], here, found)
+        refuse_contradictions(spelled[-1], here, found)
     nodes = (*others, *spelled)
     check_transfer(pool, nodes, path, found)
     _check_kv_events(pool, nodes, path, found)
-    _refuse_duplicates(nodes, path, found)
+    refuse_duplicates(nodes, path, found)
     spelled = [
-        _with_sources(node, nodes, (*path, "nodes", at, "sources"), found)
+        with_sources(node, nodes, (*path, "nodes", at, "sources"), found)
         for at, node in enumerate(spelled, len(others))
     ]
     check_pairs(pool, (*others, *spelled), path, found)
@@ -217,153 +188,62 @@ def _checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node], path
     return spelled
 
 
-def _refuse_bodies_without_space(limits: Limits, found: Mistakes) -> None:
-    minimum = least_buffered_bytes(limits)
-    if limits.max_buffered_bytes < minimum:
-        text = (
-            f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no space for a body of limits.max_body_bytes = "
-            f"{limits.max_body_bytes}: expected at least {minimum}"
-        )
-        found.add(("limits",), text + _one_source(found, "max_buffered_bytes", "max_body_bytes"))
-    if limits.max_buffered_answer_bytes < limits.max_answer_bytes:
-        text = (
-            f"limits.max_buffered_answer_bytes = {limits.max_buffered_answer_bytes} has no space for an answer of "
-            f"limits.max_answer_bytes = {limits.max_answer_bytes}"
-        )
-        found.add(("limits",), text + _one_source(found, "max_buffered_answer_bytes", "max_answer_bytes"))
+def check_pools(settings: Settings, found: Mistakes) -> None:
+    """Check the pools, each of which was checked by itself. Mistakes are added to `found`."""
+    for at, pool in enumerate(settings.pools):
+        for alias, real in pool.aliases.items():
+            if real in pool.aliases or not alias:
+                key: KeyPath = ("pools", at, "aliases")
+                why = "is an alias itself" if alias else "needs a name"
+                found.add(key, f"{spell_key(key)}: {quote(alias)}: {quote(real)} {why}{found.source(key)}")
+        for place, text in enumerate(pool.models):
+            if text.count("*") > 1:
+                key = ("pools", at, "models", place)
+                found.add(key, f"{spell_key(key)}: {quote(text)}: a pattern has one * at most{found.source(key)}")
+    if len(settings.pools) < 2:
+        return
+    _refuse_shared([(pool.name, ("pools", at, "name")) for at, pool in enumerate(settings.pools)], "the name", found)
+    urls: list[tuple[str, KeyPath]] = [
+        (node.url.partition("://")[2], ("pools", at, "nodes", place))  # one port is either with TLS or without
+        for at, pool in enumerate(settings.pools)
+        for place, node in enumerate(pool.nodes)
+    ]
+    # Names that DNS has: where in the list they were is not known any more.
+    urls += [
+        (node.url.partition("://")[2], ("pools", at, "nodes"))
+        for at, pool in enumerate(settings.pools)
+        for node in pool.dns_nodes
+    ]
+    _refuse_shared(urls, "the engine", found)
+    _refuse_shared([*_sockets(settings)], "the port", found)
 
 
-def _one_source(found: Mistakes, *names: str) -> str:
-    """Return where the first of these limits that is not a default was read."""
-    return next(filter(None, (found.source(("limits", name)) for name in names)), "")
+def _refuse_shared(named: Sequence[tuple[str, KeyPath]], what: str, found: Mistakes) -> None:
+    first: dict[str, KeyPath] = {}
+    for name, key in named:
+        other = first.setdefault(name, key)
+        if other[1] != key[1]:  # within one pool it was checked before
+            text = f"{spell_key(other)} and {spell_key(key)}: two pools can't share {what} {name}{found.source(key)}"
+            found.add(key, text)
 
 
-def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[Network, ...]:
-    """Return the networks in `listen.trusted_proxies`; an address is a network of one. `where`: the source of the list.
-
-    Raises:
-        SettingsError: naming each text that is neither.
-    """
-    networks, found = [], Mistakes()
-    for index, text in enumerate(texts):
-        if text == UNIX:
-            continue
-        try:
-            networks.append(read_network(text))
-        except ValueError:
-            path = ("listen", "trusted_proxies", index)
-            words = f"{quote(text)}: expected an address or a network, such as 10.0.0.0/8, or {UNIX}{where}"
-            found.add(path, f"{spell_key(path)}: {words}")
-    found.raise_any()
-    return tuple(networks)
+def _sockets(settings: Settings) -> Iterator[tuple[str, KeyPath]]:
+    """Return the ports at which engines of the pools reach the proxy."""
+    for at, pool in enumerate(settings.pools):
+        key: KeyPath = ("pools", at)
+        if pool.kv_events.enabled and pool.kv_events.host is not None:
+            most = max((node.facts.data_parallel_size for node in pool.all_nodes), default=1)
+            for port in range(pool.kv_events.port, pool.kv_events.port + most):
+                yield str(port), (*key, "kv_events")
+        yield from ((str(port), (*key, name)) for port, name in _of_connector(settings.of_pool(pool), pool))
 
 
-def engine_url(url: str, path: KeyPath, where: str = "") -> str:
-    """Return an engine's URL in its normal spelling: scheme, host and port, then the path it is behind, if there is one.
-
-    `where`: the source of the URL.
-
-    Raises:
-        SettingsError: naming `path` and the URL; a password in it is not shown.
-    """
-
-    def wrong(why: str) -> SettingsError:
-        return SettingsError(f"{spell_key(path)}: {quote(_USER.sub('//***@', url))}: {why}{where}")
-
-    if not url.isascii() or not url.isprintable() or " " in url:
-        raise wrong("an engine's URL can't hold blanks, control characters or letters beyond ASCII")
-    if "@" in url:
-        raise wrong("user and password aren't supported: set auth.engine_api_key")
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-        if ":" in host:
-            address = read_address(f"[{host}]")
-            if address is None or "%" in host or parts.netloc.partition("]")[2].partition(":")[0]:
-                raise ValueError(host)
-            host = str(address) if address.version == 4 else f"[{address}]"  # one engine has one spelling
-    except ValueError:
-        raise wrong("no URL: expected http://host:port") from None
-    if parts.scheme not in _PORTS or "://" not in url:
-        raise wrong("expected http://host:port or https://host:port")
-    if not (host.startswith("[") or (_HOST.fullmatch(host) and _has_labels(host))):
-        raise wrong("has no host name: expected http://host:port" if not host else "its host name can't exist")
-    prefix = parts.path.removesuffix("/")
-    if "?" in url or "#" in url or prefix.endswith("/v1") or not (prefix == "" or PREFIX.fullmatch(prefix)):
-        raise wrong(
-            "an engine is a host and a port, and perhaps a path before its routes: nothing may follow, not even /v1"
-        )
-    if port == 0:
-        raise wrong("nothing listens on port 0")
-    return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}{prefix}"
-
-
-def _has_labels(host: str) -> bool:
-    return all(len(label) in _LABEL_LENGTHS for label in host.removesuffix(".").split("."))
-
-
-def both_schemes(url: str) -> list[str]:
-    """Return an engine's URL with http and with https: one port is either."""
-    rest = url.partition("://")[2]
-    return [f"{scheme}://{rest}" for scheme in _PORTS]
-
-
-def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> Node:
-    """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
-    if node.sources and not node.decodes:
-        found.add(path, f"{spell_key(path)}: only a decode engine takes KV{found.source(path)}")
-        return node
-    prefills = {other.url for other in nodes if other.prefills}
-    sources = []
-    for at, text in enumerate(node.sources):
-        here = (*path, at)
-        with found.collecting(*here):
-            url = engine_url(text, here, found.source(here))
-            sources.append(url)
-            if url not in prefills:
-                text = f"{spell_key(here)}: {url} is no prefill engine of this pool{found.source(here)}"
-                found.add(here, text)
-    return msgspec.structs.replace(node, sources=tuple(sources)) if sources else node
-
-
-def _refuse_contradictions(node: Node, path: KeyPath, found: Mistakes) -> None:
-    key, where = spell_key(path), found.source(path)
-    if node.api_key == MASK:
-        text = f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
-        found.add(path, text)
-    if node.api_key is not None and node.api_key_file is not None:
-        found.add(path, f"{key}: api_key and api_key_file exclude each other: give one{where}")
-    if node.serves_whole and node.role != "prefill":
-        text = "only a prefill engine has this setting, other roles say whether an engine serves requests whole"
-        found.add((*path, "serves_whole"), f"{key}.serves_whole: {text}{found.source((*path, 'serves_whole'))}")
-    if node.tls != EngineTls() and node.url.startswith(("http:", "dns:", "srv:")):
-        url = quote(_USER.sub("//***@", node.url))
-        found.add(path, f"{key}.tls: {url} is without TLS: expected an https:// URL{where}")
-    _refuse_stray_files(node.tls, (*path, "tls"), ("key",), found)
-
-
-def _refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str], found: Mistakes) -> None:
-    for name in names:
-        if tls.certificate is None and getattr(tls, name) is not None:
-            key, needed, where = (*path, name), spell_key((*path, "certificate")), found.source((*path, name))
-            found.add(key, f"{spell_key(key)}: has no effect without {needed}{where}")
-
-
-def _refuse_duplicates(nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> None:
-    first: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        place = node.url.partition("://")[2]  # one port is either with TLS or without
-        if place in first:
-            both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[place], index))
-            where = found.source((*path, "nodes", index))
-            text = f"{both}: {node.url} is given twice: an engine has one role (flags add to the file's nodes){where}"
-            found.add((*path, "nodes"), text)
-        first.setdefault(place, index)
-
-
-def _refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
-    key = spell_key(path)
-    if not roles:
-        found.add(path, f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML file")
-    if "prefill" in roles and roles.isdisjoint({"decode", "any"}):
-        found.add(path, f"{key}: prefill engines, but no decode engine that could take what they compute")
+def _of_connector(settings: Settings, pool: Pool) -> Iterator[tuple[int, str]]:
+    if pool.connector == registry.AUTO:  # checked once the engines have been asked
+        return
+    entry = registry.entry_of(pool.connector)
+    if entry.registered is not None:
+        yield settings.registration.port or entry.registration_port, "registration_port"
+    contract = entry.contract(settings)
+    if contract.has_notices_over(Channel.ZMQ) or contract.has_notices_over(Channel.HTTP):
+        yield settings.kv_ready.port, "kv_ready_port"

@@ -1,4 +1,4 @@
-"""Engines that DNS names: the forms of their URLs, and the section `dns`.
+"""What DNS names: engines, by the forms of their URLs, and other proxies. The sections `dns` and `replicas`, and their checks.
 
 Owns units, bounds and defaults, and the normal spelling of such a URL.
 """
@@ -6,10 +6,13 @@ Owns units, bounds and defaults, and the normal spelling of such a URL.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from msgspec import Meta
+
 from pdproxy.kit.addresses import read_address, read_place
+from pdproxy.scheduling.replicas import MAX_REPLICAS
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.section import Seconds, Section, Text
 
@@ -18,21 +21,48 @@ SCHEMES = {"dns": "http", "dnss": "https", "srv": "http", "srvs": "https"}
 _NAME = re.compile(r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.?")
 _PORT = 53
 
+AUTO: Literal["auto"] = "auto"
+Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] | Literal["auto"]
+
 
 class Dns(Section, frozen=True):
-    """How engines are found whose URLs are dns:// or srv://."""
+    """How engines are found whose URLs are dns://NAME:PORT or srv://NAME.
+
+    What can't be answered changes nothing; an engine that is missing in two answers in a row is drained and removed.
+    """
 
     servers: tuple[Text, ...] = ()
-    """Name servers to ask: addresses, with a port if it is not 53. None given: those of the system, with its search list."""
+    """Name servers to ask, such as [10.0.0.2, 10.0.0.3:5353]. []: those of the system, with its search list."""
 
     timeout: Seconds = 5.0
-    """An answer to one question, all servers and attempts included."""
+    """Seconds for an answer to one question, all servers and attempts included."""
 
     min_ttl: Seconds = 5.0
-    """Between two questions at least, whatever time to live an answer has."""
+    """Seconds between two questions at least, whatever time to live an answer has."""
 
     max_ttl: Seconds = 60.0
-    """Between two questions at most: an engine that is new or gone is noticed after that."""
+    """Seconds between two questions at most: an engine that is new or gone is noticed after that."""
+
+
+class ReplicaSettings(Section, frozen=True):
+    """Other proxies in front of the same engines. They share nothing: each estimates what the others have at each engine."""
+
+    count: Replicas = 1
+    """How many proxies there are, with this one. auto: as many as the name below has addresses."""
+
+    name: Text | None = None
+    """The name in DNS that has an address for each of them: on Kubernetes that of a headless service, such as
+    pdproxy-replicas.default.svc.cluster.local. null: none."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others, or may be."""
+        return self.count != 1
+
+    @property
+    def at_first(self) -> int:
+        """How many there are taken to be before DNS has answered."""
+        return 1 if isinstance(self.count, str) else self.count
 
 
 class DnsName(NamedTuple):
@@ -115,3 +145,19 @@ def server_of(text: str) -> tuple[str, int]:
     if place is None or read_address(place.host) is None or place.port == 0:
         raise ValueError(text)
     return place.host, _PORT if place.port is None else place.port
+
+
+def check_replicas(replicas: ReplicaSettings, found: Mistakes) -> None:
+    """Check that a name is there where it is needed, and could be one. Mistakes are added to `found`."""
+    where = found.source(("replicas", "name"))
+    if replicas.count == AUTO and replicas.name is None:
+        found.add(
+            ("replicas",), f"replicas.count = auto needs replicas.name, a name in DNS with their addresses{where}"
+        )
+    elif replicas.name is not None and replicas.count != AUTO:
+        found.add(("replicas",), f"replicas.name has no effect without replicas.count = auto{where}")
+    elif replicas.name is not None:
+        try:
+            dns_name(f"dns://{replicas.name}:1", ("replicas", "name"))
+        except SettingsError:
+            found.add(("replicas", "name"), f"replicas.name: {quote(replicas.name)}: no name in DNS can be so{where}")

@@ -1,36 +1,33 @@
-"""The settings as YAML, for `pdproxy config print`. Owns the mask that replaces a key."""
+"""The settings as YAML, for `pdproxy config print`. Keys and other secrets are masked (`section.HIDDEN`)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 import yaml
 
+from pdproxy.settings.errors import MASK
 from pdproxy.settings.schema import Settings
-
-MASK = "********"
+from pdproxy.settings.section import Section, fields_of, is_hidden
 
 
 def dump(settings: Settings) -> str:
     """Return all settings, defaults included, as YAML that can be loaded again; keys are masked."""
-    auth = settings.auth
     replace = msgspec.structs.replace
-    masked = replace(
-        auth,
-        api_keys=(MASK,) * len(auth.api_keys),
-        admin_keys=(MASK,) * len(auth.admin_keys),
-        engine_api_key=MASK if auth.engine_api_key else None,
-    )
-    pools = tuple(
-        replace(
-            pool,
-            nodes=tuple(replace(node, api_key=MASK if node.api_key else None) for node in pool.all_nodes),
-            dns_nodes=(),  # they were among the others
-        )
-        for pool in settings.pools
-    )
-    tenants = replace(settings.tenants, secret=MASK if settings.tenants.secret else None)
-    tree = msgspec.to_builtins(replace(settings, auth=masked, tenants=tenants, pools=pools), builtin_types=())
+    # Nodes that DNS names are shown among the others, as they may be given.
+    pools = tuple(replace(pool, nodes=pool.all_nodes, dns_nodes=()) for pool in settings.pools)
+    tree = msgspec.to_builtins(_masked(replace(settings, pools=pools), Settings), builtin_types=())
     return yaml.safe_dump(_lists(tree), sort_keys=False, allow_unicode=True)
+
+
+def _masked(value: Any, kind: Any) -> Any:
+    if isinstance(value, Section):
+        fields = {field.name: _masked(getattr(value, field.name), field.type) for field in fields_of(type(value))}
+        return msgspec.structs.replace(value, **fields)
+    if isinstance(value, tuple):
+        return tuple(_masked(one, kind) for one in value)
+    return MASK if value is not None and is_hidden(kind) else value
 
 
 def _lists(tree: object) -> object:

@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-KeyPath = tuple[str | int, ...]
+MASK = "********"
 
+KeyPath = tuple[str | int, ...]
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MAX_SHOWN = 80  # characters of a value or a key in an error
-
-
 MAX_MISTAKES = 20
 """How many mistakes one error names. Only the number of the others is stated."""
 

@@ -1,27 +1,150 @@
 """Where settings come from: flags override the environment, which overrides YAML, which overrides defaults.
 
-Owns that order. Each source is checked against the schema by itself, so that an error names the source that is wrong, even
-if another source overrides its value. All mistakes of all sources are reported at once.
+Owns that order, and how flags and variables are read. Each source is checked against the schema by itself, so that an error names
+the source that is wrong, even if another source overrides its value. All mistakes of all sources are reported at once.
+
+Variables: `PDPROXY_DEADLINES__FIRST_TOKEN=5` is `deadlines.first_token: 5`. Lists are comma separated, or JSON. Nodes can't be
+given in this way, only by flags and YAML. An unknown variable with the prefix is an error, so that a misspelt one is noticed, but
+for those that are listed here as no settings.
+
+Flags for where decode engines receive KV are for those of the first pool: one that is given once is for each of them; given
+several times, or as a list of hosts, it is for each in turn. `0.0.0.0` is an address to bind, not one to send to: it means the
+host of the engine's URL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from pdproxy.settings.conform import collect, leaves, parse
+from pdproxy.settings.conform import collect, conform, json_list, leaves, parse
 from pdproxy.settings.crosscheck import check_urls, crosscheck
 from pdproxy.settings.engines import EngineFlag, with_scheme
-from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
-from pdproxy.settings.errors import Mistakes, SettingsError, spell_key
-from pdproxy.settings.receivers import ReceiverFlag, put_receivers
-from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
-from pdproxy.settings.stage_nodes import read_stages
-from pdproxy.settings.yaml_file import read_yaml, spell_file
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, did_you_mean, quote
+from pdproxy.settings.files import read_yaml, spell_file
+from pdproxy.settings.pools import VLLM_BOOTSTRAP_PORT, Pool
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.section import Host, Port, fields_of
+from pdproxy.settings.stages import read_stages
 from pdproxy.transfer.registry import AUTO
+
+ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
+
+
+class ReceiverFlag(NamedTuple):
+    """A flag: its name for errors, the field of `Receiver` that it sets, and a text for each time it was given."""
+
+    option: str
+    field: str
+    texts: Sequence[str]
+
+
+def put_receivers(pool: Mapping[str, Any], flags: Sequence[ReceiverFlag]) -> None:
+    """Set the receivers of a pool's decode engines from flags.
+
+    Raises:
+        SettingsError: naming the flag.
+    """
+    decodes = [node for node in pool.get("nodes", ()) if node.get("role") == "decode"]
+    for flag in flags:
+        values = _values(flag)
+        if not decodes:
+            raise SettingsError(f"{flag.option}: no decode engine is configured")
+        if len(values) not in (1, len(decodes)):
+            raise SettingsError(
+                f"{flag.option}: given for {len(values)} decode engines, but there are {len(decodes)}: give one for all, "
+                "or one for each"
+            )
+        for index, node in enumerate(decodes):
+            value = values[index % len(values)]
+            if value is not None:
+                node["receiver"] = {**(node.get("receiver") or {}), flag.field: value}
+
+
+def _values(flag: ReceiverFlag) -> list[object]:
+    where = f" ({flag.option})"
+    if flag.field == "host":
+        hosts = [host for text in flag.texts for host in _hosts(text.strip())]
+        path: KeyPath = ("receiver", flag.field)
+        return [None if host in ANY_ADDRESS else conform(host, Host, where, path) for host in hosts]
+    kind = tuple[Port, ...]
+    return [conform(parse(text, kind), kind, where, ("receiver", flag.field)) for text in flag.texts]
+
+
+def _hosts(text: str) -> list[Any]:
+    """Return the hosts of a flag: `a,b` or JSON. `[::]` is an address, not JSON."""
+    given = json_list(text)
+    return [host.strip() for host in text.split(",")] if given is None else given
+
+
+PREFIX = "PDPROXY_"
+CONFIG = "PDPROXY_CONFIG"
+"""Names the YAML file if there is no `--config`."""
+RESERVED = re.compile(r"PDPROXY_(CONFIG|REQUIRE_ENGINES|TORCH_INDEX|ENGINES_\w*|TEST_\w*)")
+"""Not settings: the file's name, and what tests and tools of the source tree read."""
+# Kubernetes puts each service's address into the environment of all pods in its namespace. For a service named `pdproxy`, or
+# `pdproxy-something`, these variables have our prefix. They are not mistakes of the operator.
+_SERVICE_LINK = re.compile(
+    r"PDPROXY_([A-Z0-9_]+_)??"
+    r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(?P<port>PORT))"
+)
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
+
+
+class Setting(NamedTuple):
+    """One leaf of the tree with its value, already checked against the schema."""
+
+    path: tuple[str, ...]
+    value: object
+
+
+def read_environment(env: Mapping[str, str], found: Mistakes) -> Iterator[Setting]:
+    """Yield the settings that variables set, in the order of their names.
+
+    Mistakes are added to `found`: a variable with our prefix is unknown, is empty, or holds what its setting can't be.
+    """
+    known = {variable(path): (path, kind) for path, kind in leaves(Settings)}
+    for name in sorted(key for key in env if key.startswith(PREFIX)):
+        if RESERVED.fullmatch(name) or _is_service_link(name, env[name]):
+            continue
+        if name not in known:
+            found.add(("environment",), f"{_spell(name)}: unknown environment variable{_hint(name, known)}")
+            continue
+        path, kind = known[name]
+        with found.collecting(*path):
+            refuse_empty(name, env[name])
+            yield Setting(path, collect(parse(env[name], kind), kind, f" (environment {name})", path, found))
+
+
+def variable(path: tuple[str, ...]) -> str:
+    """Return the name of a setting's variable."""
+    return PREFIX + "__".join(path).upper()
+
+
+def refuse_empty(name: str, value: str) -> None:
+    """Refuse a variable without a value: otherwise `API_KEYS=$UNSET` would open a proxy that should check keys."""
+    if not value.strip():
+        raise SettingsError(f"{name}: is empty: unset the environment variable or give it a value")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    match = _SERVICE_LINK.fullmatch(name)
+    return match is not None and (match["port"] is None or _LINK_VALUE.fullmatch(value) is not None)
+
+
+def _hint(name: str, known: Mapping[str, object]) -> str:
+    if name.upper().startswith(f"{PREFIX}POOLS"):
+        return ": engines are given by flags (--prefill, --decode, --aggregated) or in the YAML file"
+    return did_you_mean(name.upper(), known)
+
+
+def _spell(name: str) -> str:
+    return name if name.isascii() and name.isprintable() else quote(name)
+
 
 __all__ = ["POOL", "EngineFlag", "Flag", "load", "with_scheme"]
 
@@ -35,7 +158,7 @@ class Flag(NamedTuple):
 
 
 POOL = "pool."
-"""The beginning of a `Flag`'s key, if it sets a field of the first pool."""
+"""The beginning of a `Flag`'s key, if it sets something of the first pool."""
 
 
 def load(
@@ -51,7 +174,7 @@ def load(
     """Return the settings in force. The process's own environment and arguments are not read.
 
     - `config`: the YAML file. None: the one that PDPROXY_CONFIG names, if any.
-    - `stage_config`: a file of vllm-omni's, whose stages are added to the first pool (`pdproxy.settings.stage_nodes`).
+    - `stage_config`: a file of vllm-omni's, whose stages are added to the first pool (`pdproxy.settings.stages`).
     - `engines` are added after these.
     - `receivers` are then set on the decode engines.
     - `need_engines` False: a pool without engines is allowed.
@@ -98,16 +221,15 @@ def _read_file(config: Path | None, env: Mapping[str, str], found: Mistakes) -> 
 
 
 def _put_flags(tree: dict[str, Any], flags: Iterable[Flag], found: Mistakes) -> None:
-    kinds = {spell_key(path): (path, kind) for path, kind in leaves(Settings)}
     for option, key, text in flags:
-        where = f" ({option})"
-        if key.startswith(POOL):
-            name = key.removeprefix(POOL)
-            kind = next(field.type for field in msgspec.structs.fields(Pool) if field.name == name)
-            _first_pool(tree)[name] = collect(text, kind, where, ("pools", 0, name), found)
-        else:
-            path, kind = kinds[key]
-            _put(tree, path, collect(parse(text, kind), kind, where, path, found))
+        of_pool = key.startswith(POOL)
+        names = tuple(key.removeprefix(POOL).split("."))
+        kind: Any = Pool if of_pool else Settings
+        for name in names:
+            kind = next(field.type for field in fields_of(kind) if field.name == name)
+        path: KeyPath = ("pools", 0, *names) if of_pool else names
+        value = collect(parse(text, kind), kind, f" ({option})", path, found)
+        _put(_first_pool(tree) if of_pool else tree, names, value)
 
 
 def _add_stages(

@@ -1,30 +1,45 @@
 """Reads vllm-omni's stage configuration: which of its stages prefill, which decode, and how their engines transfer KV.
 
-Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303). A file has dozens of keys that only its engines need. Only the keys
-that decide a pair are read and checked. Values are plain, or anything that describes itself by names
-(`pdproxy.settings.mappings`). Owns the shape of a stage; `stage_checks` checks what makes two stages a pair, `stage_nodes` makes
-engines of them.
+Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303), which allows one pair; vLLM 0.32.0's connectors for what each allows.
+A file has dozens of keys that only its engines need. Only the keys that decide a pair are read and checked. Values are plain, or
+anything that describes itself by names (`pdproxy.settings.external_file`). Here a file may have any number of pairs, if one
+contract can run all of them. Mistakes that engines would find at the first request, or never, are reported at the start.
+
+vllm-omni starts its stages itself and reaches them by queues, so its files have no URLs. Each flagged stage is an engine with
+that role, at one URL: that of `runtime.url`, of `engine_args.host` and `port`, or else of --prefill and --decode in the order of
+the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from pdproxy.kit.addresses import is_any
-from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
+from pdproxy.settings.engines import EngineFlag, Role, engine_url, with_scheme
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, spell_key
 from pdproxy.settings.external_file import ForeignFile, spell
-from pdproxy.settings.schema import Role
+from pdproxy.settings.files import read_yaml, spell_file
+from pdproxy.settings.pools import VLLM_BOOTSTRAP_PORT
+from pdproxy.transfer import registry
+from pdproxy.transfer.peers import PeerSource
+from pdproxy.transfer.registry import entry_of
 
 STAGES = "stage_args"
 """The key of the list of stages."""
-
 BOOTSTRAP_ENV = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 """The variable that sets vLLM's Mooncake bootstrap port; a stage sets it under `runtime.env`."""
-
 StageId = int | str
+_ROLES: dict[Role, tuple[str, ...]] = {
+    "prefill": ("kv_producer", "kv_both"),
+    "decode": ("kv_consumer", "kv_both"),
+}
+
+_KV = ("engine_args", "kv_transfer_config")
 
 
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,7 +214,225 @@ class Reader:
         raise self._file.wrong(path, f"expected a stage's number or name, got {spell(path, value)}")
 
 
-_ROLES: dict[Role, tuple[str, ...]] = {
-    "prefill": ("kv_producer", "kv_both"),
-    "decode": ("kv_consumer", "kv_both"),
-}
+class Pair(NamedTuple):
+    """A prefill stage and a decode stage that takes its KV."""
+
+    prefill: Stage
+    decode: Stage
+
+
+def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[Pair, ...]:
+    """Return the pairs that decode stages name in `engine_input_source`, by a stage's id or, if no stage has it, by its index.
+
+    No stage flagged: no pairs. A source that is no prefill stage has another meaning in vllm-omni, and is ignored.
+
+    Raises:
+        SettingsError: a flagged stage is in no pair.
+    """
+    prefills = [stage for stage in stages if stage.role == "prefill"]
+    places: dict[StageId, Stage] = {stage.index: stage for stage in prefills}
+    named = places | {stage.id: stage for stage in prefills}
+    found: list[Pair] = []
+    for decode in (stage for stage in stages if stage.role == "decode"):
+        sources = dict.fromkeys(named[source].index for source in decode.sources if source in named)
+        if not sources:
+            known = ", ".join(str(stage.id) for stage in prefills) or "there is none"
+            raise file.wrong((*decode.path, "engine_input_source"), f"names no prefill stage ({known})")
+        found += [Pair(places[index], decode) for index in sources]
+    used = {pair.prefill.index for pair in found}
+    for prefill in prefills:
+        if prefill.index not in used:
+            raise file.wrong(prefill.path, "no decode stage names it in engine_input_source")
+    return tuple(found)
+
+
+def check(found: tuple[Pair, ...], file: ForeignFile, connector: str | None = None) -> str | None:
+    """Return the contract that can run all pairs, None without pairs. `connector` is the operator's choice, if any.
+
+    Raises:
+        SettingsError: naming the keys of two stages that do not match, or a contract that is not possible.
+    """
+    for pair in found:
+        _same_connector(pair, file)
+    contract = _contract([stage for pair in found for stage in pair], file, connector)
+    for pair in found:
+        _same_buffers(pair, file)
+        _parallel_sizes(pair, file, contract)
+    _one_each({stage.index: stage for pair in found for stage in pair}, file)
+    return contract
+
+
+def bootstrap(prefill: Stage, engine_host: str, port: int) -> str:
+    """Return the address of a prefill stage's Mooncake bootstrap server.
+
+    `engine_host`: the host of its engine's HTTP server, used if the file names no other. `port`: used if the file names none.
+    """
+    address = prefill.kv.extra.get("bootstrap_server_address")
+    if isinstance(address, str) and address:
+        return f"http://{address}"
+    host = prefill.kv.ip or engine_host
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"http://{host}:{prefill.bootstrap_port or port}"
+
+
+def _same_connector(pair: Pair, file: ForeignFile) -> None:
+    if pair.prefill.kv.connector != pair.decode.kv.connector:
+        raise file.wrong(*_mismatch(pair, "kv_connector", pair.prefill.kv.connector, pair.decode.kv.connector))
+
+
+def _contract(stages: list[Stage], file: ForeignFile, connector: str | None) -> str | None:
+    if not stages:
+        return None
+    first = stages[0]
+    for stage in stages:
+        if stage.kv.connector != first.kv.connector:
+            text = f"{stage.kv.connector}, but {spell_key((*first.path, *_KV, 'kv_connector'))} is {first.kv.connector}"
+            raise file.wrong((*stage.path, *_KV, "kv_connector"), f"{text}: a pool has one contract")
+    path, name = (*first.path, *_KV, "kv_connector"), first.kv.connector
+    able = registry.serving(name)
+    if not able and connector is None:
+        raise file.wrong(path, f"it is not known which contract {name} runs: name one by --connector")
+    if able and connector is not None and connector not in able:
+        raise file.wrong(path, f"{name} runs {' or '.join(able)}, but the pool's connector is {connector}")
+    return connector or able[0]
+
+
+def _same_buffers(pair: Pair, file: ForeignFile) -> None:
+    for name in ("kv_buffer_device", "kv_buffer_size"):
+        ours, theirs = (getattr(stage.kv, name.removeprefix("kv_")) for stage in pair)
+        if ours is not None and theirs is not None and ours != theirs:
+            raise file.wrong(*_mismatch(pair, name, ours, theirs))
+
+
+def _parallel_sizes(pair: Pair, file: ForeignFile, contract: str | None) -> None:
+    sizes = [stage.tensor_parallel_size for stage in pair]
+    smaller, larger = sorted(sizes)
+    if smaller == larger or contract is None:
+        return
+    path = (*pair.decode.path, "engine_args", "tensor_parallel_size")
+    prefill = f"stage {pair.prefill.id} prefills with {sizes[0]}"
+    if registry.entry_of(contract).capabilities.mixed_parallel_sizes:
+        if larger % smaller:
+            raise file.wrong(path, f"{sizes[1]}, but {prefill}: one must be a multiple of the other")
+    elif not all(_first_rank_stores(stage.kv.extra) for stage in pair):
+        raise file.wrong(path, f"{sizes[1]}, but {prefill}: {contract} needs the same")
+
+
+def _first_rank_stores(extra: Mapping[str, Any]) -> bool:
+    """Return whether LMCache is configured so that its first rank holds all KV, as for MLA: then sizes don't matter."""
+    inner = extra.get("lmcache.extra_config")
+    return (inner if isinstance(inner, Mapping) else {}).get("save_only_first_rank") is True
+
+
+def _one_each(stages: Mapping[int, Stage], file: ForeignFile) -> None:
+    """Check what two engines may not share: the `engine_id` that their KV is named by."""
+    ids: dict[str, Stage] = {}
+    for _, stage in sorted(stages.items()):
+        if (engine_id := stage.kv.engine_id) is None:
+            continue
+        if engine_id in ids:
+            other = spell_key((*ids[engine_id].path, *_KV, "engine_id"))
+            text = f"{engine_id} is the value of {other}, too: each engine needs its own"
+            raise file.wrong((*stage.path, *_KV, "engine_id"), text)
+        ids[engine_id] = stage
+
+
+def _mismatch(pair: Pair, name: str, ours: object, theirs: object) -> tuple[tuple[str | int, ...], str]:
+    other = spell_key((*pair.prefill.path, *_KV, name))
+    return (*pair.decode.path, *_KV, name), f"{_plain(theirs)}, but {other} is {_plain(ours)}: a pair needs the same"
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class StageNodes(NamedTuple):
+    """What a stage configuration adds to a pool: its contract (None without pairs), nodes in the schema's form, and the
+    engines of the command line that belong to no stage."""
+
+    connector: str | None
+    nodes: list[dict[str, Any]]
+    engines: list[EngineFlag]
+
+
+def read_stages(
+    config: Path, engines: Iterable[EngineFlag], connector: str | None = None, port: int = VLLM_BOOTSTRAP_PORT
+) -> StageNodes:
+    """Read a stage configuration and make engines from it.
+
+    `engines` are those of the command line, `connector` is the operator's choice, `port` the Mooncake bootstrap port of prefill
+    stages for which the file names none.
+
+    Raises:
+        SettingsError: one line that names the key and the file.
+    """
+    name = f" (stage config {spell_file(config)})"
+    file = ForeignFile(name)
+    found_twice = Mistakes()
+    tree = read_yaml(config, found_twice)
+    found_twice.raise_any()
+    stages = Reader(file).stages(tree)
+    found = pairs(stages, file)
+    contract = check(found, file, connector)
+    urls, rest = _urls(stages, list(engines), file)
+    bootstraps = contract is not None and entry_of(contract).capabilities.peers_from is PeerSource.BOOTSTRAP
+    return StageNodes(contract, _nodes(stages, found, urls, port if bootstraps else None, file), rest)
+
+
+def _urls(
+    stages: tuple[Stage, ...], engines: list[EngineFlag], file: ForeignFile
+) -> tuple[dict[int, str], list[EngineFlag]]:
+    """Return each stage's URL by its index, and the engines that belong to no stage."""
+    if not stages:
+        return {}, engines
+    urls = {stage.index: _own_url(stage, file) for stage in stages if stage.url is not None}
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for role in roles:
+        without = [stage for stage in stages if stage.role == role and stage.url is None]
+        given = [engine.url for engine in engines if engine.role == role]
+        if len(without) != len(given):
+            missing = ", ".join(spell_key(stage.path) for stage in without) or "none"
+            raise SettingsError(
+                f"--{role}: {len(given)} given, expected {len(without)}: one for each {role} stage without a URL of its own "
+                f"({missing}){file.where}"
+            )
+        for stage, url in zip(without, given, strict=True):
+            urls[stage.index] = engine_url(with_scheme(url), (*stage.path, "runtime", "url"))
+    return urls, [engine for engine in engines if engine.role not in roles]
+
+
+def _own_url(stage: Stage, file: ForeignFile) -> str:
+    try:
+        return engine_url(with_scheme(stage.url or ""), (*stage.path, "runtime", "url"))
+    except SettingsError as error:
+        raise SettingsError(f"{error}{file.where}") from None
+
+
+def _nodes(
+    stages: tuple[Stage, ...], found: tuple[Pair, ...], urls: dict[int, str], port: int | None, file: ForeignFile
+) -> list[dict[str, Any]]:
+    """`port`: of bootstrap servers, None if the contract has none."""
+    nodes, bound = [], dict[str, Stage]()
+    prefills = sum(stage.role == "prefill" for stage in stages)
+    for stage in stages:
+        url = urls[stage.index]
+        facts: dict[str, object] = {"tensor_parallel_size": stage.tensor_parallel_size}
+        if stage.kv.engine_id is not None:
+            facts["engine_id"] = stage.kv.engine_id
+        node: dict[str, Any] = {"url": url, "role": stage.role, "facts": facts}
+        if stage.role == "prefill" and port is not None:
+            address = bootstrap(stage, urlsplit(url).hostname or "", port)
+            _bind(bound, address, stage, file)
+            facts["bootstrap"] = address
+        elif stage.role == "decode":
+            sources = [urls[pair.prefill.index] for pair in found if pair.decode is stage]
+            if len(sources) < prefills:
+                node["sources"] = sources
+        nodes.append(node)
+    return nodes
+
+
+def _bind(bound: dict[str, Stage], address: str, stage: Stage, file: ForeignFile) -> None:
+    if (other := bound.setdefault(address, stage)) is not stage:
+        text = f"its Mooncake bootstrap server would be at {address}, like that of {spell_key(other.path)}: give each its own"
+        raise file.wrong(stage.path, f"{text} mooncake_bootstrap_port")

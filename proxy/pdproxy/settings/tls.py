@@ -1,4 +1,4 @@
-"""TLS contexts from the settings: one for clients, one per engine.
+"""TLS: the sections `listen.tls` and `pools[].tls`, and their contexts: one for clients, one per engine.
 
 Owns the errors of certificates that can't be used: one line that names the setting and the file.
 """
@@ -8,16 +8,78 @@ from __future__ import annotations
 import hashlib
 import re
 import ssl
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.files import read_file, read_password
-from pdproxy.settings.listen import ListenTls
-from pdproxy.settings.schema import EngineTls
-from pdproxy.settings.yaml_file import spell_file
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, spell_key
+from pdproxy.settings.files import read_file, read_password, spell_file
+from pdproxy.settings.section import File, Option, Section
 
 _CERTIFICATE = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
+
+
+class ListenTls(Section, frozen=True):
+    """TLS for clients.
+
+    Files are PEM. They are checked once per second and read again when they have changed: new connections get the new
+    certificate, open ones stay. If the new files can't be used, the old ones stay in force, and the log and /ready report it.
+    With TLS, health checks must use https, too: `pdproxy health` does.
+    """
+
+    certificate: Annotated[
+        File | None,
+        Option(
+            "the server's certificate with its chain, PEM; turns on TLS (default: no TLS)", "FILE", "--ssl-certfile"
+        ),
+    ] = None
+    """The server's certificate with its chain (--ssl-certfile, as for vLLM). null: plain HTTP."""
+
+    key: Annotated[
+        File | None,
+        Option("the certificate's private key, PEM (default: in the certificate's file)", "FILE", "--ssl-keyfile"),
+    ] = None
+    """Its private key (--ssl-keyfile). null: the certificate's file also holds the key."""
+
+    key_password_file: File | None = None
+    """The key's password, in the first line of a file. null: the key is not encrypted."""
+
+    client_ca: Annotated[
+        File | None,
+        Option(
+            "authorities, PEM: clients must have a certificate from one of them (default: clients need none)",
+            "FILE",
+            "--ssl-ca-certs",
+        ),
+    ] = None
+    """Authorities of client certificates (--ssl-ca-certs). If set, a client without a certificate from them gets no connection,
+    also not to /health and /metrics (vLLM needs --ssl-cert-reqs 2 for this). When one is taken out of the file, or a certificate
+    expires, the connections of its clients are closed."""
+
+
+class EngineTls(Section, frozen=True):
+    """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
+
+    ca: File | None = None
+    """Authorities that must have signed the engines' certificates. null: those of the system."""
+
+    certificate: File | None = None
+    """The proxy's own certificate, for engines that require one. null: none."""
+
+    key: File | None = None
+    """Its private key, not encrypted. null: the certificate's file also holds the key."""
+
+    verify: bool | None = None
+    """false trusts any certificate of any host: somebody in between can read prompts and keys. null: true."""
+
+
+def refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str], found: Mistakes) -> None:
+    """Refuse files, by the names of their settings, that only have an effect with a certificate."""
+    for name in names:
+        if tls.certificate is None and getattr(tls, name) is not None:
+            key, needed, where = (*path, name), spell_key((*path, "certificate")), found.source((*path, name))
+            found.add(key, f"{spell_key(key)}: has no effect without {needed}{where}")
 
 
 def listen_context(tls: ListenTls) -> ssl.SSLContext:

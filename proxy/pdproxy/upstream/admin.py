@@ -26,6 +26,7 @@ from pdproxy.kit.errors import (
     no_more_files,
 )
 from pdproxy.kit.text import truncate
+from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream import reach
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
@@ -118,7 +119,7 @@ class _TokenIds(msgspec.Struct):
 
 
 class EngineAdmin:
-    """Asks engines for their state. `timeout` in seconds limits each request.
+    """Asks engines for their state. `deadlines` limit each request.
 
     `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
     `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone, without its limit of 100
@@ -129,7 +130,7 @@ class EngineAdmin:
     def __init__(
         self,
         *,
-        timeout: float,
+        deadlines: Deadlines,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], ssl.SSLContext | None] = lambda _: None,
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
@@ -138,7 +139,7 @@ class EngineAdmin:
     ) -> None:
         self._budget = budget or AnswerBudget()
         self._connector = connector or reach.connector(networks, limit=0)
-        self.timeout = timeout
+        self.deadlines = deadlines
         self._key = key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -328,12 +329,12 @@ class EngineAdmin:
                 headers=headers,
                 ssl=True if tls is None else tls,
                 allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=timeout or self.timeout),
+                timeout=aiohttp.ClientTimeout(total=timeout or self.deadlines.probe),
             ) as answer:
                 content = await _body(answer, path, max_bytes, share) if max_bytes else b""
         except TimeoutError:
             raise EngineTimeoutError(
-                f"{path} did not answer in {timeout or self.timeout:g} s",
+                f"{path} did not answer in {timeout or self.deadlines.probe:g} s",
                 wait=Wait.PROBE if timeout is None else wait,
             ) from None
         except aiohttp.ClientConnectorCertificateError as error:

@@ -22,6 +22,7 @@ from pdproxy.kit.errors import (
     Wait,
     no_more_files,
 )
+from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream import reach
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS
@@ -64,7 +65,7 @@ class PassthroughLeg:
 
 
 class PassthroughLegs:
-    """Opens legs. `connect_timeout` in seconds; all other deadlines belong to the caller.
+    """Opens legs. `deadlines`: that of a connection; all others belong to the caller.
 
     `key` and `tls` are called with an engine's URL for each request; None: it has none.
     `connector` makes the session's connector; None: aiohttp's own, which connects to `networks` alone.
@@ -73,7 +74,7 @@ class PassthroughLegs:
     def __init__(
         self,
         *,
-        connect_timeout: float,
+        deadlines: Deadlines,
         budget: AnswerBudget,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
@@ -81,7 +82,7 @@ class PassthroughLegs:
         networks: EngineNetworks = USUAL,
     ) -> None:
         self._connector = connector or reach.connector(networks, limit=0, force_close=True)
-        self.connect_timeout = connect_timeout
+        self._deadlines = deadlines
         self._budget = budget
         self._key = key
         self._tls = tls
@@ -108,7 +109,7 @@ class PassthroughLegs:
                 headers=lines,
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.connect_timeout),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._deadlines.connect),
             )
         return PassthroughLeg(url, answer, self._budget.share())
 

@@ -18,9 +18,10 @@ from pdproxy.check.engines import ask_engine
 from pdproxy.check.facts import EngineFacts
 from pdproxy.check.http_client import HttpClient
 from pdproxy.kit.ids import mint
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError, naming_pool
-from pdproxy.settings.schema import Node, Settings
-from pdproxy.settings.transfer_checks import pairs_to_try
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer import pairs_to_try
 from pdproxy_lab.conformance.api_client import ApiClient, Endpoint
 from pdproxy_lab.conformance.check import Check
 from pdproxy_lab.conformance.checks import CHECKS

@@ -18,9 +18,10 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.listening import listen
 from pdproxy.app.server import uvicorn_config
 from pdproxy.kit.addresses import reachable
+from pdproxy.settings.engines import Node
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.policy import PoolPolicy
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.pools import PoolPolicy
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.conformance.tap import Tap
 
 LOOPBACK = "127.0.0.1"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdproxy.settings.schema import Role
+from pdproxy.settings.engines import Role
 from pdproxy_lab.demo.figures import Place
 from pdproxy_lab.demo.options import DemoError, Options, Say
 from pdproxy_lab.sim.facts import Facts

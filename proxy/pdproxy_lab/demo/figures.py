@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pdproxy.settings.schema import Role
+from pdproxy.settings.engines import Role
 from pdproxy_lab.demo import pages
 from pdproxy_lab.demo.pages import Page, Reading
 from pdproxy_lab.demo.tally import Tally

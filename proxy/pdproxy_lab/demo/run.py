@@ -22,10 +22,12 @@ import uvloop
 from pdproxy.app.listening import listen
 from pdproxy.app.server import INTERRUPTED, fit_files, serve
 from pdproxy.app.signals import Ending
+from pdproxy.settings.engines import Node
+from pdproxy.settings.health import Probes
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.listen import Listen
-from pdproxy.settings.probes import Probes
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy_lab.demo import examples
 from pdproxy_lab.demo.engines import Engines, SimEngines
 from pdproxy_lab.demo.figures import Figures, History

@@ -8,7 +8,7 @@ from pdproxy.check.facts import EngineFacts, Facts, PairFacts
 from pdproxy.check.findings import Finding
 from pdproxy.check.rules.compatible import differing_answers
 from pdproxy.kit.addresses import is_any, is_loopback
-from pdproxy.settings.schema import Role
+from pdproxy.settings.engines import Role
 
 _CONFIG = '--kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"%s"}\''
 _ROLES: tuple[Role, ...] = ("prefill", "decode")

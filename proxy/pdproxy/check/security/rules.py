@@ -12,8 +12,8 @@ from pdproxy.app.valid_keys import SHORT
 from pdproxy.check.security.view import View, is_far
 from pdproxy.kit.addresses import overlap, read_network
 from pdproxy.kit.engine_networks import FORBIDDEN
-from pdproxy.settings.admin import UNIX
-from pdproxy.settings.tenants import SEPARATE, SHARED
+from pdproxy.settings.keys import SEPARATE, SHARED
+from pdproxy.settings.listen import UNIX
 from pdproxy.transfer import registry
 
 WIDEST = {4: 8, 6: 32}

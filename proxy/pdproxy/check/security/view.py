@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from pdproxy.app.exposed_files import exposure
 from pdproxy.kit.addresses import is_any, is_loopback
-from pdproxy.settings.admin import AdminPlace, place_of
-from pdproxy.settings.key_lines import read_key_lines
-from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.engines import Node
+from pdproxy.settings.keys import read_key_lines
+from pdproxy.settings.listen import AdminPlace, place_of
+from pdproxy.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from pdproxy.serving.access.keys import Keys
-from pdproxy.settings.tenants import AUTO, SEPARATE, TenantSettings
+from pdproxy.settings.keys import AUTO, SEPARATE, TenantSettings
 from pdproxy.wire.cache_salt import TenantSalt
 
 MAX_KNOWN = 4096

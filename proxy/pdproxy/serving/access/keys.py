@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from pdproxy.kit.errors import PdproxyError, RevokedError, UnauthorizedError
-from pdproxy.settings.key_lines import KeyLimits
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyLimits, KeyRights
 
 _MISSING = (
     "You didn't provide an API key. You need to provide your API key in an Authorization header using Bearer auth "

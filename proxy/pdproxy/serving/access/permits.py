@@ -8,7 +8,7 @@ from __future__ import annotations
 from pdproxy.kit.errors import ForbiddenError, ModelNotFoundError
 from pdproxy.serving.access.models import fit
 from pdproxy.serving.access.routes import ENTRIES, MODELS
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyRights
 
 
 def check_route(rights: KeyRights, path: str) -> None:

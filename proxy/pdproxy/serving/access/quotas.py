@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pdproxy.kit.errors import LimitError, Reason
-from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.keys import KeyLimits
 
 _MINUTE = 60.0
 WITHOUT_LIMIT = 4

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.serving.access.quotas import Account, Bucket, Quotas, Use
-from pdproxy.settings.key_lines import KeyLimits
+from pdproxy.settings.keys import KeyLimits
 
 REQUESTS, TOKENS, INFLIGHT, REQUESTS_LEFT, TOKENS_LEFT, REQUESTS_SINCE, TOKENS_SINCE = range(7)
 REQUESTS_LIMIT, TOKENS_LIMIT, REQUESTS_SEEN, TOKENS_SEEN, SHOWN = range(7, 12)

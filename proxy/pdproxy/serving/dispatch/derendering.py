@@ -13,6 +13,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
 from pdproxy.serving.dispatch.in_turn import first_answer
+from pdproxy.settings.limits import Deadlines
 
 Ask = Callable[[str, str, bytes, bytes | None, int], Awaitable[bytes]]
 """Sends an engine (its URL), on a path, a body with the client's `Authorization`; returns its answer of so many bytes at most."""
@@ -22,7 +23,7 @@ _MAX_MODELS = 1024
 
 
 class Derendering:
-    """Asks engines, and knows which models' engines all can. `deadline`: seconds for one answer, whatever fails meanwhile.
+    """Asks engines, and knows which models' engines all can. `deadlines`: that of one answer, whatever fails meanwhile.
 
     `most`: tokens of a prompt and its answer together, so that no engine parses for long. An observer.
     """
@@ -36,20 +37,20 @@ class Derendering:
         observers: Observers,
         clock: Clock,
         *,
-        deadline: float,
+        deadlines: Deadlines,
         most: int,
     ) -> None:
         self._ask = ask
         self._engines = engines
         self._observers = observers
         self._clock = clock
-        self.deadline = deadline
+        self._deadlines = deadlines
         self._possible: dict[str | None, bool] = {}
         self._places = asyncio.Semaphore(_MAX_CALLS)
         self.most = most
 
     def __repr__(self) -> str:
-        return f"<Derendering within {self.deadline:g} s>"
+        return f"<Derendering within {self._deadlines.between_tokens:g} s>"
 
     def notify(self, event: Event) -> None:
         """Look again when an engine has changed."""
@@ -87,13 +88,13 @@ class Derendering:
         ]
         asked = sorted(able, key=lambda one: (one.url == without, one.requests))
         try:
-            with self._clock.within(self.deadline):
+            with self._clock.within(self._deadlines.between_tokens):
                 async with self._places:
                     return await first_answer(
                         asked,
                         lambda node: self._ask(node.url, path, body, authorization, max_bytes),
                         self._clock,
-                        self.deadline,
+                        self._deadlines.between_tokens,
                         Wait.BETWEEN_TOKENS,
                         self._observers,
                     )

@@ -9,13 +9,14 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.in_turn import first_answer
+from pdproxy.settings.limits import Deadlines
 
 AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[str]]
 """Sends an engine (its URL) a model's name and ids, with the client's own `Authorization`; returns their text."""
 
 
 class Detokenizing:
-    """Asks for texts. `deadline`: seconds for one text, whatever fails meanwhile."""
+    """Asks for texts. `deadlines`: that of one text, whatever fails meanwhile."""
 
     def __init__(
         self,
@@ -24,16 +25,16 @@ class Detokenizing:
         observers: Observers,
         clock: Clock,
         *,
-        deadline: float,
+        deadlines: Deadlines,
     ) -> None:
         self._ask = ask
         self._engines = engines
         self._observers = observers
         self._clock = clock
-        self.deadline = deadline
+        self._deadlines = deadlines
 
     def __repr__(self) -> str:
-        return f"<Detokenizing within {self.deadline:g} s>"
+        return f"<Detokenizing within {self._deadlines.tokenize:g} s>"
 
     async def text(
         self, model: str | None, ids: Sequence[int], authorization: bytes | None, *, without: str
@@ -47,7 +48,7 @@ class Detokenizing:
             sorted(able, key=lambda one: one.requests),
             lambda node: self._ask(node.url, model, ids, authorization),
             self._clock,
-            self.deadline,
+            self._deadlines.tokenize,
             Wait.TOKENIZE,
             self._observers,
         )

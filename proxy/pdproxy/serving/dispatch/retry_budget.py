@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.places_in_order import PlacesInOrder
 from pdproxy.serving.dispatch.few_first import Permit
+from pdproxy.settings.limits import Deadlines, Limits
 
 
 class RetrySlot:
@@ -34,37 +35,32 @@ class RetrySlot:
 
 
 class RetryBudget(PlacesInOrder):
-    """At most `share` of the requests in flight are tried again at once, `least` of them in any case.
+    """At most a share of the requests in flight are tried again at once, some of them in any case (`limits`).
 
-    Others wait for `seconds`, in the order in which they came, at most `most` of them. `inflight` returns how many requests are
-    being served. `clock`: of that deadline.
+    Others wait (`deadlines.retry`), in the order in which they came, at most `limits.max_inflight` of them. `inflight` returns
+    how many requests are being served. `clock`: of that deadline.
     """
 
-    def __init__(
-        self, share: float, least: int, most: int, inflight: Callable[[], int], clock: Clock, seconds: float
-    ) -> None:
+    def __init__(self, limits: Limits, deadlines: Deadlines, inflight: Callable[[], int], clock: Clock) -> None:
         super().__init__(clock)
-        self._share = share
-        self._least = least
-        self._most = most
+        self.limits = limits
+        self._deadlines = deadlines
         self._inflight = inflight
-        self._seconds = seconds
         self.refused = 0
         """How many got no place in time."""
 
     @property
     def limit(self) -> int:
         """How many may run now."""
-        return max(self._least, int(self._share * self._inflight()))
+        return max(self.limits.min_retries, int(self.limits.retry_share * self._inflight()))
 
-    def configure(self, share: float, least: int, most: int, seconds: float) -> None:
-        """Use these limits from now on, see the class. Those that wait may get a place by them."""
-        self._share, self._least, self._most, self._seconds = share, least, most, seconds
+    def configure(self) -> None:
+        """Let those that wait have places by the settings as they are now."""
         self.grant()
 
     async def enter(self) -> RetrySlot | None:
         """Wait for a place; None if none came free in time."""
-        if self.take() or (self.waiting < self._most and await self.wait(self._seconds)):
+        if self.take() or (self.waiting < self.limits.max_inflight and await self.wait(self._deadlines.retry)):
             return RetrySlot(self)
         self.refused += 1
         return None

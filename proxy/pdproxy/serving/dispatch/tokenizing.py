@@ -21,6 +21,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
+from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.tokenize_request import tokenize_body
@@ -59,7 +60,7 @@ class Trust(Protocol):
 
 
 class Tokenizing:
-    """Makes prompts' ids. `required`: the contract needs them. `deadline`: seconds for one prompt in all."""
+    """Makes prompts' ids. `required`: the contract needs them. `deadlines`: that of one prompt in all."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Tokenizing:
         now: Callable[[], float],
         threads: ThreadPoolExecutor,
         *,
-        deadline: float,
+        deadlines: Deadlines,
         required: bool,
     ) -> None:
         self.check = TokenizerCheck(engines, trust)
@@ -82,7 +83,7 @@ class Tokenizing:
         self._clock = clock
         self._now = now
         self._threads = threads
-        self.deadline = deadline
+        self._deadlines = deadlines
         self._required = required
         self._waiting = 0
         self._abandoned: set[Future[_Result]] = set()
@@ -100,7 +101,7 @@ class Tokenizing:
             return self._given(parsed, prompt) if self._required else None
         source, started = "here", self._now()
         # Where ids are required, half of the time is kept for asking an engine.
-        seconds = self.deadline / 2 if self._required else self.deadline
+        seconds = self._deadlines.tokenize / 2 if self._required else self._deadlines.tokenize
         result, ids = await self._in_time(seconds, self._here(parsed, prompt))
         self._report(source, result, started, ids)
         if ids is None and self._required and result != "rejected":

@@ -15,6 +15,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.settings.limits import Deadlines
 
 _T = TypeVar("_T")
 
@@ -42,15 +43,17 @@ class BufferSpace:
 class ReceiveBuffers:
     """The receive buffers of all engines, in chunks of `unit` tokens. Engines without `Engine.buffer` have no bound.
 
-    `timeout` in seconds bounds a wait for space.
+    `deadlines` bound a wait for space.
     """
 
-    def __init__(self, engines: EngineRegistry, unit: int, clock: Clock, observers: Observers, timeout: float) -> None:
+    def __init__(
+        self, engines: EngineRegistry, unit: int, clock: Clock, observers: Observers, deadlines: Deadlines
+    ) -> None:
         self._engines = engines
         self._unit = unit
         self._clock = clock
         self._observers = observers
-        self.timeout = timeout
+        self._deadlines = deadlines
         self._queue = asyncio.Lock()
         self._freed = asyncio.Event()
         self.bounded = False
@@ -113,10 +116,10 @@ class ReceiveBuffers:
         large one without end.
 
         Raises:
-            OverloadedError: there was no space in `timeout` seconds.
+            OverloadedError: there was no space in time.
         """
         try:
-            with self._clock.within(self.timeout):
+            with self._clock.within(self._deadlines.queue):
                 async with self._queue:
                     while True:
                         self._freed.clear()
@@ -127,5 +130,5 @@ class ReceiveBuffers:
                         await self._until_freed()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            message = f"no decode engine had space for the prompt's KV in {self.timeout:g} s"
+            message = f"no decode engine had space for the prompt's KV in {self._deadlines.queue:g} s"
             raise OverloadedError(message, Reason.CAPACITY) from None

@@ -33,7 +33,7 @@ def scope_of(model: str | None, cache_salt: bytes) -> bytes:
 
 
 class TurnLimits(msgspec.Struct, frozen=True):
-    """What is kept, and what is used. See `settings.turns`."""
+    """What is kept, and what is used. See `settings.kv.Turns`."""
 
     seconds: float
     """How long after its receipt a handle may be used."""

@@ -27,34 +27,32 @@ from pdproxy.serving.request.demand import NO_DEMAND, Demand
 from pdproxy.serving.request.patience import may_wait
 from pdproxy.serving.request.place import Ended, Place
 from pdproxy.serving.request.spaced_places import SpacedPlaces
+from pdproxy.settings.limits import Deadlines, Limits, Overload
 
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
 
 
 class Admission:
-    """At most `max_inflight` requests at once; up to `max_queue` wait, each for up to `timeout` seconds.
+    """At most so many requests at once, with so many tokens, as `limits` say; others wait in a queue, as all three sections say.
 
-    `max_tokens`: the most tokens of requests with a place, prompts and expected answers together; 0: no bound. `output_weight`:
-    the cost of a generated token, in tokens of prompts. `by_priority`: whether priorities order the requests of a client.
+    What is read for each request is taken from the sections by `configure`.
     """
 
     def __init__(
         self,
-        max_inflight: int,
-        max_queue: int,
-        timeout: float,
+        limits: Limits,
+        deadlines: Deadlines,
+        overload: Overload,
         observers: Observers,
         clock: Clock,
         clients: Clients,
-        max_tokens: int = 0,
-        output_weight: float = 2.0,
-        *,
-        by_priority: bool = True,
     ) -> None:
-        self._output_weight, self._by_priority, self._timeout = output_weight, by_priority, timeout
-        self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
-        self._max_inflight, self._max_tokens = max_inflight, max_tokens
+        self._limits, self._deadlines, self._overload = limits, deadlines, overload
+        self._take_settings()
+        self._queue: FairQueue[Place] = FairQueue(
+            limits.max_inflight, limits.max_queue, limits.max_inflight_tokens, self._granted, self._displaced
+        )
         self._engines_places: int | None = None
         self._engines_tokens = 0
         self._observers, self._clock, self._clients = observers, clock, clients
@@ -99,16 +97,20 @@ class Admission:
         return self._closed
 
     def resize(self, places: int | None, tokens: int = 0) -> None:
-        """Change the number of places, at most `max_inflight` (None: that), and their tokens, at most `max_tokens` (0: that)."""
+        """Change the number of places, at most those of the settings (None: these), and their tokens, the same (0: these)."""
         self._engines_places, self._engines_tokens = places, tokens
         self._resize()
 
-    def configure(self, places: int, queue: int, timeout: float, tokens: int, weight: float, by_priority: bool) -> None:
-        """Use these limits from now on, see the class. Requests that have a place or wait for one keep what they have."""
-        self._output_weight, self._by_priority, self._timeout = weight, by_priority, timeout
-        self._max_inflight, self._max_tokens = places, tokens
-        self._queue.max_waiting = queue
+    def configure(self) -> None:
+        """Use the settings as they are now. Requests that have a place or wait for one keep what they have."""
+        self._take_settings()
+        self._queue.max_waiting = self._limits.max_queue
         self._resize()
+
+    def _take_settings(self) -> None:
+        self._max_inflight, self._max_tokens = self._limits.max_inflight, self._limits.max_inflight_tokens
+        self._timeout = self._deadlines.queue
+        self._output_weight, self._by_priority = self._overload.output_weight, self._overload.priority == "within"
 
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
         """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.

@@ -13,6 +13,7 @@ from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Reason, Wait
 from pdproxy.kit.workers import NoMemoryError, Workers
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
+from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
 from pdproxy.wire.passthrough_body import PassedBody, Rename, Salt, passed_body, read_if_quick
@@ -49,18 +50,33 @@ def readers(max_readers: int, max_body: int, clock: Clock, observers: Observers)
 
 
 class BodyReader:
-    """Reads bodies within `bounds`. `seconds`: the deadline for a body that a reader process reads, its wait included."""
+    """Reads bodies within the bounds of `limits` and `media`; large ones in reader processes (`deadlines.read_body`).
 
-    def __init__(self, workers: Workers, clock: Clock, observers: Observers, *, seconds: float, bounds: Bounds) -> None:
-        self.workers = workers
+    `workers`: these processes, None: as `limits` say.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        deadlines: Deadlines,
+        media: MediaSettings,
+        clock: Clock,
+        observers: Observers,
+        workers: Workers | None = None,
+    ) -> None:
+        self._limits, self._deadlines, self._media = limits, deadlines, media
+        self.workers = workers or readers(limits.body_readers, limits.max_body_bytes, clock, observers)
         self._clock = clock
         self._observers = observers
-        self._seconds = seconds
-        self._bounds = bounds
+        self._bounds = self._bounds_of_settings()
 
-    def configure(self, seconds: float, bounds: Bounds) -> None:
-        """Use this deadline and these bounds from the next body on."""
-        self._seconds, self._bounds = seconds, bounds
+    def configure(self) -> None:
+        """Use the settings as they are now, from the next body on."""
+        self._bounds = self._bounds_of_settings()
+        self.workers.resize(self._limits.body_readers, memory_for(self._limits.max_body_bytes))
+
+    def _bounds_of_settings(self) -> Bounds:
+        return Bounds(self._limits.max_prompts, self._limits.max_body_items, self._media.rule)
 
     async def request(self, route: Route, body: Body, client: Client) -> Parsed:
         """Read a client's generating request.
@@ -89,12 +105,12 @@ class BodyReader:
         return passed_body(dialect, fields_in(await self._in_process(question, body, client), body), name, salt)
 
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
-        end = self._clock.now() + self._seconds
+        end = self._clock.now() + self._deadlines.read_body
         try:
-            with self._clock.within(self._seconds):
+            with self._clock.within(self._deadlines.read_body):
                 return await self.workers.ask(client, msgspec.msgpack.encode(question), body, end)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))
-            raise OverloadedError(f"the body was not read in {self._seconds:g} s", Reason.READERS) from None
+            raise OverloadedError(f"the body was not read in {self._deadlines.read_body:g} s", Reason.READERS) from None
         except NoMemoryError:
             raise BodyTooLargeError("The body takes too much memory to be read", param="body") from None

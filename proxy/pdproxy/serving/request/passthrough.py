@@ -59,7 +59,7 @@ from pdproxy.serving.request.rights import bound_passed
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.comments import Comments
 from pdproxy.serving.stream.failures import as_event
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event

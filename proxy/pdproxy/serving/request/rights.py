@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from pdproxy.kit.errors import ForbiddenError
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyRights
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.continuable import COMPLETION_TOKENS
 from pdproxy.wire.fields import Fields, is_absent

@@ -47,7 +47,7 @@ from pdproxy.serving.stream.failures import as_event
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.waiting_writer import WaitingWriter
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse

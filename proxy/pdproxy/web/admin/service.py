@@ -18,9 +18,8 @@ from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent
 from pdproxy.serving.dispatch.decisions import Kept
 from pdproxy.settings.conform import conform
-from pdproxy.settings.crosscheck import both_schemes, engine_url
+from pdproxy.settings.engines import Node, both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote
-from pdproxy.settings.schema import Node
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.errors import ConflictError, refusal
 from pdproxy.web.admin.shapes import DrainOrder, EngineChanged, EngineOrder, LevelShown, LogLevelOrder

@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from pdproxy.fleet.entries import EngineEntry
 from pdproxy.observe.recent import RecentRequest
-from pdproxy.settings.probes import LogLevel
-from pdproxy.settings.schema import Node
+from pdproxy.settings.engines import Node
+from pdproxy.settings.listen import LogLevel
 from pdproxy.settings.section import Section
 
 _SILENT = "of several workers, the numbers of those that have not answered in time: what they have is missing here"

@@ -1,4 +1,4 @@
-"""Checks what a pool's contract needs of several settings together: where KV is received, and how much of it fits.
+"""What a pool's contract needs of several settings together: where KV is received, how much of it fits, who works with whom.
 
 Owns these rules for all contracts. They run after every URL has its normal spelling.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
-from pdproxy.settings.schema import Node, Pool, Receiver
+from pdproxy.settings.kv import Receiver
+from pdproxy.settings.pools import Pool
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Capabilities
 from pdproxy.transfer.peers import PeerSource
