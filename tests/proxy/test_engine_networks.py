@@ -48,6 +48,16 @@ async def test_an_engine_is_not_added_with_a_name_that_others_resolve() -> None:
         assert len(w.proxy.engines) == 2
 
 
+@pytest.mark.parametrize("host", ["1\0", "10.1.2.3:1;169.254.169.254"])
+async def test_an_engine_is_not_added_with_a_host_that_is_none(host: str) -> None:
+    async with world() as w, admin(w) as api:
+        new = {"url": "http://127.0.0.1:9", "role": "prefill", "facts": {"remote_host": host}}
+        refused = await api.post("/engines", new)
+        assert refused.status == 400
+        assert "neither an address nor a name" in refused.json["error"]["message"]
+        assert len(w.proxy.engines) == 2
+
+
 async def test_a_name_that_leads_elsewhere_is_never_asked() -> None:
     """It may be added, since names change; it gets no connection, and `/ready` says why."""
 
@@ -68,13 +78,15 @@ async def test_a_name_that_leads_elsewhere_is_never_asked() -> None:
         assert not new.requests
 
 
+@pytest.mark.parametrize("host", [METADATA, f"[{METADATA}]", "1\0"])
 @pytest.mark.parametrize("connector", ["nixl", "nixl-push"])
-async def test_an_engine_that_names_another_host_moves_no_kv(connector: str) -> None:
+async def test_an_engine_that_names_another_host_moves_no_kv(connector: str, host: str) -> None:
     """A decode engine never gets that host: the prompt is served by one engine alone, as without a handle."""
-    facts = {"side_channel_host": METADATA}
+    facts = {"side_channel_host": host}
     async with pool(connector, p=facts, notices=False, kv_ready={"notifier": False}) as pair:
         await same(pair, COMPLETIONS, completion())
-        assert not [one for one in (*pair.d.requests, *pair.d.releases) if METADATA.encode() in one.body]
+        named = json.dumps(host).encode()
+        assert not [one for one in (*pair.d.requests, *pair.d.releases) if named in one.body]
         assert pair.loaded == 0
 
 

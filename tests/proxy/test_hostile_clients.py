@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import DeadlinePassed
+from pdproxy.observe.events import DeadlinePassed, Refused
 from pdproxy.web.connection_bounds import MAX_PIPELINED
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
@@ -325,6 +326,27 @@ async def test_an_upgrade_is_not_taken(path: str) -> None:
         answer = await client.answer()
         assert answer.status == (200 if path == "/health" else 405)
         assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\ntransfer-encoding: gzip\r\n\r\n",
+    ],
+    ids=["no HTTP", "an offer whose body has no end"],
+)
+async def test_what_is_no_http_is_refused_as_anything_else(wrong: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is answered and counted, and has no log line but that of refusals, of which there are few."""
+    async with besieged() as w:
+        for _ in range(3):
+            client = await w.client()
+            client.send(wrong)
+            assert (await client.answer()).status == 400
+            assert await client.closed()
+        assert [event.reason for event in w.events(Refused)] == ["bad_http"] * 3
+        warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert {record.getMessage() for record in warned} == {"refused"}
 
 
 # -- memory of bodies

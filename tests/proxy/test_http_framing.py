@@ -62,6 +62,12 @@ def chunks(name: str, data: bytes, body: bytes | None = None) -> Case:
 
 
 OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA"
+UNFRAMED = (
+    b"transfer-encoding: gzip\r\n\r\n",
+    b"transfer-encoding: chunked, gzip\r\n\r\n",
+    b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n",
+)
+"""The ends of heads behind which nobody can know where the body ends."""
 V1_0 = START.replace(b"1.1", b"1.0")
 RIGHT = [
     Case("a length", START + END),
@@ -114,6 +120,7 @@ WRONG = [
     *(coded(coding) for coding in (b"chunked, gzip", b"chunked, chunked", b"gzip", b"identity", b"xchunked", b"")),
     coded(b"chunked;x=y"),
     *(coded(coding) for coding in (b'"chunked"', b"\x0bchunked", b"chunked,")),
+    *(headed(f"h2c and {end!r}", OFFER, None, kept=False, end=end + CHUNKS) for end in UNFRAMED),
     headed("a header that goes on", b"x: a\r\n b", None, kept=False),
     sized(b"\r\n 2"),
     coded(b"\r\n chunked"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from pdproxy.settings.schema import Settings
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.request import Route, parse
 from tests.fakes import scripts
@@ -171,6 +173,21 @@ async def test_a_stream_without_its_end_mark_is_an_error(then: str) -> None:
         assert answer.body.startswith(scripts.CHAT_WORD * 2)
         assert b'"code":502' in answer.events[-1]
         assert (await w.ended()).outcome == "engine"
+
+
+async def test_an_adapter_that_is_an_alias() -> None:
+    """An engine that gets the request whole reads its own name in the header."""
+
+    def aliased(settings: Settings) -> Settings:
+        pool = msgspec.structs.replace(settings.pools[0], aliases={"fast": "tiny"})
+        return msgspec.structs.replace(settings, pools=(pool,))
+
+    async with world(adjust=aliased) as w:
+        seen = everyone(w, INVOCATIONS, fine)
+        for name in ("fast", "tiny"):
+            header = [("x-amzn-sagemaker-adapter-identifier", name)]
+            assert (await w.ask(INVOCATIONS, {"input": "x"}, header)).status == 200
+        assert [dict(one.headers)["x-amzn-sagemaker-adapter-identifier"] for one in seen] == ["tiny", "tiny"]
 
 
 @pytest.mark.parametrize("name", ["\u00e9", "\u6a21"])

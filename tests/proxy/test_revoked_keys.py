@@ -302,24 +302,8 @@ async def test_a_key_ends_at_its_time(keys: Path) -> None:
 # -- operators
 
 
-async def test_an_order_whose_key_is_taken_away_does_nothing(keys: Path) -> None:
-    """The body of the order comes later than the change of the file."""
-    async with world(auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:
-        client = await Client.connect(api.port)
-        url = w.decode[0].url.replace("/", "%2F")
-        order = request("POST", f"{BASE}/engines/{url}/drain", {"seconds": 1}, bearer("one"))
-        client.send(order[:-3])
-        await asyncio.sleep(0.05)
-        take_away(w, keys)
-        client.send(order[-3:])
-        answer = await client.answer()
-        assert (answer.status, code(answer.body)) == (401, "key_revoked")
-        assert not any(node.draining for one in w.workers for node in one.ledger.nodes)
-        client.close()
-
-
-async def test_an_answer_is_not_given_to_a_key_that_is_taken_away(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers that wait for others, as those of several workers do."""
+def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Hold up questions for engines. Returns what lets them go on, and what is set once one has come."""
     go, waits = asyncio.Event(), asyncio.Event()
     engines = AdminApi.engines
 
@@ -330,6 +314,55 @@ async def test_an_answer_is_not_given_to_a_key_that_is_taken_away(keys: Path, mo
 
     for kind in (AdminApi, AdminApiOfAll):
         monkeypatch.setattr(kind, "engines", late)
+    return go, waits
+
+
+CHANGES = [("two\n", 401, "key_revoked"), ("a:one read-only\n", 403, 403)]
+"""Of a file that holds the key `one`: the file behind it, and the status and the code of the answer."""
+
+
+@pytest.mark.parametrize(("after", "status", "why"), CHANGES, ids=["taken away", "read-only"])
+async def test_an_order_whose_key_changes_does_nothing(keys: Path, after: str, status: int, why: object) -> None:
+    """The body of the order comes later than the change of the file."""
+    async with world(auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:
+        client = await Client.connect(api.port)
+        url = w.decode[0].url.replace("/", "%2F")
+        order = request("POST", f"{BASE}/engines/{url}/drain", {"seconds": 1}, bearer("one"))
+        client.send(order[:-3])
+        await asyncio.sleep(0.05)
+        take_away(w, keys, after)
+        client.send(order[-3:])
+        answer = await client.answer()
+        assert (answer.status, code(answer.body)) == (status, why)
+        assert not any(node.draining for one in w.workers for node in one.ledger.nodes)
+        client.close()
+
+
+@pytest.mark.parametrize(("after", "status", "why"), CHANGES, ids=["taken away", "read-only"])
+async def test_an_order_behind_another_request_whose_key_changes(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, after: str, status: int, why: object
+) -> None:
+    """It was read before the change, and its turn comes after it."""
+    go, waits = held_up(monkeypatch)
+    async with world(decode=2, auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:
+        client = await Client.connect(api.port)
+        engine = f"{BASE}/engines/{w.decode[0].url.replace('/', '%2F')}"
+        assert (await api.ask("POST", f"{engine}/drain", {"seconds": 60}, bearer("one"))).status == 202
+        listed = request("GET", f"{BASE}/engines", b"", bearer("one"))
+        client.send(listed + request("POST", f"{engine}/undrain", b"", bearer("one")))
+        await waits.wait()
+        take_away(w, keys, after)
+        go.set()
+        assert (await client.answer()).status == (401 if status == 401 else 200)
+        answer = await client.answer()
+        assert (answer.status, code(answer.body)) == (status, why)
+        assert all(any(node.draining for node in one.ledger.nodes) for one in w.workers)
+        client.close()
+
+
+async def test_an_answer_is_not_given_to_a_key_that_is_taken_away(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that wait for others, as those of several workers do."""
+    go, waits = held_up(monkeypatch)
     async with world(auth={"admin_keys_file": str(keys)}) as w, admin(w) as api:
         asking = asyncio.create_task(api.ask("GET", f"{BASE}/engines", b"", bearer("one")))
         await waits.wait()

@@ -315,3 +315,6 @@ async def test_only_the_first_of_very_many_addresses_count() -> None:
 
 async def test_the_system_resolves() -> None:
     assert A in await by_system("localhost", 80)
+    for no_name in ("a..b", "x" * 64 + ".example"):
+        with pytest.raises(OSError, match="no name"):
+            await by_system(no_name, 80)

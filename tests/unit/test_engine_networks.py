@@ -85,6 +85,17 @@ FAR = EngineNetworks([read_network("10.0.0.0/8")])
         ("0xa9fea9fe", False),
         ("0251.0376.0251.0376", False),
         ("169.254.43518", False),
+        ("64:ff9b:1:a9fe:a9:fe00::", False),
+        ("64:ff9b:1:a9fe:a9:fe00:101:101", False),
+        ("64:ff9b:1:a02:3:400::", True),
+        ("64:ff9b:1:a9:fe:a9fe::", False),
+        ("64:ff9b:1:1:a9:fea9:fe00:0", False),
+        ("64:ff9b:1::169.254.169.254", False),
+        ("64:ff9b:1::10.1.2.3", True),
+        ("[169.254.169.254]", False),
+        ("10.1.2.3:1;169.254.169.254", False),
+        ("1\0", False),
+        ("", False),
     ],
 )
 def test_addresses_at_which_no_engine_is(host: str, allowed: bool) -> None:
@@ -106,6 +117,8 @@ def test_named_networks_are_all_that_there_are() -> None:
     assert FAR.why_not("10.255.0.1") is None
     assert FAR.why_not("::ffff:10.255.0.1") is None
     assert FAR.why_not("2001:db8::5efe:10.255.0.1"), "any network can come before such an end"
+    assert FAR.why_not("64:ff9b:1::10.255.0.1") is None
+    assert FAR.why_not("64:ff9b:1:b00:0:ff01::10.255.0.1"), "with prefixes of 56 bits it is another one"
     assert FAR.why_not("127.0.0.1") == "not in engines.networks"
     assert FAR.why_not("name") is None, "it is looked at when it resolves"
     assert FAR.why_not_named("name"), "somebody else resolves it"

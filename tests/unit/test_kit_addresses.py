@@ -139,16 +139,25 @@ def test_where_packets_end(address: IPv4Address) -> None:
     number = int(address)
     for carrier in (
         f"64:ff9b::{address}",
-        f"64:ff9b:1::{address}",
         f"2002:{number >> 16:x}:{number & 0xFFFF:x}::1",
         f"::ffff:{address}",
         f"::ffff:0:{address}",
         f"2001:0:a00:1:0:ffff:{(number >> 16) ^ 0xFFFF:x}:{(number & 0xFFFF) ^ 0xFFFF:x}",
     ):
-        assert goes_to(ip_address(carrier)) == address
-    assert goes_to(address) == address
+        assert goes_to(ip_address(carrier)) == (address,)
+    assert goes_to(address) == (address,)
     if number > 1:
-        assert goes_to(IPv6Address(number)) == address, "the old form"
+        assert goes_to(IPv6Address(number)) == (address,), "the old form"
+
+
+@given(V4, st.sampled_from([48, 56, 64, 96]))
+def test_where_packets_end_behind_a_prefix_of_unknown_length(address: IPv4Address, length: int) -> None:
+    """RFC 8215: each network chooses its prefix there. The place of the IPv4 address is that of RFC 6052."""
+    prefix, four = IPv6Address("64:ff9b:1::").packed[: length // 8], address.packed
+    if length < 96:
+        four = four[: 8 - length // 8] + b"\0" + four[8 - length // 8 :]
+    ends = goes_to(IPv6Address((prefix + four).ljust(16, b"\0")))
+    assert address in ends or address in IPv4Network("0.0.0.0/8")
 
 
 @given(V4, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
@@ -162,7 +171,7 @@ def test_where_a_tunnel_of_isatap_ends(address: IPv4Address, network: int, middl
 
 def test_addresses_of_ipv6_itself_go_nowhere_else() -> None:
     for text in ("::", "::1", "fd00:ec2::254", "2001:db8::1"):
-        assert goes_to(ip_address(text)) == ip_address(text)
+        assert goes_to(ip_address(text)) == (ip_address(text),)
 
 
 @pytest.mark.parametrize(

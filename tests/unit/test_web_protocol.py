@@ -20,8 +20,8 @@ from tests.fuzz.ingress import Ingress, Transport
 @pytest.mark.parametrize(
     "name",
     ["on_headers_complete", "on_body", "on_message_complete", "on_response_complete", "connection_lost", "pause_writing",
-     "resume_writing", "_start_asgi_task", "_should_upgrade", "send_400_response", "_unsupported_upgrade_warning",
-     "_unset_keepalive_if_required", "data_received", "on_message_begin", "on_url", "on_header"],
+     "resume_writing", "_start_asgi_task", "_should_upgrade", "_unset_keepalive_if_required", "data_received",
+     "on_message_begin", "on_url", "on_header"],
 )  # fmt: skip
 def test_methods_of_the_protocol(name: str) -> None:
     """Methods that are overridden or called."""

@@ -67,6 +67,7 @@ class Parts(Process):
 
         Raises:
             LimitError: the key is over one of its limits.
+            UnauthorizedError: it is not valid any more.
             OverloadedError: no engine is up.
             EngineError: no engine that is up gave a list that can be read.
         """
@@ -76,10 +77,11 @@ class Parts(Process):
         finally:
             if use is not None:
                 use.end(0)
+        # It may have changed while engines were asked.
+        rights = None if key is None else self.credentials.keys.now(key).rights
         listed = [one for one in found if not isinstance(one, PdproxyError)]
         if not listed:
             raise next(one for one in found if isinstance(one, PdproxyError))
-        rights = None if key is None else key.rights
         cards: Cards = {}
         for pool, one in zip(self.pools, found, strict=True):
             if not isinstance(one, PdproxyError) and may_use_pool(rights, pool.name):

@@ -6,7 +6,7 @@ Owns the reading of addresses: IPv6 in brackets, zones (fe80::1%eth0), ports, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
@@ -14,8 +14,12 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 _MAPPED = IPv6Network("::ffff:0:0/96")
-_TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"), IPv6Network("::ffff:0:0:0/96")
-"""IPv4 behind a translator (NAT64, RFC 6052 and 8215; SIIT, RFC 2765)."""
+_TRANSLATED = IPv6Network("64:ff9b::/96"), IPv6Network("::ffff:0:0:0/96")
+"""IPv4 behind a translator (NAT64, RFC 6052; SIIT, RFC 2765)."""
+_LOCAL_TRANSLATED = IPv6Network("64:ff9b:1::/48")
+"""The same, with prefixes that each network chooses, of 48, 56, 64 or 96 bits (RFC 8215)."""
+_NOWHERE = IPv4Network("0.0.0.0/8")
+"""No IPv4 address to which a translator sends: the zeros of a longer prefix, or behind a shorter one."""
 _ISATAP = 0x5EFE, 0x0200_5EFE
 """Bits 64 to 95 of IPv6 addresses behind which there is an IPv4 one, whatever network comes before (RFC 5214, 6.1)."""
 _COMPATIBLE = IPv6Network("::/96")
@@ -128,19 +132,26 @@ def overlap(one: Network, other: Network) -> bool:
     return isinstance(other, IPv6Network) and one.overlaps(other)
 
 
-def goes_to(address: Address) -> Address:
-    """Return where packets for an address end: at an IPv4 address, if translators or tunnels take that out of an IPv6 one."""
+def goes_to(address: Address) -> tuple[Address, ...]:
+    """Return where packets for an address end: at an IPv4 address, if translators or tunnels take that out of an IPv6 one.
+
+    There are several where it depends on the length of a prefix that nobody knows here.
+    """
     if isinstance(address, IPv4Address):
-        return address
+        return (address,)
     if address.ipv4_mapped is not None:
-        return address.ipv4_mapped
+        return (address.ipv4_mapped,)
     if address.sixtofour is not None:
-        return address.sixtofour
+        return (address.sixtofour,)
     if address.teredo is not None:
-        return address.teredo[1]  # the client's; the first one is a server on the way
+        return (address.teredo[1],)  # the client's; the first one is a server on the way
+    number = int(address)
+    last = IPv4Address(number & 0xFFFF_FFFF)
+    if address in _LOCAL_TRANSLATED:
+        return tuple(one for one in (*_embedded(number), last) if one not in _NOWHERE) or (last,)
     if inside(address, _TRANSLATED) or (address in _COMPATIBLE and address not in _UNICAST):
-        return IPv4Address(int(address) & 0xFFFF_FFFF)
-    return address
+        return (last,)
+    return (address,)
 
 
 def isatap(address: Address) -> IPv4Address | None:
@@ -148,3 +159,11 @@ def isatap(address: Address) -> IPv4Address | None:
     number = int(address)
     is_one = isinstance(address, IPv6Address) and number >> 32 & 0xFFFF_FFFF in _ISATAP
     return IPv4Address(number & 0xFFFF_FFFF) if is_one else None
+
+
+def _embedded(number: int) -> Iterator[IPv4Address]:
+    """Return the IPv4 addresses behind prefixes of 48, 56 and 64 bits. Bits 64 to 71 are part of none (RFC 6052, 2.2)."""
+    bits = number.to_bytes(16, "big")
+    joined = bits[:8] + bits[9:]
+    for at in (6, 7, 8):
+        yield IPv4Address(joined[at : at + 4])

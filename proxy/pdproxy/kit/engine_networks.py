@@ -6,6 +6,7 @@ clouds that hand out credentials, the other ends of a link, groups. Loopback and
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from ipaddress import IPv4Address, ip_network
@@ -29,6 +30,9 @@ _FORBIDDEN: tuple[tuple[str, str], ...] = (
 FORBIDDEN: tuple[tuple[Network, str], ...] = tuple((ip_network(text), why) for text, why in _FORBIDDEN)
 """Where no engine may be unless the setting names it, and what is there."""
 _LOCALHOST = IPv4Address("127.0.0.1")
+_NAME = re.compile(r"[\w.-]+")
+"""The characters of names. Others are part of no name, and mean more to some who connect: brackets around an address, and what
+ZMQ has before a semicolon."""
 
 
 class EngineNetworks:
@@ -48,28 +52,35 @@ class EngineNetworks:
     def why_not(self, host: str) -> str | None:
         """Return why no engine may be at an address, as what follows it in a sentence; None if one may be, or for a name."""
         address = _address(host)
-        return None if address is None else self._why_not(address)
+        return _why_no_name(host) if address is None else self._why_not(address)
 
     def why_not_named(self, host: str) -> str | None:
         """Return the same for a host that somebody else resolves: where networks are named, no name is known to be in them."""
         address = _LOCALHOST if host.lower().removesuffix(".") == "localhost" else _address(host)
         if address is not None:
             return self._why_not(address)
-        return "a name, of which nobody knows whether it is in engines.networks" if self._networks else None
+        if self._networks:
+            return "a name, of which nobody knows whether it is in engines.networks"
+        return _why_no_name(host)
 
     def _why_not(self, address: Address) -> str | None:
         tunnelled = isatap(address)
         if tunnelled is not None and (why := self._why_not(tunnelled)) is not None:
             return why  # else it counts by itself, too: the network before it can be anybody's
-        end = goes_to(address)
+        ends = goes_to(address)
         if self._networks:
-            both = inside(address, self._networks) or inside(end, self._networks)
-            return None if both else "not in engines.networks"
-        return next((f"{why}: engines.networks can allow it" for network, why in FORBIDDEN if end in network), None)
+            is_one = inside(address, self._networks) or all(inside(end, self._networks) for end in ends)
+            return None if is_one else "not in engines.networks"
+        found = (why for end in ends for network, why in FORBIDDEN if end in network)
+        return next((f"{why}: engines.networks can allow it" for why in found), None)
 
 
 USUAL = EngineNetworks()
 """Without the setting."""
+
+
+def _why_no_name(host: str) -> str | None:
+    return None if _NAME.fullmatch(host) else "neither an address nor a name"
 
 
 def _address(host: str) -> Address | None:
@@ -87,6 +98,6 @@ def _address(host: str) -> Address | None:
     if found is None:
         try:
             found = IPv4Address(socket.inet_aton(host)) if host.isascii() and host[:1].isdigit() else None
-        except OSError:
+        except (OSError, ValueError):  # it holds a NUL
             return None
     return found

@@ -304,8 +304,8 @@ def _of_engines(node: Node) -> Iterator[tuple[KeyPath, str]]:
     facts = node.facts
     if facts.remote_host is not None:
         yield ("facts", "remote_host"), facts.remote_host
-    if facts.bootstrap is not None:
-        yield ("facts", "bootstrap"), urlsplit(facts.bootstrap).hostname or ""
+    if facts.bootstrap is not None and (host := urlsplit(facts.bootstrap).hostname):
+        yield ("facts", "bootstrap"), host
     if node.receiver.host is not None:
         yield ("receiver", "host"), node.receiver.host
 

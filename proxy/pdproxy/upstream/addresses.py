@@ -37,7 +37,10 @@ async def by_system(host: str, port: int) -> list[str]:
     Raises:
         OSError: the name is unknown, or its servers do not answer.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # engines may name anything
+        raise OSError(f"no name: {error}") from None
     return [str(address[0]) for *_, address in found]
 
 

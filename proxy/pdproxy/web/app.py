@@ -103,7 +103,6 @@ def create_app(answers: Answers) -> FastAPI:
         key = _authorize(request, answers, MODELS)
         given = request.headers.get("authorization")
         listed = await answers.models(None if given is None else given.encode("latin-1"), key)
-        answers.passthrough.identify.check_again(key)  # it may have been taken away while engines were asked
         return Response(listed, media_type="application/json")
 
     for entry in TABLE:

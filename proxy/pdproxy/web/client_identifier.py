@@ -16,6 +16,7 @@ from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.keys import Keys, ValidKey
 from pdproxy.serving.access.permits import check_route, check_tenant
 from pdproxy.serving.access.tenants import Tenants
+from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.wrong_keys import WrongKeys
@@ -104,9 +105,10 @@ class ClientIdentifier:
         if not known:
             self.refused(error, connection, headers)
 
-    def check_again(self, key: ValidKey | None) -> None:
-        """Raise UnauthorizedError if a key that was found is not valid any more."""
-        self._keys.admit(key, None)
+    def check_head(self, rights: KeyRights, headers: Headers, path: str) -> None:
+        """Raise ForbiddenError unless a key with these rights is good for a request's route, and for the tenant that it names."""
+        check_route(rights, path)
+        check_tenant(rights, self._tenants.named(headers))
 
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""
@@ -127,8 +129,7 @@ class ClientIdentifier:
             return Found(address, None, self._refused(error, address))
         if key.rights is not None:
             try:
-                check_route(key.rights, path)
-                check_tenant(key.rights, self._tenants.named(headers))
+                self.check_head(key.rights, headers, path)
             except ForbiddenError as error:
                 drop_traceback(error)
                 return Found(address, key, self._refused(error, address))

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
+from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
@@ -295,7 +296,12 @@ class GenerateCycle(ResponseCycle):
             salt=self._salt,
             found=self._key,
             refusal=self.ended_by or self._key_error,
+            head=self,
         )
+
+    def check_head(self, rights: KeyRights) -> None:
+        """See `serving.access.keys.Head`."""
+        self._data_path.identify.check_head(rights, self._headers, self._route.path)
 
     def drop_body(self) -> None:
         """Release the request's body: no engine needs it any more."""

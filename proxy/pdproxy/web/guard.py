@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.kit.clock import Timer
@@ -53,7 +54,6 @@ class GuardedProtocol(WantedBodiesConnection):
     )
 
     # Of uvicorn. `super()` looks through the classes at each call, and these are called for each request.
-    _parse = HttpToolsProtocol.data_received
     _begin_message = HttpToolsProtocol.on_message_begin
     _keep_url = HttpToolsProtocol.on_url
     _keep_header = HttpToolsProtocol.on_header
@@ -126,18 +126,32 @@ class GuardedProtocol(WantedBodiesConnection):
         if self._discarding:
             return
         self._progress = False
-        self._parse(data)
-        if self._discarding or self.transport.is_closing():
-            if self._stopped_at is not None:
-                self.ignore_offer(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:  # uvicorn's own method writes a log line for each
+            self._refuse(self._refusal or BadRequestError("Invalid HTTP request received."))
             return
-        # The parser keeps a header's value until it is complete.
-        self._unparsed = 0 if self._progress else self._unparsed + len(data)
-        if self._unparsed > self.bounds.max_header_bytes:
-            self._refuse(self._too_large())
+        except httptools.HttpParserUpgrade as stop:
+            at = stop.args[0]
+        else:
+            if self._discarding or self.transport.is_closing():
+                return
+            # The parser keeps a header's value until it is complete.
+            self._unparsed = 0 if self._progress else self._unparsed + len(data)
+            if self._unparsed > self.bounds.max_header_bytes:
+                self._refuse(self._too_large())
+                return
+            self._set_deadline()
+            self.flow.received(len(data))  # type: ignore[attr-defined]
             return
-        self._set_deadline()
-        self.flow.received(len(data))  # type: ignore[attr-defined]
+        if self._offer is not None and not self._discarding:
+            self.ignore_offer()
+            self.data_received(data[at:])
+            return
+        self._discarding, self._in_body = True, False  # CONNECT: what follows is no HTTP
+        self._cancel_deadline()
+        self.cycle.keep_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
@@ -253,16 +267,6 @@ class GuardedProtocol(WantedBodiesConnection):
         if (self._in_head or self._in_body) and not self.transport.is_closing():
             self._set_deadline()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or BadRequestError(msg))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        if not self.has_stopped():  # CONNECT: what follows is no HTTP
-            self._discarding, self._in_body = True, False
-            self._cancel_deadline()
-            if self.cycle is not None:
-                self.cycle.keep_alive = False
-
     # -- deadlines
 
     def _set_deadline(self) -> None:
@@ -299,7 +303,7 @@ class GuardedProtocol(WantedBodiesConnection):
 
     def _stop_head(self) -> NoReturn:
         self._refusal = self._too_large()
-        raise self._refusal  # stops the parser; then uvicorn calls `send_400_response`
+        raise self._refusal  # stops the parser
 
     def _too_large(self) -> HeadTooLargeError:
         return HeadTooLargeError(f"The request's head is larger than {self.bounds.max_header_bytes} bytes")

@@ -6,7 +6,6 @@ parser goes on there. It gets a head with the same framing first, of which nobod
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import httptools
@@ -19,38 +18,32 @@ _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 class OfferIgnoringConnection(ClientConnection):
     """A connection that stays with HTTP/1.1."""
 
-    __slots__ = ("_offer", "_stopped_at")
+    __slots__ = ("_offer",)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._offer: bytes | None = None
-        """The lines of the head that say where the body ends, from an offer on until the parser has stopped there."""
-        self._stopped_at: int | None = None
-        """Where in the bytes that were read the parser has stopped."""
+        """A head that says where the body ends, from an offer on until the parser has stopped there."""
 
     def note_offer(self) -> None:
-        """Note how the body is framed: the head is complete, and the parser stops behind it."""
+        """Note how the body is framed: the head is complete, and the parser stops behind it.
+
+        Raises:
+            HttpParserError: it is framed in no way that HTTP has. The parser does not look at that where it stops.
+        """
         if self.parser.get_method() != b"CONNECT":
-            self._offer = b"".join([b"%b: %b\r\n" % line for line in self.headers if line[0] in _FRAMING])
+            lines = b"".join([b"%b: %b\r\n" % line for line in self.headers if line[0] in _FRAMING])
+            head = b"POST / HTTP/1.1\r\n%b\r\n" % lines
+            httptools.HttpRequestParser(None).feed_data(head)
+            self._offer = head
 
-    def has_stopped(self) -> bool:
-        """Note where the parser has stopped, while its exception is handled. Return whether reading goes on there."""
-        if self._offer is None or self._discarding:
-            return False
-        self._stopped_at = sys.exception().args[0]  # type: ignore[union-attr]
-        self._discarding = True  # for the rest of uvicorn's method
-        return True
-
-    def ignore_offer(self, data: bytes) -> None:
-        """Read the body, and what follows, as if there had been no offer."""
-        at, lines = self._stopped_at, self._offer
-        assert lines is not None
-        self._stopped_at = self._offer = None
-        self._discarding = False
+    def ignore_offer(self) -> None:
+        """Read what follows the head as if there had been no offer."""
+        head, self._offer = self._offer, None
+        assert head is not None
         self.parser = httptools.HttpRequestParser(_BehindHead(self))
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
-        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % lines)
-        self.data_received(data[at:])
+        self.parser.feed_data(head)
 
 
 class _BehindHead:

@@ -27,6 +27,7 @@ from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.request.hints import TIMEOUT
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
+from pdproxy.settings.key_rights import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier, Identified
@@ -79,6 +80,7 @@ class PassthroughResponse(Response):
         self._passthrough = passthrough
         self._entry = entry
         self._size = 0
+        self._head: list[Line]
         self._identified: Identified
         self._client: Client
         self._connection: PassthroughConnection
@@ -88,7 +90,7 @@ class PassthroughResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, have the request served, and stop that when the client leaves."""
         connection = self._connection = scope[CONNECTION]
-        headers: list[Line] = scope["headers"]
+        headers = self._head = scope["headers"]
         identify = self._passthrough.identify
         found = scope.get(FOUND) or identify.find(connection, headers, self._entry.path)
         identified = self._identified = identify.enter(found, connection, headers)
@@ -125,6 +127,10 @@ class PassthroughResponse(Response):
             serving.cancel()
         return True
 
+    def check_head(self, rights: KeyRights) -> None:
+        """See `serving.access.keys.Head`."""
+        self._passthrough.identify.check_head(rights, self._head, self._entry.path)
+
     def _forget_body(self) -> None:
         self._client.bodies.pop(self, None)
         if self._size:
@@ -158,6 +164,7 @@ class PassthroughResponse(Response):
             salt=self._identified.salt,
             found=self._identified.key,
             refusal=self._identified.error,
+            head=self,
         )
         del body  # the request refers to it
         serving = self._serving = asyncio.ensure_future(passthrough.serve(request, output))

@@ -89,7 +89,8 @@ class Incoming(msgspec.Struct):
     `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
     `adapter` is the value of `client_routes.ADAPTER_HEADER`, None for a blank one, which names no model. `client`: the client's
     address; `key`: the name of its key; `salt`: of its tenant's caches, None where tenants share them. `found`: the key
-    (`serving.access.keys.ValidKey`), None without one; `refusal`: why its sender is refused.
+    (`serving.access.keys.ValidKey`), None without one; `refusal`: why its sender is refused; `head`: what looks at the head again
+    (`serving.access.keys.Head`).
     """
 
     route: Route
@@ -105,6 +106,7 @@ class Incoming(msgspec.Struct):
     salt: TenantSalt | None = None
     found: Any = None
     refusal: PdproxyError | None = None
+    head: Any = None
 
 
 class Prompt(msgspec.Struct, frozen=True):

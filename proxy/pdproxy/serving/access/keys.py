@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -45,6 +46,29 @@ class ValidKey(msgspec.Struct, frozen=True, kw_only=True):
         return self.until is not None and now >= self.until
 
 
+class Head(Protocol):
+    """The head of a request."""
+
+    def check_head(self, rights: KeyRights) -> None:
+        """Raise ForbiddenError unless a key with these rights is good for the route, and for the tenant that is named."""
+
+
+class Sent(Protocol):
+    """A request whose head was read, and what was found then."""
+
+    @property
+    def head(self) -> Head:
+        """What looks at the head again."""
+
+    @property
+    def found(self) -> ValidKey | None:
+        """Its key, None without one."""
+
+    @property
+    def refusal(self) -> PdproxyError | None:
+        """Why its sender is refused, None if not."""
+
+
 class Keys:
     """The keys of clients. `proxy_keys` returns those that are valid, by their digests.
 
@@ -65,6 +89,8 @@ class Keys:
         self.wall = wall
         self.limits = limits
         """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
+        self.changes = 0
+        """How often the keys have changed."""
         self._counted = NO_KEYS
         self._seen: set[str | bytes] = set()
         """The names of all keys since the start, until there are several; of a key without a name, its digest."""
@@ -97,7 +123,10 @@ class Keys:
 
     def note_names(self) -> None:
         """Have the names of the keys that are valid now count. To be called when keys have changed: requests may come later."""
-        self._counted = valid = self.valid
+        valid = self.valid
+        if valid is not self._counted:
+            self.changes += 1
+            self._counted = valid
         if len(self._seen) <= 1:
             named = self.limits()
             self._seen |= {key.name if key.name in named else key.digest for key in valid.values()}
@@ -124,22 +153,44 @@ class Keys:
             raise RevokedError("key", "expired")
         return found
 
-    def admit(self, found: ValidKey | None, refusal: PdproxyError | None) -> None:
-        """Raise `refusal`, or UnauthorizedError if a key is wanted and `found` is none, or not valid any more.
+    def admit(self, sent: Sent) -> KeyRights | None:
+        """Return what a request may ask for now, None: anything.
 
-        Since the key was looked up, the body may have come slowly, or the request may have waited behind others.
+        Since its key was looked up, the body may have come slowly, the request may have waited behind others, and the key may
+        have changed.
+
+        Raises:
+            PdproxyError: `sent.refusal`.
+            UnauthorizedError: a key is wanted and there was none, or it is not valid any more.
+            ForbiddenError: it is not good for the request's head any more.
         """
+        refusal = sent.refusal
         if refusal is not None:
             raise refusal
         if self._valid is None:
-            return
-        if found is None:
+            return None
+        found = sent.found
+        if found is not None and found.until is None and self._valid().get(found.digest) is found:
+            return found.rights  # nearly always
+        now = self.now(found)
+        if now is not found and now.rights is not None:
+            sent.head.check_head(now.rights)
+        return now.rights
+
+    def now(self, found: ValidKey | None) -> ValidKey:
+        """Return a key that was found as it is now. Keys are wanted.
+
+        Raises:
+            UnauthorizedError: there was none, or it is not valid any more.
+        """
+        if found is None or self._valid is None:
             raise UnauthorizedError(_MISSING, code=None)
         now = self._valid().get(found.digest)
         if now is None:
             raise RevokedError("key", "revoked")
         if now.until is not None and now.is_over(self.wall()):
             raise RevokedError("key", "expired")
+        return now
 
     def priorities(self, name: str | None) -> tuple[int, int] | None:
         """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""

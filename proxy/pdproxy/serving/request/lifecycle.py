@@ -29,7 +29,7 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.observe.events import DeadlinePassed, LegTimes, RequestEnded
 from pdproxy.observe.recent import Runs, SoFar
-from pdproxy.serving.access.keys import CHALLENGE
+from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custody import Custody
@@ -102,6 +102,8 @@ class LiveRequest(ABC, Generic[Writer]):
     async def read(self) -> Serve:
         """Check and read the request, and return what serves and answers it once it is admitted.
 
+        Called again if keys have changed until then.
+
         Raises:
             PdproxyError: the request is refused.
         """
@@ -155,8 +157,9 @@ class LiveRequest(ABC, Generic[Writer]):
 class Lifecycle:
     """Takes requests through their steps. One for all requests of a service."""
 
-    def __init__(self, resources: ExchangeResources, admission: Admission, quotas: Quotas) -> None:
+    def __init__(self, resources: ExchangeResources, admission: Admission, quotas: Quotas, keys: Keys) -> None:
         self._resources = resources
+        self._keys = keys
         self._admission = admission
         self._quotas = quotas
         self.running: OrderedSet[Runs] | None = None
@@ -177,6 +180,7 @@ class Lifecycle:
             if request.writer.ended_by is not None:
                 raise request.writer.ended_by
             use = self._quotas.enter(request.key)
+            changes = self._keys.changes
             serve = await request.read()
             if use is not None:
                 demand = request.demand
@@ -187,6 +191,9 @@ class Lifecycle:
                 total = max(deadline - resources.now(), 0.0)
             with resources.clock.within(total):
                 place = await self._admission.enter(request.writer.client, request.demand, deadline)
+                while self._keys.changes != changes:  # its key may be good for less than when it began to wait
+                    changes = self._keys.changes
+                    serve = await request.read()
                 request.admitted = resources.now()
                 await serve()
         except asyncio.CancelledError:

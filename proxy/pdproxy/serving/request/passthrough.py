@@ -104,7 +104,7 @@ class Passthrough:
         self.bodies = bodies
         self.routes: Routes[Passthrough] | None = None
         """Those of all pools, None where there is nothing to choose: one pool without aliases."""
-        self.lifecycle = Lifecycle(resources, admission, quotas)
+        self.lifecycle = Lifecycle(resources, admission, quotas, keys)
 
     def serve(self, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
@@ -207,9 +207,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def read(self) -> Serve:
         """Check and read the request."""
         incoming, service = self._incoming, self._service
-        key = incoming.found
-        service.keys.admit(key, incoming.refusal)
-        rights = None if key is None else key.rights
+        rights = service.keys.admit(incoming)
         self.timeout = timeout_of(incoming.hints)
         if not incoming.entry.has_body:
             if rights is not None:

@@ -90,7 +90,7 @@ class Service:
         self.keys = keys
         self.quotas = quotas
         self.bodies = bodies
-        self.lifecycle = Lifecycle(resources, admission, quotas)
+        self.lifecycle = Lifecycle(resources, admission, quotas, keys)
 
     def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
@@ -117,18 +117,15 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
     async def read(self) -> Serve:
         """Check and read the request.
 
-        From here on, only the exchanges hold the body: they drop it once no engine needs it any more.
+        Once it is served, only the exchanges hold the body: they drop it once no engine needs it any more.
         """
         incoming, service = self._incoming, self._service
-        key = incoming.found
-        service.keys.admit(key, incoming.refusal)
-        rights = None if key is None else key.rights
-        body, incoming.body = incoming.body, b""
+        rights = service.keys.admit(incoming)
+        body = incoming.body
         is_invocation = incoming.route is _INVOCATIONS
         # The body of an invocation is not read before its type is checked.
         check_content_type(incoming.content_type, b"" if is_invocation else body)
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
-        del body
         self.model, self.stream = parsed.model, parsed.stream
         if (salt := incoming.salt) is not None:
             salt.put_into(parsed.fields)
@@ -211,13 +208,12 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if model != parsed.model and model is not None:
             fields = {**parsed.fields, "model": msgspec.Raw(msgspec.json.encode(model))}
             parsed = msgspec.structs.replace(parsed, fields=fields, model=model)
-            if incoming.adapter is not None:
-                incoming.adapter = model.encode("utf-8")
         return parsed, service
 
     async def _serve_one(self) -> None:
         exchange, output = self._exchange, self.writer
         assert exchange is not None
+        self._incoming.body = b""
 
         def begin(relay: Relay) -> ResponseWriter:
             output.drop_body()
@@ -238,6 +234,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     async def _serve_list(self, parsed: Parsed, leg_headers: LegHeaders) -> None:
         output = self.writer
+        self._incoming.body = b""
 
         def begin(headers: Headers) -> None:
             if self.first is None:
@@ -276,17 +273,28 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         """
         incoming, parsed, self._whole = self._incoming, self._whole, None
         assert parsed is not None
+        incoming.body = b""
         # After a refusal, its prompts were counted before.
         why_alone = Alone.UNUSUAL.value if parsed.goes_whole else None
         if why_alone is not None:
             self._service.resources.observers.notify(ServedAlone(why_alone))
-        forward = incoming.forward
-        if incoming.adapter is not None:
-            forward = (*forward, (ADAPTER_HEADER, incoming.adapter))
+        forward, adapter = incoming.forward, incoming.adapter
+        if adapter is not None:
+            if parsed.model is not None and parsed.model != self.model:
+                adapter = parsed.model.encode()
+            forward = (*forward, (ADAPTER_HEADER, adapter))
         entry = ENTRIES[incoming.route.value]
         session = session_of(self._service.session_header, dict(reversed(incoming.hints)))
         passed = IncomingPassthrough(
-            entry, self.request_id, incoming.authorization, "", forward, b"", session=session, salt=incoming.salt
+            entry,
+            self.request_id,
+            incoming.authorization,
+            "",
+            forward,
+            b"",
+            incoming.head,
+            session=session,
+            salt=incoming.salt,
         )
         request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
         fields = parsed.fields

@@ -17,7 +17,7 @@ from pdproxy.kit.addresses import is_loopback, read_place
 from pdproxy.kit.errors import ForbiddenError, PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
-from pdproxy.serving.access.keys import CHALLENGE, Keys
+from pdproxy.serving.access.keys import CHALLENGE, Keys, ValidKey
 from pdproxy.settings.errors import quote
 from pdproxy.web.admin.errors import body_of
 from pdproxy.web.refusals import report_refusal
@@ -52,26 +52,33 @@ class Gate:
         """Requests by how they ended: done, refused or failed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. One whose key was taken away meanwhile does nothing, and shows nothing."""
-        status, digest, is_revoked = 0, None, False
+        """Serve a request. One whose key was taken away meanwhile does nothing, and shows nothing.
+
+        One whose key may only read by now changes nothing.
+        """
+        status, digest, method = 0, None, scope["method"]
+        refusal: PdproxyError | None = None
 
         async def received() -> Message:
+            nonlocal refusal
             message = await receive()
-            self._check_again(digest)  # its body, which says what is to be done, may come late
+            if refusal is None:
+                refusal = self._why_no_more(digest, method)  # its body, which says what is to be done, may come late
+            if refusal is not None:
+                raise refusal
             return message
 
         async def watched(message: Message) -> None:
-            nonlocal status, is_revoked
+            nonlocal status, refusal
             if message["type"] == "http.response.start":
-                try:
-                    self._check_again(digest)  # other workers may be asked for seconds
-                except RevokedError as error:
-                    drop_traceback(error)
-                    is_revoked, status = True, error.status
-                    await answer_of(error)(scope, receive, send)
+                refusal = refusal or self._why_no_more(digest)  # other workers may be asked for seconds
+                if refusal is not None:
+                    drop_traceback(refusal)
+                    status = refusal.status
+                    await answer_of(refusal)(scope, receive, send)
                 else:
                     status = message["status"]
-            if not is_revoked:
+            if refusal is None:
                 await send(message)
 
         by = None
@@ -80,6 +87,8 @@ class Gate:
             if isinstance(found, PdproxyError):
                 raise found
             by, digest = found
+            if (error := self._why_no_more(digest, method)) is not None:
+                raise error  # it has waited behind others
             await self._app(scope, received, watched)
         except PdproxyError as error:
             drop_traceback(error)
@@ -122,20 +131,27 @@ class Gate:
             return None, None
         if self._keys.wanted:
             key = self._keys.verified(headers.get(b"authorization"))
-            if key.read_only and scope["method"] not in _READING:
-                raise ForbiddenError(f"the key {key.name} is read-only")
+            if (error := _why_not(key, scope["method"])) is not None:
+                raise error
             return f"key {key.name}", key.digest
         if self._is_tcp:
             _refuse_pages(headers)
             return "the loopback", None
         return "the socket", None
 
-    def _check_again(self, digest: bytes | None) -> None:
+    def _why_no_more(self, digest: bytes | None, method: str = "GET") -> PdproxyError | None:
+        """Return why the key that has let a request in does so no more, None if it does."""
         if digest is None:
-            return
-        found = self._keys.valid.get(digest)
-        if found is None or found.is_over(self._keys.wall()):
-            raise RevokedError("key", "revoked" if found is None else "expired")
+            return None
+        key = self._keys.valid.get(digest)
+        if key is None or key.is_over(self._keys.wall()):
+            return RevokedError("key", "revoked" if key is None else "expired")
+        return _why_not(key, method)
+
+
+def _why_not(key: ValidKey, method: str) -> ForbiddenError | None:
+    is_wrong = key.read_only and method not in _READING
+    return ForbiddenError(f"the key {key.name} is read-only") if is_wrong else None
 
 
 def answer_of(error: PdproxyError) -> Response:
