@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from pdproxy.settings.overload import Overload
 
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.settings.limits import Limits
-from pdproxy.settings.schema import Auth, Settings
+from pdproxy.settings.keys import Auth
+from pdproxy.settings.limits import Limits, Overload
+from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, prefill

@@ -16,7 +16,7 @@ from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.keys import Keys, ValidKey
 from pdproxy.serving.access.permits import check_route, check_tenant
 from pdproxy.serving.access.tenants import Tenants
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.wrong_keys import WrongKeys

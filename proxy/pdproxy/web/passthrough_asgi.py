@@ -27,7 +27,7 @@ from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.request.hints import TIMEOUT
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
-from pdproxy.settings.key_rights import KeyRights
+from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier, Identified
