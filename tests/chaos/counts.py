@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from pdproxy.app.compose import Proxy
@@ -41,5 +40,4 @@ def out_of_use(nodes: Iterable[Node], now: float) -> list[Finding]:
 
 
 def _samples(proxy: Proxy) -> list[Sample]:
-    page = proxy.metrics.page().decode()
-    return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    return [sample for family in proxy.metrics.collect() for sample in family.samples]

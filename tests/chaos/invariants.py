@@ -9,8 +9,6 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.tasks import Failures
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
@@ -118,7 +116,7 @@ def balanced(world: World, events: Iterable[Event]) -> list[Finding]:
     """The metrics count what was reported: requests by outcome, and handles that ended."""
     counts = Counter(type(event).__name__ for event in events)
     sums: Counter[str] = Counter()
-    for family in text_string_to_metric_families(world.proxy.metrics.page().decode()):
+    for family in world.proxy.metrics.collect():
         for sample in family.samples:
             sums[sample.name] += int(sample.value)
     pairs = (("pdproxy_requests_total", "RequestEnded"), ("pdproxy_kv_handles_ended_total", "HandleEnded"))

@@ -12,12 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.ports import free_port
+from tests.fakes.samples import read, total
 from tests.fakes.several import WORKERS
 
 PATIENCE = 180.0
@@ -98,12 +97,7 @@ class Served:
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
         page = (await self.ask("GET", "/metrics")).body.decode()
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return total(read(page, name), name, labels)
 
     def memory(self) -> int:
         """What it has in memory now, in bytes."""

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import zmq
-from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet.engine import Engine
@@ -29,6 +28,7 @@ from pdproxy_lab.sim.server import SimServer
 from tests.fakes.kv_index import Hash, PlainIndex
 from tests.fakes.ports import free_port
 from tests.fakes.registry import unused_client
+from tests.fakes.samples import total
 from tests.sim.raw import ask, completion, until
 
 FAST = Hardware(speed=0)
@@ -139,12 +139,7 @@ class Reader:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples with this name and these labels."""
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(self.metrics.page().decode())
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return total(self.metrics.collect(), name, labels)
 
     async def close(self) -> None:
         self.sources.close()
