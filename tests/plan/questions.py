@@ -13,7 +13,7 @@ from pdproxy_lab.plan.question import Demand, Drawn, Question
 from pdproxy_lab.simulate.shape import Shape
 
 CHUNKS = (512, 2048, 8192)
-REQUESTS = int(os.environ.get("PDPROXY_TEST_PLAN_REQUESTS", "400"))
+REQUESTS = int(os.environ.get("PDPROXY_TEST_PLAN_REQUESTS", "200"))
 """Of a simulation. With 800, queues of requests with long answers get longer: `.ci/full` tries those."""
 
 

@@ -19,7 +19,7 @@ from pdproxy_lab.plan.search import Found, Result
 from tests.plan.questions import question
 from tests.simulate.loads import write_trace
 
-LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "400", "--seeds", "1", "--chunks", "512,8192")
+LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "200", "--seeds", "1", "--chunks", "512,8192")
 LOOSE = ("--slo", "ttft=500ms,tpot=15ms")
 TIGHT = ("--slo", "ttft=500ms,tpot=8ms")
 NO_HANDOFFS = "The profile has no time for handoffs"

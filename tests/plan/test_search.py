@@ -8,14 +8,17 @@ import msgspec
 import pytest
 
 from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.plan.arrangement import Arrangement, plain, split
 from pdproxy_lab.plan.bounds import work_of
 from pdproxy_lab.plan.capacity import Level, Prober, rate_at
-from pdproxy_lab.plan.question import Question, Traced, steady
+from pdproxy_lab.plan.question import Drawn, Question, Traced, steady
 from pdproxy_lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
 from tests.plan.questions import REQUESTS, question
 
 A, B = "ttft=500ms,tpot=15ms", "ttft=500ms,tpot=8ms"
+LONG = Drawn(inputs=Lengths(1000, 1000), outputs=Lengths(500, 500))
+"""Long answers."""
 
 
 def turns(count: int = 600) -> Traced:
@@ -34,14 +37,15 @@ def turns(count: int = 600) -> Traced:
         pytest.param(question(A), False, id="4000/128 A"),
         pytest.param(question(B), True, id="4000/128 B"),
         pytest.param(steady(question("gap=50ms", share=0.95)), False, id="4000/128 G"),
-        pytest.param(question(A, 1000, 500), False, id="1000/500 A"),
-        pytest.param(question(B, 1000, 500), True, id="1000/500 B"),
+        pytest.param(question(A, demand=LONG), False, id="1000/500 A"),
+        pytest.param(question(B, demand=LONG), True, id="1000/500 B"),
         pytest.param(question(B, demand=turns()), True, id="turns B"),
     ],
 )
 def test_the_plan_is_as_good_as_the_best_of_all_and_splits_or_not(asked: Question, splits: bool) -> None:
-    found = search(asked, 4, requests=REQUESTS, seeds=1)
-    best = exhaustive(asked, 4, requests=REQUESTS, seeds=1)
+    requests = max(REQUESTS, 400) if asked.demand == LONG else REQUESTS  # or few of them wait for others
+    found = search(asked, 4, requests=requests, seeds=1)
+    best = exhaustive(asked, 4, requests=requests, seeds=1)
     assert found.best is not None
     assert best.best is not None
     assert found.best.rate >= 0.95 * best.best.rate
@@ -58,12 +62,12 @@ def test_an_engine_with_a_long_way_for_kv_is_not_split() -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    assert search(question(B), 3, requests=200, seeds=2) == search(question(B), 3, requests=200, seeds=2)
+    assert search(question(B), 2, requests=100, seeds=2) == search(question(B), 2, requests=100, seeds=2)
 
 
 def test_more_gpus_never_serve_less() -> None:
     rates = []
-    for gpus in (1, 2, 3, 5):
+    for gpus in (1, 2, 4):
         best = search(question(B), gpus, requests=REQUESTS, seeds=1).best
         assert best is not None
         rates.append(best.rate)
@@ -75,7 +79,7 @@ def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
     rates = []
     for slo in ("ttft=300ms,tpot=7ms", "ttft=300ms,tpot=10ms", "ttft=1s,tpot=10ms", "ttft=2s,tpot=20ms"):
         asked = question(slo)
-        place = Prober(asked, work_of(asked)).capacity(one, Level(600, 1, 1))
+        place = Prober(asked, work_of(asked)).capacity(one, Level(300, 1, 1))
         rates.append(0.0 if place is None else rate_at(place))
     assert rates[0] > 0
     assert all(after >= before * 0.98 for before, after in pairwise(rates))
@@ -84,7 +88,7 @@ def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
 @pytest.mark.parametrize("guess", [-200, 0, 300, 450])
 def test_a_wrong_guess_changes_the_capacity_little(guess: int) -> None:
     asked, one = question(A), plain(2, 1024, "least_load")
-    free, guessed = (Prober(asked, work_of(asked)).capacity(one, Level(500, 1, 1), place) for place in (None, guess))
+    free, guessed = (Prober(asked, work_of(asked)).capacity(one, Level(300, 1, 1), place) for place in (None, guess))
     assert free is not None
     assert guessed is not None
     assert abs(free - guessed) <= 2
