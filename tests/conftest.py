@@ -25,11 +25,22 @@ def pytest_configure(config: pytest.Config) -> None:
     recorder.install(config)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from searching the modules and the thousands of tests again and again while they are made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from searching the modules and the thousands of tests, which stay until the end."""
+    """Keep it from searching them until the end. A test that has a proxy and engines makes and drops objects by the thousand."""
     gc.collect()
     gc.freeze()
     gc.collect()  # full collections come as often as what was left by the last one demands: a little, from here on
+    gc.set_threshold(10_000, 10, 20)
 
 
 @pytest.hookimpl(wrapper=True)
