@@ -23,9 +23,9 @@ from pdproxy_lab.calibrate.report import text_of
 from pdproxy_lab.calibrate.run import Calibration
 from pdproxy_lab.calibrate.stalls import StallRow
 from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial
-from pdproxy_lab.calibrate.virtual import seen_of
 from pdproxy_lab.sim.facts import Facts
 from tests.bench.servers import engines
+from tests.calibrate.virtual import seen_once
 
 H200 = load("h200-8b").hardware
 LIMITS = Limits(16_384, 400_000)
@@ -47,15 +47,12 @@ def options_with(hardware: Hardware) -> dict[str, Any]:
 
 
 def measured(hardware: Hardware, trials: int = 1000, change: Callable[[Seen], Seen] | None = None) -> PairMeasured:
-    """Carry out the trials on virtual engines, each kind once: they always take the same times. `change`: of each one's."""
+    """Carry out the trials on virtual engines. `change`: of the times of each one."""
     options, left = options_with(hardware), [trials]
-    known: dict[tuple[bool, str, int], Seen] = {}
 
     def seen(trial: Trial, split: bool) -> Seen:
-        key = (split, trial.name, trial.output_tokens)
-        if key not in known:
-            known[key] = seen_of(trial, options, split=split)
-        return known[key] if change is None or not trial.streams else change(known[key])
+        found = seen_once(trial, options, split=split)
+        return found if change is None or not trial.streams else change(found)
 
     async def through(trial: Trial) -> Seen:
         left[0] -= 1
@@ -124,7 +121,7 @@ def test_streams_that_end_before_the_pulls_are_longer_the_next_time() -> None:
     options = options_with(H200)
 
     async def through(trial: Trial) -> Seen:
-        seen = seen_of(trial, options, split=True)
+        seen = seen_once(trial, options, split=True)
         if trial.streams:
             outputs.setdefault(trial.name, []).append(trial.output_tokens)
             if len(outputs[trial.name]) < 3:
@@ -135,7 +132,7 @@ def test_streams_that_end_before_the_pulls_are_longer_the_next_time() -> None:
         return seen
 
     async def alone(trial: Trial) -> Seen:
-        return seen_of(trial, options)
+        return seen_once(trial, options)
 
     found = asyncio.run(measure(through, alone, Limits(600), H200))
     # One of several has a bound: the longest request that the engine takes.
@@ -174,7 +171,7 @@ def test_no_trial_of_a_pair_has_more_requests_than_the_engine_takes() -> None:
     async def run(trial: Trial) -> Seen:
         nonlocal most
         most = max(most, trial.streams + len(trial.beside))
-        return seen_of(trial, load("h200-8b").options(), split=True)
+        return seen_once(trial, load("h200-8b").options(), split=True)
 
     # Where it takes no more than the streams, nothing is pulled beside them.
     for takes, expected in ((8, 6), (4, 4), (3, 3), (2, 1)):

@@ -20,6 +20,7 @@ from pdproxy_lab.calibrate.run import Calibration
 from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy_lab.calibrate.virtual import seen_of
 from pdproxy_lab.sim.facts import Facts
+from tests.calibrate.virtual import seen_once
 
 H200 = load("h200-8b").hardware
 SLOW = Hardware(
@@ -73,7 +74,7 @@ def measured(
         left[0] -= 1
         if left[0] < 0:
             raise OutOfTimeError("over")
-        seen = seen_of(trial, one)
+        seen = seen_once(trial, one)
         return noisy(seen, chance, jitter, prompts_late)
 
     return asyncio.run(Experiments(run, Limits(one["max_model_len"], **limits)).all())
@@ -170,7 +171,7 @@ def test_a_very_slow_engine_gets_no_trial_that_takes_minutes() -> None:
 
     async def run(trial: Trial) -> Seen:
         nonlocal longest
-        seen = seen_of(trial, one)
+        seen = seen_once(trial, one)
         ends = [times[-1] for times in seen.streams] + [prompt.answered for prompt in seen.beside]
         longest = max(longest, *ends)
         return seen
@@ -202,7 +203,7 @@ def test_trials_without_times_are_left_out_and_a_few_of_them_do_no_harm() -> Non
         count[0] += 1
         if trial.streams and count[0] % 9 == 1:
             raise MergedError("together")
-        return seen_of(trial, one)
+        return seen_once(trial, one)
 
     rows = asyncio.run(Experiments(run, Limits(16384)).all())
     assert rows.budget == 2048
