@@ -1,8 +1,12 @@
-"""A fleet that file, admin API and DNS change at the same time, under streaming clients; and its engines restarted in turn."""
+"""A fleet that file, admin API and DNS change at the same time, under streaming clients; and its engines restarted in turn.
+
+PDPROXY_TEST_CHANGES: how many changes, 400 in `.ci/full`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -31,10 +35,12 @@ from tests.fakes.streams import Streams, streaming
 from tests.fakes.world import World, until, world
 from tests.proxy.test_membership import gone, started
 
-CLIENTS, CHANGES = 64, 200
+CLIENTS, CHANGES = 32, int(os.environ.get("PDPROXY_TEST_CHANGES", "100"))
 FACTS = {"hardware": Hardware(speed=0.5)}
 """Slow enough to leave the machine time for changes."""
 ROLES = ("prefill", "decode")
+KINDS = ("add", "undrain", "remove", "drain", "file less", "file more", "dns less", "dns more")
+"""Of changes. Each is made three times at least."""
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +119,7 @@ class Names:
             self._server.records[name, "SRV"] = (0, [f"0 0 {port} 127.0.0.1." for port in ports])
 
 
-@pytest.mark.timeout(400)  # 64 clients stream all the time
+@pytest.mark.timeout(400)  # clients stream all the time
 async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
     """Engines of 4P4D and eight more come and go at random: no request fails, no stream is cut, nothing is left of who went."""
     async with (
@@ -153,7 +159,7 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
 
         async with streaming(w, CLIENTS) as streams:
             changes = 0
-            while changes < CHANGES:
+            while changes < CHANGES or min(done[what] for what in KINDS) < 3:
                 await asyncio.sleep(chance.random() * 0.02)
                 streams.look()
                 how = chance.choice(["file", "dns", "admin"])
@@ -175,8 +181,6 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
                         names.toggle(engine)
                 changes += 1
             assert streams.served > CLIENTS
-        for what in ("add", "undrain", "remove", "drain", "file less", "file more", "dns less", "dns more"):
-            assert done[what] >= 3, done
 
         names.toggle(*names.engines)
         for engine in [*by_name, *by_hand]:
