@@ -3,6 +3,7 @@ simulated engine gets a body that is broken, no client gets what names engines."
 
 import gc
 import logging
+import os
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -13,7 +14,8 @@ from tests.failures import ends, recorder
 from tests.fakes.bodies import whole_bodies
 from tests.fakes.received import nothing_inside
 
-settings.register_profile("untimed", deadline=None)
+# Each run draws others. Tests that name a number have that.
+settings.register_profile("untimed", deadline=None, max_examples=int(os.environ.get("PDPROXY_TEST_EXAMPLES", "50")))
 settings.load_profile("untimed")
 
 _LOGGERS = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]

@@ -60,6 +60,8 @@ def judged(mutation: Mutation | None, files: Sequence[str], limit: float) -> str
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join((folder, str(PACKAGE.parent))),  # the copy stands before the package
             "HYPOTHESIS_STORAGE_DIRECTORY": folder,
+            "PDPROXY_TEST_EXAMPLES": "100",
+            "PDPROXY_TEST_SEEDS": "3",
         }
         try:
             code = subprocess.run(
