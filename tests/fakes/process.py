@@ -15,6 +15,7 @@ from typing import IO, Any
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
+from tests.fakes.forked import Forked, start
 from tests.fakes.ports import free_port
 from tests.fakes.samples import read, total
 from tests.fakes.several import WORKERS
@@ -54,7 +55,7 @@ SERVE = textwrap.dedent(
 class Served:
     """A running proxy."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, engines: Sequence[FakeEngine]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Forked, port: int, engines: Sequence[FakeEngine]) -> None:
         self.process = process
         self.port = port
         self.prefill, self.decode = engines
@@ -129,14 +130,13 @@ async def served(
     port = port or free_port()
     given = [str(port), *(one.url for one in engines), log_format, str(max_bytes), str(workers), str(interval)]
     given.append(str(linger))
-    arguments = [sys.executable, "-c", SERVE, *given]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process: asyncio.subprocess.Process | Forked
     if stderr is None:
-        arguments = ["sh", "-c", 'exec "$@" 2>&-', "sh", *arguments]
-    process = await asyncio.create_subprocess_exec(
-        *arguments,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stderr=stderr,
-    )
+        closed = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", SERVE]
+        process = await asyncio.create_subprocess_exec(*closed, *given, env=env)
+    else:
+        process = start(SERVE, given, env, stderr)
     made = Served(process, port, engines)
     try:
         async with asyncio.timeout(PATIENCE):

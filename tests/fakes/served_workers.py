@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from pdproxy.app import followed_changes
 from tests.fakes.admin import BASE, Api
 from tests.fakes.client import Answer
 from tests.fakes.engine import FakeEngine
+from tests.fakes.forked import start
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
 from tests.fakes.world import until
@@ -100,9 +100,7 @@ async def serving(
     port, admin, path = free_port(), free_port(), tmp_path / "pdproxy.yaml"
     path.write_text(settings(port, admin))
     with (tmp_path / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SERVE, str(path), str(patience), env=ENVIRONMENT, stderr=log
-        )
+        process = start(SERVE, [str(path), str(patience)], ENVIRONMENT, log)
         run = Run(Served(process, port, engines[:2] if shown is None else shown), Api(admin), path, spare)
         try:
             async with asyncio.timeout(PATIENCE):
