@@ -1,6 +1,7 @@
 """Processes that begin with the proxy's modules loaded: a fork of a process that has loaded them takes an eighth of the CPU time.
 
-`start` runs code in one. The process from which they are forked is started with the first of them, and ends with this one.
+`start` runs code in one, `command` a command of pdproxy. The process from which they are forked is started with the first of
+them, and ends with this one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
+COMMAND = "import sys; from pdproxy.cli.main import main; sys.exit(main(sys.argv[1:]))"
 _MAX = 1 << 20
 """Bytes of a message."""
 
@@ -67,10 +70,18 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def start(code: str, arguments: list[str], env: Mapping[str, str], stderr: int | IO[bytes]) -> Forked:
-    """Run `python -c CODE ARGUMENTS`, whose standard error goes to a file."""
-    file = stderr if isinstance(stderr, int) else stderr.fileno()
-    return Forked(_asked({"code": code, "arguments": arguments, "env": dict(env)}, file))
+def start(code: str, arguments: Sequence[str], env: Mapping[str, str], stderr: int | IO[bytes]) -> Forked:
+    """Run `python -c CODE ARGUMENTS`, whose standard error goes to a file, or nowhere: `subprocess.DEVNULL`."""
+    question = {"code": code, "arguments": [*arguments], "env": dict(env)}
+    if stderr == subprocess.DEVNULL:
+        with Path(os.devnull).open("wb") as nothing:
+            return Forked(_asked(question, nothing.fileno()))
+    return Forked(_asked(question, stderr if isinstance(stderr, int) else stderr.fileno()))
+
+
+def command(*words: str, env: Mapping[str, str], stderr: int | IO[bytes] = subprocess.DEVNULL) -> Forked:
+    """Run `pdproxy WORDS`."""
+    return start(COMMAND, words, env, stderr)
 
 
 def _asked(question: object, *files: int) -> int:

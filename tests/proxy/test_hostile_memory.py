@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes import forked
 from tests.fakes.client import Client, request
 from tests.fakes.ports import free_port
 from tests.fakes.world import until
@@ -56,12 +57,8 @@ async def serving() -> AsyncIterator[Serving]:
     engines = ["--prefill", f"127.0.0.1:{free_port()}", "--decode", f"127.0.0.1:{free_port()}"]
     given = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
     given["PDPROXY_OBSERVE__CORE_DUMPS"] = "true"  # or only root could see which files it has open
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "serve", "--port", str(port), *engines, "--log-level", "error",
-        env={**given, **SETTINGS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    env = {**given, **SETTINGS, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = forked.command("serve", "--port", str(port), *engines, "--log-level", "error", env=env)
     try:
         made = Serving(process.pid, port)
         async with asyncio.timeout(PATIENCE):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from pdproxy.scheduling.auto.workers import WorkerAuto
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.server import SimServer
-from tests.fakes import answers, scripts, several
+from tests.fakes import answers, forked, scripts, several
 from tests.fakes.admin import BASE, Api
 from tests.fakes.books import Books
 from tests.fakes.client import request
@@ -38,7 +37,7 @@ ENGINES = 3
 class Run:
     """A proxy with two workers, its admin API and its engines."""
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int, admin: int, sims: list[SimServer]) -> None:
+    def __init__(self, process: forked.Forked, port: int, admin: int, sims: list[SimServer]) -> None:
         self.served = Served(process, port, [FakeEngine(role, Books()) for role in ("prefill", "decode")])  # not there
         self.api = Api(admin)
         self.sims = sims
@@ -116,9 +115,7 @@ async def running(tmp_path: Path, events: int | None = None) -> AsyncIterator[Ru
             f"{host}}}\n  nodes:\n" + "".join(f"  - {{url: '{sim.url}', role: aggregated}}\n" for sim in sims)
         )
         log = stack.enter_context((tmp_path / "log").open("wb"))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
-        )
+        process = forked.command("serve", "--config", str(path), env=ENVIRONMENT, stderr=log)
         run = Run(process, port, admin, sims)
         run.events = events
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.fakes import forked
 from tests.fakes.books import Books
 from tests.fakes.engine import FakeEngine
 from tests.fakes.name_server import name_server
@@ -24,11 +24,7 @@ NAME = "_vllm._tcp.example"
 @asynccontextmanager
 async def _serving(path: Path, port: int, engines: list[FakeEngine]) -> AsyncIterator[Served]:
     """Run `pdproxy serve` with the settings of a file. It must end with 0."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "serve", "--config", str(path),
-        env=ENVIRONMENT,
-        stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    process = forked.command("serve", "--config", str(path), env=ENVIRONMENT)
     try:
         yield Served(process, port, engines)
     finally:

@@ -18,6 +18,7 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.sim.facts import Facts, LMCache
 from pdproxy_lab.sim.server import SimServer
+from tests.fakes import forked
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
 from tests.fakes.served_workers import ENVIRONMENT
@@ -51,9 +52,7 @@ async def _serving(tmp_path: Path, settings: Mapping[str, Any], sims: Sequence[S
     path, port = tmp_path / "pdproxy.yaml", free_port()
     path.write_text(json.dumps({"listen": {"port": port, "workers": 2}, "deadlines": {"kv_ready": WAIT}, **settings}))
     with (tmp_path / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pdproxy", "serve", "--config", str(path), env=ENVIRONMENT, stderr=log
-        )
+        process = forked.command("serve", "--config", str(path), env=ENVIRONMENT, stderr=log)
         served = Served(process, port, [SimpleNamespace(books=None), None])  # type: ignore[list-item]
         try:
             await _is_ready(served, tmp_path)
