@@ -19,11 +19,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pdproxy_lab.chaos import report
-from pdproxy_lab.chaos.course import Result
-from pdproxy_lab.chaos.options import Options
-from pdproxy_lab.chaos.run import run_each
-from pdproxy_lab.chaos.setup import CONNECTORS
+from tests.chaos import report
+from tests.chaos.course import Result
+from tests.chaos.options import Options
+from tests.chaos.run import run_each
+from tests.chaos.setup import CONNECTORS
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},

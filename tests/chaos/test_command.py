@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from pdproxy.cli.main import main
-from pdproxy_lab.chaos import run as runner
-from pdproxy_lab.chaos.course import Result
-from pdproxy_lab.chaos.finding import Finding
-from pdproxy_lab.chaos.options import Options
+from tests.chaos import run as runner
+from tests.chaos.__main__ import main
+from tests.chaos.course import Result
+from tests.chaos.finding import Finding
+from tests.chaos.options import Options
 
 
 @pytest.mark.timeout(300)

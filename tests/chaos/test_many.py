@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdproxy_lab.chaos.course import Result
-from pdproxy_lab.chaos.finding import Finding
-from pdproxy_lab.chaos.options import Options
-from pdproxy_lab.chaos.setup import CONNECTORS, unsuitable
 from tests.chaos import many
 from tests.chaos.course import Result
 from tests.chaos.finding import Finding
 from tests.chaos.options import Options
-from tests.chaos.setup import unsuitable
+from tests.chaos.setup import CONNECTORS, unsuitable
 
 FINE = Result([], "digest", {"right": 5, "error event 502": 1}, {"kill": 2}, cpu=2.0)
 
@@ -21,7 +17,11 @@ FINE = Result([], "digest", {"right": 5, "error event 502": 1}, {"kill": 2}, cpu
     ("second", "code", "said"),
     [
         (FINE, 0, "2 seeds, 0 with findings; 12 requests under 4 faults: 10 right, 2 error event 502\n"),
-        (Result([Finding("a rule", "text")], cpu=1.0), 1, "  a rule: text\n  repeat it: pdproxy chaos --seed 7"),
+        (
+            Result([Finding("a rule", "text")], cpu=1.0),
+            1,
+            "  a rule: text\n  repeat it: python -m tests.chaos --seed 7",
+        ),
         (Result([], cpu=11.0), 1, "CPU seconds of a seed: 6.5 on average, 11.0 at most; 1 took more than 10\n"),
         (Result([], calls={"right": 4}), 1, "seeds with fewer than 5 right answers: 1\n"),
     ],
