@@ -85,22 +85,23 @@ def command(*words: str, env: Mapping[str, str], stderr: int | IO[bytes] = subpr
 
 
 def _asked(question: object, *files: int) -> int:
-    link = _server()
+    link, _ = _server()
     socket.send_fds(link, [json.dumps(question).encode()], files)
     return int(link.recv(_MAX))
 
 
 @functools.cache
-def _server() -> socket.socket:
+def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start it. Return the end of its socket, and its process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     path = os.pathsep.join(one for one in sys.path if one)
-    subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.forked", str(theirs.fileno())],
         env={**os.environ, "PYTHONPATH": path},
         pass_fds=[theirs.fileno()],
     )
     theirs.close()
-    return ours
+    return ours, process
 
 
 def _serve(link: socket.socket) -> str | None:
