@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from pdproxy.observe.events import LegFailed
+from pdproxy.serving.kv.release import Release
 from tests.fakes import several
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, message, responses
@@ -24,6 +26,12 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": (MESSAGES, message()),
     "streamed messages": (MESSAGES, message(stream=True)),
 }
+
+
+@pytest.fixture(autouse=True)
+def _released_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without the model does not release KV either. The next one is asked after a third of the deadline: not here."""
+    monkeypatch.setattr(Release, "_before_try", lambda release, number: asyncio.sleep(0.05 if number else 0))
 
 
 def loses(*engines: FakeEngine) -> None:
