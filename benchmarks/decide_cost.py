@@ -25,19 +25,21 @@ from typing import Any
 from pdproxy.engine_model.profile import load
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_breakers, shared_ledger
-from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 from pdproxy.scheduling.slo import Slo
 
+MakeLedger = Callable[[Sequence[NodeSpec], LedgerOptions], Ledger]
+MakeAuto = Callable[[AutoOptions], Auto]
 OPEN = 4
 """Open requests per engine."""
 GAP_S = 0.25
@@ -55,22 +57,18 @@ class Known:
         return self._found
 
 
-def ledger_of(
-    roles: list[Role], placement: Placement | None, replicas: int = 1, make: Callable[..., Ledger] = Ledger
-) -> Ledger:
+def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1, make: MakeLedger = Ledger) -> Ledger:
     """Return a ledger with engines of these roles, all up."""
     if replicas > 1:
         make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
     specs = [NodeSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
-    ledger = make(specs, breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    ledger = make(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement))
     for spec in specs:
         ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
     return ledger
 
 
-def ledgers_of(
-    roles: list[Role], workers: int, placement: Callable[[Callable[..., Auto]], Auto] | None
-) -> list[Ledger]:
+def ledgers_of(roles: list[Role], workers: int, placement: Callable[[MakeAuto], Auto] | None) -> list[Ledger]:
     """Return the ledgers of so many workers. `placement`: makes an `Auto` with what is given."""
     loads = SharedTable(workers, 256, shared_ledger.MEASURES)
     breakers = SharedTable(workers, 256, shared_breakers.MEASURES, shared_breakers.KEPT)
@@ -78,7 +76,7 @@ def ledgers_of(
     found = []
     for number in range(workers):
         own = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
-        make = partial(SharedLedger, column=loads.column(number), others=loads.others(number), breakers=own)
+        make = partial(SharedLedger, share=LedgerShare(*loads.of(number), own))
         auto = partial(WorkerAuto, share=memory.of(number, partial(eq, number, 0)))
         found.append(ledger_of(roles, None if placement is None else placement(auto), make=make))
     return found
@@ -140,7 +138,7 @@ def main() -> None:
     parser.add_argument("--bytecodes", action="store_true", help="count Python bytecodes in place of CPU time")
     arguments = parser.parse_args()
     profile, replicas = load("h200-8b"), arguments.replicas
-    make: Callable[..., Auto] = Auto
+    make: MakeAuto = Auto
     if replicas > 1:
         make = partial(SharedAuto, replicas=replicas, chance=random.random)
     cost, scale, unit = (bytecodes, 1.0, "bytecodes") if arguments.bytecodes else (seconds, 1e6, "us of CPU")
@@ -155,8 +153,12 @@ def main() -> None:
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
 
-                    def placement(make: Callable[..., Auto], slo: Slo = slo, found: dict[str, int] = found) -> Auto:
-                        return make(lambda _: (profile.hardware, 2048), slo, cached=Known(found).cached)
+                    def placement(make: MakeAuto, slo: Slo = slo, found: dict[str, int] = found) -> Auto:
+                        return make(
+                            AutoOptions(
+                                times_of=lambda _: (profile.hardware, 2048), slo=slo, cached=Known(found).cached
+                            )
+                        )
 
                     if arguments.workers > 1:
                         plainly = ledgers_of(plain if whole else split, arguments.workers, None)

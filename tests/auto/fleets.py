@@ -7,8 +7,8 @@ from typing import Any
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import Slo
@@ -29,13 +29,13 @@ class Known:
 
 
 def auto(slo: Slo = B, *, chunk: int = 2048, hardware: Hardware = H200, **options: Any) -> Auto:
-    return Auto(lambda _: (hardware, chunk), slo, **options)
+    return Auto(AutoOptions(times_of=lambda _: (hardware, chunk), slo=slo, **options))
 
 
 def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
     """Return a ledger with an engine of each of these roles, `http://0:1`, `http://1:1`..., all up."""
     specs = [NodeSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
-    made = Ledger(specs, breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    made = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement))
     for spec in specs:
         made.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
     return made

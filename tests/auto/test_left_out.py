@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.view import View
@@ -74,7 +74,7 @@ class Thorough(Auto):
 def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo, mix: list[Role]) -> None:
     chance = random.Random(seed)
     known = Known()
-    placement = Thorough(lambda _: (H200, 2048), slo, cached=known.cached)
+    placement = Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=slo, cached=known.cached))
     of = ledger(placement, [*(chance.choice(mix) for _ in range(count)), Role.DECODE])
     urls = [node.url for node in of.nodes]
     for _ in range(chance.choice((0, 0, count))):
@@ -102,7 +102,7 @@ def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo,
 
 
 def test_prefill_engines_without_any_that_decodes_are_left_out() -> None:
-    of = ledger(Thorough(lambda _: (H200, 2048), B), [Role.PREFILL, Role.AGGREGATED])
+    of = ledger(Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=B)), [Role.PREFILL, Role.AGGREGATED])
     assignment = of.place(ask(1.0), split=True)
     assert assignment is not None
     assert [lease.node.url for lease in assignment.leases] == ["http://1:1"]

@@ -11,16 +11,16 @@ import pytest
 
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_breakers, shared_ledger
-from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.roles import REVIEW_S
 from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto, WorkerReplicaAuto
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.placements import auto as make_auto
 from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.scheduling.slo import Slo
 from tests.auto.fleets import H200, B, ask, auto, ledger
@@ -45,30 +45,18 @@ class Several:
 
     def made(self, number: int) -> SharedLedger:
         share = self.memory.of(number, lambda: number == self.leader)
-        more: dict[str, Any] = {}
-        placement: WorkerAuto
+        column, others = self.breakers.of(number)
+        breakers = partial(SharedBreakers, column=column, others=others, number=number)
+        loads = LedgerShare(*self.loads.of(number), breakers)
+        how = AutoOptions(times_of=lambda _: (H200, 2048), slo=self._slo, **self._options)
+        made: SharedLedger
         if self._replicas > 1:
-            placement = WorkerReplicaAuto(
-                lambda _: (H200, 2048), self._slo, share=share, replicas=self._replicas, chance=lambda: 0.0
-            )
-            more = {"replicas": self._replicas, "max_age": lambda: 15.0}
+            placement = WorkerReplicaAuto(how, share, replicas=self._replicas, chance=lambda: 0.0)
+            options = LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+            made = SharedReplicaLedger(self.specs, options, loads, replicas=self._replicas, max_age=lambda: 15.0)
         else:
-            placement = WorkerAuto(lambda _: (H200, 2048), self._slo, share=share, **self._options)
-        made = (SharedReplicaLedger if more else SharedLedger)(
-            self.specs,
-            breakers=partial(
-                SharedBreakers,
-                column=self.breakers.column(number),
-                others=self.breakers.others(number),
-                number=number,
-            ),
-            column=self.loads.column(number),
-            others=self.loads.others(number),
-            breaker_failures=3,
-            breaker_cooldown=10.0,
-            placement=placement,
-            **more,
-        )
+            options = LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=WorkerAuto(how, share))
+            made = SharedLedger(self.specs, options, loads)
         for spec in self.specs:
             made.mark_up(spec.url, EVIDENCE)
         return made

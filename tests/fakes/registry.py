@@ -6,7 +6,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.engine_networks import USUAL
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
@@ -22,7 +22,7 @@ def unused_client(url: str) -> EngineClient:
 
 def registry(*specs: NodeSpec) -> tuple[EngineRegistry, Ledger]:
     """A registry of these engines, and its ledger."""
-    ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     engines = EngineRegistry(ledger)
     for spec in specs:
         engines.add(spec, unused_client(spec.url))

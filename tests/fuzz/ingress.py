@@ -21,6 +21,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.request.incoming import Incoming
 from pdproxy.settings.listen import Cors
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
@@ -31,7 +32,7 @@ from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.protocol import protocol_class
 from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
-from pdproxy.wire.request import Incoming, Route
+from pdproxy.wire.request import Route
 
 ROUTES = {route.value.encode() for route in Route}
 MAX_BODY = 1 << 20

@@ -10,7 +10,7 @@ import msgspec
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import MAX_NAMED, MAX_UNKNOWN, Registrations, of_url
 from pdproxy.observe.events import Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.transfer.contract import Dispatch
 from pdproxy.transfer.peer_ids import addressed_id
@@ -46,7 +46,7 @@ async def check_registrations(data: bytes, cuts: Sequence[int]) -> None:
     for entry in ENTRIES:
         if entry.registered is None:
             continue
-        ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+        ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         engines = EngineRegistry(ledger)
         clock = ManualClock()
         known = Registrations(engines, ledger, entry.registered, Observers([]), clock, timeout=5)

@@ -17,7 +17,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Metrics
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines
@@ -72,7 +72,7 @@ class Reader:
         deadline: float = LONG,
         clock: Clock | None = None,
     ) -> None:
-        self.ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
         self.index = PlainIndex()
         self.events: list[Event] = []

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.access.clients import Client
-from pdproxy.wire.request import Incoming, Route
+from pdproxy.serving.access.keys import Head
+from pdproxy.serving.request.incoming import Incoming
+from pdproxy.wire.request import Route
 from tests.fakes import answers, scripts
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
@@ -75,9 +77,12 @@ class _Steps:
                 thrown = error
 
 
+_no_key = cast("Head", None)  # without keys nobody looks at the head
+
+
 async def _serve(w: World, body: dict[str, Any], stops: Sequence[int]) -> tuple[int, _Output]:
     """Serve a request, cancelled at its waits `stops`; return how many waits there were."""
-    incoming = Incoming(Route.COMPLETIONS, None, None, "application/json", (), answers.compact(body))
+    incoming = Incoming(Route.COMPLETIONS, None, None, "application/json", (), answers.compact(body), _no_key)
     output = _Output()
     steps = _Steps(w.proxy.service.generate(incoming, output), stops)
 

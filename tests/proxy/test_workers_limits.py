@@ -63,7 +63,7 @@ def look(w: World) -> None:
     """Have each worker look at what is shared, as it does four times per second."""
     for one in w.workers:
         one.share.several.refresh()  # type: ignore[union-attr]
-        one.share.several._admission.look()  # type: ignore[union-attr]
+        one.share.several.admission.look()  # type: ignore[union-attr]
 
 
 def report(w: World, index: int, waiting: float) -> None:

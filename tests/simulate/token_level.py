@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy_lab.sim.facts import Facts
@@ -42,7 +42,7 @@ class TokenLevel:
         counts = {Role.PREFILL: fleet.prefill, Role.DECODE: fleet.decode, Role.AGGREGATED: fleet.aggregated}
         specs = [NodeSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
         self.engines: dict[str, VirtualEngine] = {spec.url: self.cluster.add(self._facts(spec.role)) for spec in specs}
-        self.ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=10.0)
+        self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0))
         for spec in specs:
             self.ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", shape.block_size, (), 0, 1.0))
         self.records = Records()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask
 from tests.unit.test_ledger import SPECS, SPLIT, URLS, evidence, ledger
@@ -73,7 +73,10 @@ def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> N
             return super().rank(ask, nodes)
 
     made = Ledger(
-        SPECS, breaker_failures=2, breaker_cooldown=10, policies={Role.PREFILL: lambda made_for: Watched(made_for.role)}
+        SPECS,
+        LedgerOptions(
+            breaker_failures=2, breaker_cooldown=10, policies={Role.PREFILL: lambda made_for: Watched(made_for.role)}
+        ),
     )
     for url in URLS:
         made.mark_up(url, evidence())
@@ -144,7 +147,7 @@ def test_the_breaker_never_takes_the_last_engine() -> None:
 
 def slow(slow_start: float = 8.0) -> tuple[Ledger, Node]:
     """A ledger with slow starts, and its engine d1, whose breaker was opened at 0 for ten seconds."""
-    made = Ledger(SPECS, breaker_failures=2, breaker_cooldown=10, slow_start=slow_start)
+    made = Ledger(SPECS, LedgerOptions(breaker_failures=2, breaker_cooldown=10, slow_start=slow_start))
     for url in URLS:
         made.mark_up(url, evidence())
     for lease in [split(made, 0) for _ in range(2)]:

@@ -10,7 +10,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import KvGoneError
 from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.observe.events import Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
@@ -31,13 +31,13 @@ LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 
 def custodian(contract: Contract) -> Custodian:
     """A custodian without engines."""
-    ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
 
 
 def shared(contract: Contract, records: SharedRecords, number: int = 0) -> SharedCustodian:
     """The custodian of a worker."""
-    ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     return SharedCustodian(
         contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS, area=records.area(number)
     )

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 
@@ -31,7 +31,7 @@ def evidence(models: str = "m", version: str = "1", started: float = 1.0, block:
 
 def ledger(*, probed: bool = True) -> Ledger:
     """All engines, up and compatible."""
-    made = Ledger(SPECS, breaker_failures=2, breaker_cooldown=10)
+    made = Ledger(SPECS, LedgerOptions(breaker_failures=2, breaker_cooldown=10))
     if probed:
         for url in URLS:
             made.mark_up(url, evidence())
@@ -208,7 +208,10 @@ def test_differences(other: Evidence, why: str | None) -> None:
 
 def test_an_engine_that_does_not_know_the_model_replaces_none_that_does() -> None:
     """Its 404 would be the answer, though the model exists: the one that failed is asked again instead."""
-    made = Ledger([NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)], breaker_failures=2, breaker_cooldown=10)
+    made = Ledger(
+        [NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)],
+        LedgerOptions(breaker_failures=2, breaker_cooldown=10),
+    )
     made.mark_up("d1", evidence())
     made.mark_up("d2", evidence(models="x"))
     assert made.assign_alone(Ask("m", 1, 0), without=["d1"]) is None
@@ -264,7 +267,7 @@ def test_an_unprobed_engine_that_is_removed_is_not_waited_for() -> None:
         made.mark_up(node.url, evidence())
     made.remove("p1")
     assert made.not_ready() is None
-    empty = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    empty = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     empty.add(NodeSpec("d", Role.DECODE))
     assert "starting" in (empty.not_ready() or "")
 
@@ -280,7 +283,7 @@ SOURCES = [
 
 def test_a_decode_engine_with_sources_takes_from_no_other() -> None:
     """Whatever the loads are: pairs are as configured, and a decode engine without sources takes from every prefill engine."""
-    made = Ledger(SOURCES, breaker_failures=2, breaker_cooldown=10)
+    made = Ledger(SOURCES, LedgerOptions(breaker_failures=2, breaker_cooldown=10))
     for spec in SOURCES:
         made.mark_up(spec.url, evidence())
     seen = set()
@@ -294,7 +297,7 @@ def test_a_decode_engine_with_sources_takes_from_no_other() -> None:
 
 def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
     """Another prefill engine is up, but not one of its own."""
-    made = Ledger(SOURCES[:3], breaker_failures=2, breaker_cooldown=10)
+    made = Ledger(SOURCES[:3], LedgerOptions(breaker_failures=2, breaker_cooldown=10))
     for url in ("p1", "p2", "d1"):
         made.mark_up(url, evidence())
     assert made.assign(SPLIT, Ask("m", 1, 0.0)) is not None
@@ -404,7 +407,10 @@ def test_an_engine_falls_asleep_and_wakes_once() -> None:
 
 def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
     """No other engine is asked: its 404 would be wrong. One that is down is not waited for."""
-    made = Ledger([NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)], breaker_failures=3, breaker_cooldown=10)
+    made = Ledger(
+        [NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)],
+        LedgerOptions(breaker_failures=3, breaker_cooldown=10),
+    )
     made.mark_up("d1", evidence("a"))
     made.mark_up("d2", evidence("b"))
     ask = Ask("a", 1, 0.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdproxy.scheduling.leases import Assignment, Verdict
-from pdproxy.scheduling.ledger import ALONE, Ledger
+from pdproxy.scheduling.ledger import ALONE, Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policy import Ask
@@ -32,7 +32,7 @@ def spec(name: str, **more: object) -> NodeSpec:
 def made(*specs: NodeSpec, alone: Sequence[Role] = ALONE) -> tuple[Ledger, Scripted]:
     """A ledger of engines that are up, and its placement."""
     placement = Scripted(PlacementContext())
-    ledger = Ledger(specs, breaker_failures=1, breaker_cooldown=10, alone=alone, placement=placement)
+    ledger = Ledger(specs, LedgerOptions(breaker_failures=1, breaker_cooldown=10, alone=alone, placement=placement))
     for one in specs:
         ledger.mark_up(one.url, evidence())
     return ledger, placement
@@ -182,7 +182,7 @@ def test_the_candidates_are_the_same_object_until_an_engine_changes() -> None:
 
 
 def test_without_a_placement_nothing_can_be_placed() -> None:
-    ledger = Ledger([spec("x")], breaker_failures=1, breaker_cooldown=10)
+    ledger = Ledger([spec("x")], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
     with pytest.raises(RuntimeError, match="no placement"):
         ledger.place(ASK, split=True)
     assert not ledger.needs_details
@@ -194,7 +194,7 @@ def test_without_a_placement_nothing_can_be_placed() -> None:
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_engines_for_any_role_take_turns(count: int) -> None:
     """In both parts. The best prefill engine is also the best decode engine, so that a ranking decides each time."""
-    ledger = Ledger([spec(f"x{n}") for n in range(count)], breaker_failures=1, breaker_cooldown=10)
+    ledger = Ledger([spec(f"x{n}") for n in range(count)], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
     for node in ledger.nodes:
         ledger.mark_up(node.url, evidence())
     pairs = []
@@ -211,7 +211,7 @@ def test_engines_for_any_role_take_turns(count: int) -> None:
 
 def test_engines_for_any_role_share_load() -> None:
     """The load of one part counts in the others: kept requests spread over all engines."""
-    ledger = Ledger([spec(f"x{n}") for n in range(4)], breaker_failures=1, breaker_cooldown=10)
+    ledger = Ledger([spec(f"x{n}") for n in range(4)], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
     for node in ledger.nodes:
         ledger.mark_up(node.url, evidence())
     for n in range(40):
@@ -238,7 +238,7 @@ RACK_A, RACK_B = ((("rack", name),) for name in "ab")
 )
 def test_engines_that_the_settings_leave_no_partner_are_named(specs: list[NodeSpec], left: list[str]) -> None:
     """A label that was misspelled would leave an engine idle for ever. Also while it is down: that changes nothing."""
-    ledger = Ledger(specs, breaker_failures=1, breaker_cooldown=10)
+    ledger = Ledger(specs, LedgerOptions(breaker_failures=1, breaker_cooldown=10))
     for one in specs:
         ledger.mark_up(one.url, evidence())
     said = [f"{name} shares work with no engine: sources and pair_within leave it none" for name in left]

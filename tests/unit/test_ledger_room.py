@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policies import POLICIES
@@ -22,11 +22,13 @@ def made(*urls: str, placement: Scripted | None = None, policy: str = "round_rob
     """A ledger of engines that are up."""
     ledger = Ledger(
         [spec(url, **({"sources": frozenset({"p2"})} if url == "d2" else {})) for url in urls],
-        breaker_failures=1,
-        breaker_cooldown=10,
-        policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy]),
-        placement=placement,
-        windows=True,
+        LedgerOptions(
+            breaker_failures=1,
+            breaker_cooldown=10,
+            policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy]),
+            placement=placement,
+            windows=True,
+        ),
     )
     for node in ledger.nodes:
         ledger.mark_up(node.url, evidence())

@@ -18,7 +18,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.kv.stuck import StuckKv
@@ -87,7 +87,7 @@ class World:
         self.left: list[str] = []
         self.forgotten: list[str] = []
         self.held: set[str] = set()
-        self.ledger = Ledger([], breaker_failures=3, breaker_cooldown=5, slow_start=10)
+        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5, slow_start=10))
         self.engines = EngineRegistry(self.ledger)
         self.engines.keep_known(lambda: self.held)
         self.engines.when_forgotten(self.forgotten.append)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdproxy.fleet.peers import Peers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.settings.engines import Facts, Node
 from pdproxy.settings.errors import Mistakes, SettingsError
@@ -222,7 +222,8 @@ def test_engines_that_report_their_sizes_are_paired_by_them(pair: tuple[int, int
     """The workers of sizes that don't fit raise an error at their first transfer, and the engine dies."""
     urls = ("http://p", "http://d")
     ledger = Ledger(
-        [NodeSpec(urls[0], Role.PREFILL), NodeSpec(urls[1], Role.DECODE)], breaker_failures=3, breaker_cooldown=1
+        [NodeSpec(urls[0], Role.PREFILL), NodeSpec(urls[1], Role.DECODE)],
+        LedgerOptions(breaker_failures=3, breaker_cooldown=1),
     )
     for url, size in zip(urls, pair, strict=True):
         ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.transfer.peers import Peer
@@ -40,7 +40,8 @@ def test_only_engines_with_several_ranks_get_the_header_of_a_rank() -> None:
 
 def test_engines_that_can_not_transfer_kv_yet_are_not_paired() -> None:
     ledger = Ledger(
-        [NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)], breaker_failures=3, breaker_cooldown=1
+        [NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)],
+        LedgerOptions(breaker_failures=3, breaker_cooldown=1),
     )
     for url in ("http://p", "http://d"):
         ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
@@ -60,7 +61,7 @@ def test_a_full_engine_gets_no_more_prompts_with_pushed_kv() -> None:
     """It still serves prompts alone. A place that is given back counts at once."""
     urls = {"http://p": Role.PREFILL, "http://d": Role.DECODE, "http://e": Role.DECODE}
     specs = [NodeSpec(url, role, places=1 if role is Role.DECODE else None) for url, role in urls.items()]
-    ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=1)
+    ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=1))
     for url in urls:
         ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
     ask, roles = Ask("m", 1, 0.0), (Role.PREFILL, Role.DECODE)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policies import POLICIES, names
-from pdproxy.scheduling.policy import Ask, Policy, PolicyContext
+from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyContext
 from pdproxy.scheduling.session import BOUND
 
 ROLES = [Role.PREFILL, Role.DECODE, Role.AGGREGATED]
@@ -44,15 +44,17 @@ def in_session(name: str) -> Ask:
     return Ask("m", 100, 0.0, session=name)
 
 
-def ledger(name: str, count: int, **more: object) -> Ledger:
+def ledger(name: str, count: int, cached: Cached | None = None) -> Ledger:
     """Decode engines under a policy."""
     made = Ledger(
         [NodeSpec(f"http://{n}:1", Role.DECODE) for n in range(count)],
-        breaker_failures=3,
-        breaker_cooldown=5,
-        policies={Role.DECODE: POLICIES[name]},
-        chance=Random(1).random,
-        **more,  # type: ignore[arg-type]
+        LedgerOptions(
+            breaker_failures=3,
+            breaker_cooldown=5,
+            policies={Role.DECODE: POLICIES[name]},
+            chance=Random(1).random,
+            cached=cached,
+        ),
     )
     for node in made.nodes:
         made.mark_up(node.url, evidence())
@@ -106,10 +108,12 @@ def fleet(name: str, *specs: NodeSpec) -> Ledger:
     """Engines that are up, all roles of which have a policy."""
     made = Ledger(
         specs,
-        breaker_failures=3,
-        breaker_cooldown=5,
-        policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[name]),
-        chance=Random(1).random,
+        LedgerOptions(
+            breaker_failures=3,
+            breaker_cooldown=5,
+            policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[name]),
+            chance=Random(1).random,
+        ),
     )
     for node in made.nodes:
         made.mark_up(node.url, evidence())

@@ -16,7 +16,7 @@ from pdproxy.scheduling import policies
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policies import POLICIES, names
 from pdproxy.scheduling.policy import Ask, Best, Policy, PolicyContext, PolicyFactory
@@ -189,7 +189,7 @@ def test_choices_are_those_of_the_reference(
         for role, count in counts
         for n in range(count)
     ]
-    made, reference = Ledger(specs, breaker_failures=2, breaker_cooldown=10), Reference(specs, 2, 10)
+    made, reference = Ledger(specs, LedgerOptions(breaker_failures=2, breaker_cooldown=10)), Reference(specs, 2, 10)
     for spec in specs:
         made.mark_up(spec.url, evidence())
         reference.mark_up(spec.url, evidence())
@@ -255,7 +255,8 @@ def ledger(policies: Mapping[Role, PolicyFactory], *urls: str) -> Ledger:
     """Engines that are up; the first letter of each URL is its role's."""
     roles = {role.value[0]: role for role in Role if role is not Role.ANY}
     made = Ledger(
-        [NodeSpec(url, roles[url[0]]) for url in urls], breaker_failures=2, breaker_cooldown=10, policies=policies
+        [NodeSpec(url, roles[url[0]]) for url in urls],
+        LedgerOptions(breaker_failures=2, breaker_cooldown=10, policies=policies),
     )
     for url in urls:
         made.mark_up(url, evidence())

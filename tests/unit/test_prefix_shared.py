@@ -16,6 +16,7 @@ from pdproxy.app.shared_prefixes import SEND_EVERY, SharingPrefixes
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import policies, shared_breakers, shared_ledger
 from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.ledger import LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import shared
@@ -27,7 +28,7 @@ from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.shared import BATCH, MAX_WAITING, SharedKnowledge
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 from tests.fakes.clock import later_turns
 
 UNIT = 16
@@ -106,13 +107,13 @@ class Run:
         make = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
         made = SharedLedger(
             SPECS,
-            column=loads.column(number),
-            others=loads.others(number),
-            breakers=make,
-            breaker_failures=3,
-            breaker_cooldown=10,
-            policies=dict.fromkeys((Role.PREFILL, Role.DECODE), policies.POLICIES["prefix"]),
-            cached=lambda ask: self.known[number].cached(ask),
+            LedgerOptions(
+                breaker_failures=3,
+                breaker_cooldown=10,
+                policies=dict.fromkeys((Role.PREFILL, Role.DECODE), policies.POLICIES["prefix"]),
+                cached=lambda ask: self.known[number].cached(ask),
+            ),
+            LedgerShare(*loads.of(number), make),
         )
         for spec in SPECS:
             made.mark_up(spec.url, EVIDENCE)

@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.attempt import Attempt
@@ -44,7 +44,7 @@ class Fleet:
                 known[url] = SimpleNamespace(run=SimpleNamespace(peers=peers), receiver=None)
                 self.numbers[url] = number
                 specs.append(NodeSpec(url, role))
-        self.ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=1)
+        self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=1))
         for url in known:
             self.ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
         self.resources = SimpleNamespace(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import MAX_UNKNOWN, Registrations, of_url
 from pdproxy.observe.events import Event, NodeChanged, Observers, RegistrationSeen
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.transfer import moriio, p2p_nccl
 from pdproxy.transfer.peers import Peer
@@ -30,7 +30,7 @@ class Stage:
     def __init__(self, read: Any = p2p_nccl.registered, clock: ManualClock | None = None) -> None:
         self.results: Counter[str] = Counter()
         self.clock = clock or ManualClock()
-        self.ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
         self.known = Registrations(self.engines, self.ledger, read, Observers([self]), self.clock, timeout=TIMEOUT)
         for url, role in ((P, Role.PREFILL), (D, Role.DECODE), (A, Role.AGGREGATED)):

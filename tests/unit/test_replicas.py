@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from pdproxy.scheduling.auto.auto import AutoOptions
 from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask
@@ -31,12 +32,9 @@ def made(
     policies = {} if policy is None else dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy])
     of = ReplicaLedger(
         specs,
+        LedgerOptions(breaker_failures=2, breaker_cooldown=10, policies=policies, chance=random.Random(0).random),
         replicas=replicas,
         max_age=lambda: max_age,
-        breaker_failures=2,
-        breaker_cooldown=10,
-        policies=policies,
-        chance=random.Random(0).random,
     )
     for spec in specs:
         of.mark_up(spec.url, evidence())
@@ -172,7 +170,10 @@ def test_one_replica_without_reports_chooses_as_a_plain_ledger(policy: str, seed
     policies = dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy])
     same: list[Ledger] = [
         made(replicas=1, policy=policy),
-        Ledger(SPECS, breaker_failures=2, breaker_cooldown=10, policies=policies, chance=random.Random(0).random),
+        Ledger(
+            SPECS,
+            LedgerOptions(breaker_failures=2, breaker_cooldown=10, policies=policies, chance=random.Random(0).random),
+        ),
     ]
     for url in URLS:
         same[1].mark_up(url, evidence())
@@ -260,13 +261,15 @@ def placing(replicas: int | None, engines: int = 4) -> ReplicaLedger:
     urls = [f"http://{at}:1" for at in range(engines)]
     of = ReplicaLedger(
         [NodeSpec(url, Role.ANY) for url in urls],
+        LedgerOptions(
+            breaker_failures=2,
+            breaker_cooldown=10,
+            placement=auto(B)
+            if replicas is None
+            else SharedAuto(AutoOptions(times_of=lambda _: (H200, 2048), slo=B), replicas=replicas, chance=lambda: 0.0),
+        ),
         replicas=replicas or 1,
         max_age=lambda: 15.0,
-        breaker_failures=2,
-        breaker_cooldown=10,
-        placement=auto(B)
-        if replicas is None
-        else SharedAuto(lambda _: (H200, 2048), B, replicas=replicas, chance=lambda: 0.0),
     )
     for url in urls:
         of.mark_up(url, Evidence(frozenset("m"), "", 16, (), 0, 1.0))

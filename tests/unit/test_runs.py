@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.scheduling import runs
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.serving.kv import stuck as stuck_module
 from pdproxy.serving.kv.stuck import StuckKv
@@ -25,7 +25,7 @@ class World:
     """A ledger, a registry, and what is stuck."""
 
     def __init__(self, *, stuck_for: float | None = None) -> None:
-        self.ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
         self.ups: list[tuple[str, bool]] = []
         self.ledger.when_up(lambda url, restarted: self.ups.append((url, restarted)))

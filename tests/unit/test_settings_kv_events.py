@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
 from pdproxy.app.share import ALONE, Shared
-from pdproxy.app.sockets import kv_events_places, listener_at, places
+from pdproxy.app.sockets import BoundHere, kv_events_places, listener_at, places
 from pdproxy.fleet.kv_sources import Address, resolve
 from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
 from pdproxy.kit.clock import Clock
@@ -108,7 +108,7 @@ def build(own: KvEvents, index: PlainIndex | None, ranks: int = 1) -> ReadingKvE
         share=ALONE, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=TaskOwner("test")
     )
     made, admin = settings(own, ranks=ranks), EngineAdmin(deadlines=Deadlines(probe=1))
-    return build_kv_events(made, index, lambda _: NodeKvEvents(), engines, admin, process, ALONE.pool(0))
+    return build_kv_events(made, index, lambda _: NodeKvEvents(), engines, admin, process, BoundHere())
 
 
 async def test_nothing_is_built_while_they_are_off() -> None:
@@ -176,7 +176,7 @@ async def test_workers_take_connections_of_one_socket_per_rank() -> None:
             )
             admin = EngineAdmin(deadlines=Deadlines(probe=1))
             reading = build_kv_events(
-                made, PlainIndex(), lambda _: NodeKvEvents(), engines, admin, process, share.pool(0)
+                made, PlainIndex(), lambda _: NodeKvEvents(), engines, admin, process, share.pool(0).sockets
             )
             assert reading is not None
             assert isinstance(reading.sources, SharedKvEventSources)

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from pdproxy.app.pool_share import PoolAlone
 from pdproxy.app.transfer import build_transfer, kv_host_of
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
@@ -200,7 +199,7 @@ def test_what_may_always_be_tokenized() -> None:
 
 
 def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
-    contract = build_transfer(settings, registry()[0], Clock(), Observers([]), PoolAlone()).contract
+    contract = build_transfer(settings, registry()[0], Clock(), Observers([]), None).contract
     parsed = parse(Route.COMPLETIONS, b'{"prompt":"hello"}')
     (prompt,) = parsed.prompts
     dispatch = Dispatch(ids=ids)

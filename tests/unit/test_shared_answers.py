@@ -45,7 +45,7 @@ class Judging:
         self.shared.append(shared)
         made.canaries = SharedCanaries(
             made.registry,
-            made,
+            made,  # type: ignore[arg-type]
             Observers([made]),
             made.threads,
             tokenizer=None,

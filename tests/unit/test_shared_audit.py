@@ -8,7 +8,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.shared_audit import SharedAuditor
 from pdproxy.kit.shared_table import SharedTable, key_of
 from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.upstream.metrics_page import Scrape
 
@@ -18,7 +18,7 @@ class Worker:
 
     def __init__(self, table: SharedTable, number: int) -> None:
         self.events: list[Event] = []
-        ledger = Ledger([], breaker_failures=3, breaker_cooldown=10)
+        ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=10))
         self.engines = EngineRegistry(ledger)
         self.engine: Engine = self.engines.add(NodeSpec("d", Role.DECODE), None)  # type: ignore[arg-type]
         column, others = table.column(number), table.others(number)

@@ -12,11 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.ledger import LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.shared_breakers import KEPT, MEASURES, SharedBreakers
 from pdproxy.scheduling.shared_ledger import MEASURES as LOADS
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 
 EVIDENCE = Evidence(frozenset({"m"}), "1", 16, ((1, 2),), 5, 1.0)
 SPECS = [NodeSpec("a0", Role.AGGREGATED), NodeSpec("a1", Role.AGGREGATED)]
@@ -42,12 +43,8 @@ class Workers:
         """A worker's ledger, of a process that begins."""
         made = SharedLedger(
             SPECS,
-            column=self.loads.column(number),
-            others=self.loads.others(number),
-            breakers=shared(self.table, number),
-            breaker_failures=3,
-            breaker_cooldown=COOLDOWN,
-            slow_start=self.slow_start,
+            LedgerOptions(breaker_failures=3, breaker_cooldown=COOLDOWN, slow_start=self.slow_start),
+            LedgerShare(*self.loads.of(number), shared(self.table, number)),
         )
         for node in made.nodes:
             with made.following(node):

@@ -27,7 +27,7 @@ from pdproxy.kit.errors import EngineError
 from pdproxy.kit.leading import STALE
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Event, NodeChanged, Observers
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines
@@ -101,7 +101,7 @@ class Worker:
         self.failures: list[Exception] = []
         self.index = PlainIndex()
         self.tasks = TaskOwner("test")
-        self.ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
         self.sources = SharedKvEventSources(
             self.engines,

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import policies, shared_breakers
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.shared_ledger import MEASURES, READ_EVERY, SharedLedger
+from pdproxy.scheduling.shared_ledger import MEASURES, READ_EVERY, LedgerShare, SharedLedger
 from tests.unit.test_shared_breakers import shared
 
 EVIDENCE = Evidence(frozenset({"m"}), "1", 16, ((1, 2),), 5, 1.0)
@@ -39,13 +39,13 @@ def _shared(
     make = policies.POLICIES[policy]
     made = SharedLedger(
         specs,
-        breakers=shared(breakers_of(table), number),
-        column=table.column(number),
-        others=table.others(number),
-        breaker_failures=2,
-        breaker_cooldown=10,
-        policies={Role.PREFILL: make, Role.DECODE: make},
-        chance=random.Random(seed + number).random,
+        LedgerOptions(
+            breaker_failures=2,
+            breaker_cooldown=10,
+            policies={Role.PREFILL: make, Role.DECODE: make},
+            chance=random.Random(seed + number).random,
+        ),
+        LedgerShare(*table.of(number), shared(breakers_of(table), number)),
     )
     for spec in specs:
         made.mark_up(spec.url, EVIDENCE)
@@ -56,10 +56,12 @@ def _one(specs: list[NodeSpec], policy: str) -> Ledger:
     make = policies.POLICIES[policy]
     made = Ledger(
         specs,
-        breaker_failures=2,
-        breaker_cooldown=10,
-        policies={Role.PREFILL: make, Role.DECODE: make},
-        chance=random.Random(0).random,
+        LedgerOptions(
+            breaker_failures=2,
+            breaker_cooldown=10,
+            policies={Role.PREFILL: make, Role.DECODE: make},
+            chance=random.Random(0).random,
+        ),
     )
     for spec in specs:
         made.mark_up(spec.url, EVIDENCE)

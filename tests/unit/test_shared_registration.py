@@ -16,7 +16,7 @@ from pdproxy.kit.leading import MEASURES, Leading
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.switchboard import ALL
 from pdproxy.observe.events import Event, Observers, RegistrationSeen
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.transfer import p2p_nccl
 from tests.fakes.clock import ManualClock
@@ -44,7 +44,7 @@ class Worker:
         self.inbox: list[bytes] = []
         self.failures: list[Exception] = []
         self.is_stopped = self.is_behind = False
-        ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+        ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(ledger)
         self.known = SharedRegistrations(
             self.engines,

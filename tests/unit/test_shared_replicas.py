@@ -8,11 +8,12 @@ import pytest
 
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.ledger import LedgerOptions
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
-from pdproxy.scheduling.shared_ledger import MEASURES
+from pdproxy.scheduling.shared_ledger import MEASURES, LedgerShare
 from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from tests.unit.test_ledger import evidence
 from tests.unit.test_replicas import made, one, plain
@@ -27,15 +28,15 @@ def _workers(table: SharedTable, count: int, replicas: int) -> list[SharedReplic
     for number in range(count):
         of = SharedReplicaLedger(
             SPECS,
-            breakers=shared(breakers_of(table), number),
-            column=table.column(number),
-            others=table.others(number),
+            LedgerOptions(
+                breaker_failures=2,
+                breaker_cooldown=10,
+                policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES["least_load"]),
+                chance=random.Random(number).random,
+            ),
+            LedgerShare(*table.of(number), shared(breakers_of(table), number)),
             replicas=replicas,
             max_age=lambda: 15.0,
-            breaker_failures=2,
-            breaker_cooldown=10,
-            policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES["least_load"]),
-            chance=random.Random(number).random,
         )
         for spec in SPECS:
             of.mark_up(spec.url, evidence())

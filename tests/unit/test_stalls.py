@@ -18,7 +18,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.health import Health
@@ -70,7 +70,7 @@ class Pool:
         self.asked: list[tuple[str, int | None]] = []
         self.events: list[Event] = []
         self.metrics, self.canaries = metrics, canaries
-        self.ledger = Ledger([], breaker_failures=3, breaker_cooldown=10, slow_start=0)
+        self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=10, slow_start=0))
         self.engines = EngineRegistry(self.ledger)
         self.clock = Clock()
         self.clock.now = lambda: self.now

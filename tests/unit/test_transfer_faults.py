@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdproxy.scheduling import transfer_faults
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.transfer_faults import TransferFaults
@@ -24,7 +24,7 @@ class Pool:
         specs = [NodeSpec(f"p{n + 1}", Role.PREFILL) for n in range(prefills)]
         specs += [NodeSpec(f"d{n + 1}", Role.DECODE) for n in range(decodes)]
         roles = (Role.AGGREGATED, Role.DECODE) if alone else (Role.AGGREGATED,)
-        self.ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=5, alone=roles)
+        self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=5, alone=roles))
         for spec in specs:
             self.ledger.mark_up(spec.url, evidence())
         self.now = 0.0

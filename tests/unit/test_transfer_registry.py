@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 import pdproxy
-from pdproxy.app.pool_share import PoolAlone
 from pdproxy.app.transfer import build_transfer
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
@@ -91,7 +90,7 @@ def yaml(folder: Path, connector: str, **more: object) -> Path:
 def contract(settings: Settings) -> Contract:
     """What a proxy with these settings would run."""
     engines, _ = engine_registry()
-    return build_transfer(settings, engines, Clock(), Observers([]), PoolAlone()).contract
+    return build_transfer(settings, engines, Clock(), Observers([]), None).contract
 
 
 @pytest.mark.usefixtures("teleport")

@@ -14,13 +14,13 @@ from pdproxy.kit.errors import OverloadedError, Reason
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.request.incoming import Incoming
 from pdproxy.web.admin.gate import Gate
 from pdproxy.web.admin.protocol import admin_protocol
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PIPELINED, MAX_UNSENT
 from pdproxy.web.cycle import GenerateCycle
 from pdproxy.web.piecewise_transport import PIECE, PiecewiseTransport
 from pdproxy.web.unread_answers import UnreadAnswers
-from pdproxy.wire.request import Incoming
 from tests.fakes.clock import ManualClock
 from tests.fuzz.ingress import Ingress, Transport
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
@@ -79,7 +79,7 @@ def _read(name: str | None) -> Profile | None:
 
 
 class EngineSetup:
-    """Adds engines with all that belongs to them. `client` makes an engine's client."""
+    """Adds engines with all that belongs to them. `client`: the class of engines' clients."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EngineSetup:
         engines: EngineRegistry,
         clock: Clock,
         answers: AnswerBudget,
-        client: Callable[..., EngineClient],
+        client: type[EngineClient],
         profiles: Profiles,
     ) -> None:
         self._profiles = profiles

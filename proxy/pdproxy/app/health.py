@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pdproxy.app.capacity import Scraped
-from pdproxy.app.pool_share import PoolAlone, PoolShare
+from pdproxy.app.pool_share import PoolShare
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
@@ -18,6 +18,7 @@ from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.shared_audit import SharedAuditor
+from pdproxy.fleet.shared_signs import Signs
 from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.scheduling.ledger import Ledger
@@ -81,14 +82,15 @@ def build_watching(
     engines: EngineRegistry,
     admin: EngineAdmin,
     contract: Contract,
-    own: PoolShare | PoolAlone,
+    own: PoolShare | None,
 ) -> Watching:
-    """Return what watches the engines of the pool of these settings. Nothing is asked yet. `own`: what is shared of it."""
+    """Return what watches the engines of the pool of these settings. Nothing is asked yet. `own`: see `build_ledger`."""
     observers, tasks, now, probes = process.observers, process.tasks, process.now, settings.probes
     share = process.share.several
     lead: Lead = ALWAYS if share is None else share.lead
     others = _Others(share, settings.pool.name)
-    auditor = own.auditor(engines, ledger, observers)
+    audited = engines, ledger, observers
+    auditor = Auditor(*audited) if own is None else SharedAuditor(*audited, *own.memory.moved.of(own.number))
     scraped = Scraped(auditor, ledger, observers, now)
     derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
     prober = Prober(
@@ -105,7 +107,7 @@ def build_watching(
         pass_on=others.wish,
     )
     canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
-    signs = own.signs()
+    signs = None if own is None else Signs(*own.memory.signs.of(own.number))
     stalls = Stalls(
         engines,
         ledger,

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.app.process import Process
 from pdproxy.app.siblings import Siblings
-from pdproxy.app.sockets import Place, kv_events_places
+from pdproxy.app.sockets import Place, Sockets, kv_events_places
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
@@ -27,7 +26,7 @@ class ReadingKvEvents:
 
     sources: KvEventSources
     places: Mapping[int, Place]
-    own: PoolShare | PoolAlone
+    sockets: Sockets
 
     def start(self) -> None:
         """Bind the sockets to which engines connect, if the settings name a host.
@@ -42,7 +41,7 @@ class ReadingKvEvents:
 
     def _bind(self) -> None:
         for port, socket in self.sources.bound.items():
-            self.own.sockets.bind(socket, self.places[port])
+            self.sockets.bind(socket, self.places[port])
             logger.info("engines' KV events are expected on %s", socket.address)
 
     def stop(self) -> None:
@@ -57,12 +56,12 @@ def build_kv_events(
     engines: EngineRegistry,
     admin: EngineAdmin,
     process: Process,
-    own: PoolShare | PoolAlone,
+    sockets: Sockets,
 ) -> ReadingKvEvents | None:
     """Return what reads the events of a pool's engines into an index, None if they are not read.
 
-    `index` None: nobody asks it. `of_node`: an engine's own settings by its URL. `own`: what is shared of the pool. Call it
-    before engines are added.
+    `index` None: nobody asks it. `of_node`: an engine's own settings by its URL. `sockets`: how the pool's are bound.
+    Call it before engines are added.
     """
     events, share = settings.pool.kv_events, process.share.several
     if index is None or not events.enabled:
@@ -88,7 +87,7 @@ def build_kv_events(
         siblings.hears[topic] = sources.received
     process.observers.add(sources)
     process.metrics.add_gauges(sources.gauges())
-    return ReadingKvEvents(sources, places, own)
+    return ReadingKvEvents(sources, places, sockets)
 
 
 def _told(siblings: Siblings, topic: str, body: bytes) -> bool:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from pdproxy.app.engines import Profiles
+from pdproxy.app.pool_share import PoolShare
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.workers import AutoShare
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.replicas import ReplicaLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
+from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -36,31 +38,35 @@ def build_ledger(
     profiles: Profiles,
     cached: Cached | None = None,
     chance: Callable[[], float] = random.random,
-    make: Callable[..., Ledger] = Ledger,
-    workers: AutoShare | None = None,
+    own: PoolShare | None = None,
 ) -> Ledger:
     """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
 
-    `make`: makes one of several workers', instead of a `Ledger`. `workers`: what their placements share.
+    `own`: this worker's part of the pool, None where there is one process.
     """
-    limits, pool, replicas = settings.limits, settings.pool, settings.replicas
-    options: dict[str, Any] = {}
-    if replicas.several:
-        make = ReplicaLedger if make is Ledger else make
-        options = {"replicas": replicas.at_first, "max_age": partial(_longest, settings)}
-    made = make(
-        [],
+    limits, pool = settings.limits, settings.pool
+    options = LedgerOptions(
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
         slow_start=settings.health.slow_start,
         policies=policies_of(pool),
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
-        placement=_placement(settings, profiles, cached, chance, workers),
+        placement=_placement(settings, profiles, cached, chance, None if own is None else own.auto()),
         chance=chance,
         cached=cached,
         windows=bool(limits.engine_requests),
-        **options,
     )
+    several, count, max_age = settings.replicas.several, settings.replicas.at_first, partial(_longest, settings)
+    made: Ledger
+    if own is None:
+        made = ReplicaLedger([], options, replicas=count, max_age=max_age) if several else Ledger([], options)
+    else:
+        share = LedgerShare(*own.memory.loads.of(own.number), own.breakers)
+        made = own.ledger = (
+            SharedReplicaLedger([], options, share, replicas=count, max_age=max_age)
+            if several
+            else SharedLedger([], options, share)
+        )
     made.alone_up_to = pool.alone_up_to
     return made
 

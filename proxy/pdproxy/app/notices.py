@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.app.posted_notices import PostedNotices
 from pdproxy.app.process import Process
 from pdproxy.app.shared_notices import SharedNotices
-from pdproxy.app.sockets import Place, notices_place
+from pdproxy.app.sockets import Place, Sockets, notices_place
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter, Telemetry
@@ -34,7 +33,7 @@ class Noticing:
     posted: PostedNotices | None
     over_zmq: bool
     place: Place
-    own: PoolShare | PoolAlone
+    sockets: Sockets
     process: Process
 
     def start(self) -> None:
@@ -44,10 +43,10 @@ class Noticing:
             SettingsError: it can't be bound.
         """
         if self.over_zmq:
-            self.own.sockets.bind(self.socket, self.place)
+            self.sockets.bind(self.socket, self.place)
             logger.info("KV-ready notices are expected on %s", self.socket.address)
         if self.posted is not None:
-            self.posted.bind(self.own.sockets, self.place)
+            self.posted.bind(self.sockets, self.place)
             self.process.tasks.keep(self.posted.run, "notices")
             logger.info("KV-ready notices are expected on http://%s:%d", self.place.host, self.place.port)
 
@@ -64,9 +63,9 @@ def build_notices(
     custodian: Custodian,
     turns: Turns | None,
     process: Process,
-    own: PoolShare | PoolAlone,
+    sockets: Sockets,
 ) -> Noticing:
-    """Return what takes the notices of a contract's engines. `own`: what is shared of the pool."""
+    """Return what takes the notices of a contract's engines. `sockets`: how the pool's are bound."""
     contract, name = transfer.contract, settings.pool.name
     router = NoticeRouter(transfer.ready, custodian, turns)
     failed = process.tasks.watch("notices").failed
@@ -81,7 +80,7 @@ def build_notices(
         take = _of_all(process, f"notices {name}", transfer.ready.receive, failed, is_read=False)
         read = Telemetry(transfer.ready.undecodable)
         posted = PostedNotices(read, take, process.clock, process.observers)
-    return Noticing(socket, posted, over_zmq, notices_place(settings), own, process)
+    return Noticing(socket, posted, over_zmq, notices_place(settings), sockets, process)
 
 
 def _of_all(

@@ -20,6 +20,8 @@ from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixe
 from pdproxy.app.process import Process
 from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
+from pdproxy.app.shared_capacity import SharedPoolCapacity
+from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_transfers, build_turns
 from pdproxy.fleet.bootstrap import Bootstraps
@@ -33,6 +35,7 @@ from pdproxy.observe import catalog_health
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
+from pdproxy.scheduling.shared_windows import SharedWindows
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
@@ -43,6 +46,7 @@ from pdproxy.serving.kv.ended_leases import EndedLeases
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
+from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
@@ -94,12 +98,13 @@ class PoolParts:
         pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
         credentials, watch, metrics, observers = process.credentials, process.watch, process.metrics, process.observers
         tasks, clock, now = process.tasks, process.clock, process.now
-        own_keys, share = credentials.keys.wanted, process.share.pool(len(process.registries))
+        own_keys, own = credentials.keys.wanted, process.share.pool(len(process.registries))
+        sockets = BoundHere() if own is None else own.sockets
 
         profiles = Profiles(pool.profile)
         knowledge = build_knowledge(pool, process.share)
         cached = knowledge.cached if knowledge is not None else None
-        ledger = build_ledger(settings, profiles, cached, watch.chance, share.ledger, share.auto())
+        ledger = build_ledger(settings, profiles, cached, watch.chance, own)
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
         models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight, pool.name)
@@ -117,23 +122,25 @@ class PoolParts:
             networks=networks,
             budget=process.answer_budget,
         )
-        transfer = build_transfer(settings, engines, clock, observers, share)
-        watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, share)
+        transfer = build_transfer(settings, engines, clock, observers, own)
+        watching = build_watching(settings, process, ledger, engines, admin, transfer.contract, own)
         scraped, outliers, auditor = watching.scraped, watching.outliers, watching.auditor
         bootstraps = build_bootstraps(process, pool.name, engines, ledger, admin, probes, transfer.contract)
-        custodian = share.custodian(
-            transfer.contract, ledger, engines.known, deadlines, observers, now, clock, transfer.hosts
-        )
+        custody = transfer.contract, ledger, engines.known, deadlines, observers, now, clock, transfer.hosts
+        if own is None:
+            custodian = Custodian(*custody)
+        else:
+            custodian = own.custodian = SharedCustodian(*custody, area=own.area, pool=own.at)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
-        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, share, transfer.hosts)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers, own, transfer.hosts)
         transfers = build_transfers(pool.name, ledger, process)
         custodian.when_unread = transfers.failed
-        notices = build_notices(settings, transfer, custodian, turns, process, share)
-        registrations = build_registrations(settings, engines, ledger, process, share, transfer.hosts)
+        notices = build_notices(settings, transfer, custodian, turns, process, sockets)
+        registrations = build_registrations(settings, engines, ledger, process, sockets, transfer.hosts)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
-        kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, share)
+        kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, sockets)
         prefixes = build_prefixes(
             knowledge, engines, ledger, observers, metrics, now, kv_events, process.share, pool.name
         )
@@ -158,12 +165,14 @@ class PoolParts:
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now) if shown else None
         shared = process.places
         if limits.engine_requests or limits.engine_tokens:
-            scraped.capacity = share.capacity(
-                limits,
-                engines,
-                process.admission if shared is None else shared.of(engines),
-                settings.replicas.at_first,
-            )
+            places = process.admission if shared is None else shared.of(engines)
+            bounded = limits, engines, places, settings.replicas.at_first
+            if own is None:
+                scraped.capacity = PoolCapacity(*bounded)
+            else:
+                assert own.ledger is not None
+                windows = SharedWindows(*own.memory.windows.of(own.number), own.number)
+                scraped.capacity = own.capacity = SharedPoolCapacity(*bounded, windows=windows, ledger=own.ledger)
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())

@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from socket import socket
-from typing import Any
 
-from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.shared_capacity import SharedPoolCapacity
 from pdproxy.app.siblings import Siblings
-from pdproxy.app.sockets import BoundBefore, BoundHere
+from pdproxy.app.sockets import BoundBefore
 from pdproxy.fleet import shared_audit, shared_signs
-from pdproxy.fleet.audit import Auditor
-from pdproxy.fleet.shared_audit import SharedAuditor
-from pdproxy.fleet.shared_signs import Signs
 from pdproxy.kit.leading import Leading
 from pdproxy.kit.shared_records import Area, SharedRecords
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_breakers, shared_ledger, shared_windows
 from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.shared_breakers import SharedBreakers
 from pdproxy.scheduling.shared_ledger import SharedLedger
-from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
-from pdproxy.scheduling.shared_windows import SharedWindows
 from pdproxy.serving.kv import shared_buffers, shared_turns
-from pdproxy.serving.kv.buffers import ReceiveBuffers
-from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
 from pdproxy.serving.kv.shared_turns import SharedTurns
 from pdproxy.serving.kv.turn_messages import is_turn
-from pdproxy.serving.kv.turns import Turns
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -61,24 +48,6 @@ class PoolMemory:
             table.clear(number)
 
 
-class PoolAlone:
-    """The parts of a pool of a process that serves alone."""
-
-    ledger = Ledger
-    custodian = Custodian
-    auditor = Auditor
-    capacity = PoolCapacity
-    sockets = BoundHere()
-    buffers = ReceiveBuffers
-    turns = Turns
-
-    def auto(self) -> None:
-        """The placement `auto` shares nothing."""
-
-    def signs(self) -> None:
-        """Nobody else sees any."""
-
-
 class PoolShare:
     """A worker's part of the pool with number `at`. `number`: of the worker; `area`: its own, for the records of all pools.
 
@@ -95,92 +64,48 @@ class PoolShare:
         now: Callable[[], float],
         siblings: Siblings,
     ) -> None:
-        self._memory = memory
-        self._number = number
-        self._at = at
-        self._area = area
+        self.memory = memory
+        self.number = number
+        self.at = at
+        self.area = area
         self._lead = lead
         self._now = now
-        self._siblings = siblings
-        self._ledger: SharedLedger | None = None
-        self._custodian: SharedCustodian | None = None
-        self._capacity: SharedPoolCapacity | None = None
-        self._turns: SharedTurns | None = None
+        self.siblings = siblings
         self.sockets = BoundBefore(memory.listeners)
+        self.ledger: SharedLedger | None = None
+        """This and the next three are set by whoever makes them: they follow the other workers."""
+        self.custodian: SharedCustodian | None = None
+        self.capacity: SharedPoolCapacity | None = None
+        self.turns: SharedTurns | None = None
 
     def __repr__(self) -> str:
-        return f"<PoolShare of pool {self._at}, worker {self._number}>"
+        return f"<PoolShare of pool {self.at}, worker {self.number}>"
 
     def start(self) -> None:
         """Follow the other workers."""
-        if self._turns is not None:
-            self._turns.start()
+        if self.turns is not None:
+            self.turns.start()
 
     def refresh(self) -> None:
         """Take over the loads of the other workers, and what they have learned of engines."""
-        if self._ledger is not None:
-            self._ledger.refresh(all_of_it=True)
-            if isinstance(self._ledger.placement, WorkerAuto):
-                self._ledger.placement.look(self._now())
-        if self._capacity is not None:
-            self._capacity.look()
+        if self.ledger is not None:
+            self.ledger.refresh(all_of_it=True)
+            if isinstance(self.ledger.placement, WorkerAuto):
+                self.ledger.placement.look(self._now())
+        if self.capacity is not None:
+            self.capacity.look()
 
     def adopt(self, records: list[bytes]) -> None:
         """Become responsible for the KV of a worker that has ended which engines of this pool hold."""
-        if self._custodian is not None:
-            self._custodian.adopt([record for record in records if not is_turn(record)])
-        if self._turns is not None:
-            self._turns.adopt([record for record in records if is_turn(record)])
+        if self.custodian is not None:
+            self.custodian.adopt([record for record in records if not is_turn(record)])
+        if self.turns is not None:
+            self.turns.adopt([record for record in records if is_turn(record)])
 
     def auto(self) -> AutoShare:
         """Return what the worker's placement `auto` shares with the others'."""
-        return self._memory.auto.of(self._number, lambda: self._lead.leads)
+        return self.memory.auto.of(self.number, lambda: self._lead.leads)
 
-    def ledger(self, *arguments: Any, **options: Any) -> SharedLedger:
-        """Return the worker's ledger. The arguments: those of `Ledger`, or of `ReplicaLedger`."""
-        loads, breakers, number = self._memory.loads, self._memory.breakers, self._number
-        make = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
-        kind = SharedReplicaLedger if "replicas" in options else SharedLedger
-        column, others = loads.column(number), loads.others(number)
-        self._ledger = kind(*arguments, column=column, others=others, breakers=make, **options)
-        return self._ledger
-
-    def capacity(self, *arguments: Any) -> SharedPoolCapacity:
-        """Return what bounds the engines' requests, of all workers. The arguments: those of `PoolCapacity`."""
-        assert self._ledger is not None  # a pool's ledger is its first part
-        table, number = self._memory.windows, self._number
-        windows = SharedWindows(table.column(number), table.others(number), number)
-        self._capacity = SharedPoolCapacity(*arguments, windows=windows, ledger=self._ledger)
-        return self._capacity
-
-    def auditor(self, *arguments: Any) -> SharedAuditor:
-        """Return the worker's audit. The arguments: those of `Auditor`."""
-        table = self._memory.moved
-        return SharedAuditor(*arguments, column=table.column(self._number), others=table.others(self._number))
-
-    def signs(self) -> Signs:
-        """Return the signs of life that engines have shown to any worker."""
-        table = self._memory.signs
-        return Signs(table.column(self._number), table.others(self._number))
-
-    def buffers(self, *arguments: Any) -> SharedReceiveBuffers:
-        """Return what is taken of decode engines' receive buffers. The arguments: those of `ReceiveBuffers`."""
-        table = self._memory.buffers
-        return SharedReceiveBuffers(*arguments, column=table.column(self._number), others=table.others(self._number))
-
-    def custodian(self, *arguments: Any, **options: Any) -> SharedCustodian:
-        """Return the worker's custodian. The arguments: those of `Custodian`."""
-        self._custodian = SharedCustodian(*arguments, area=self._area, pool=self._at, **options)
-        return self._custodian
-
-    def turns(self, *arguments: Any, **options: Any) -> SharedTurns:
-        """Return the worker's turns. The arguments: those of `Turns`."""
-        own = partial(
-            SharedTurns,
-            number=self._number,
-            pool=self._at,
-            area=self._memory.turns.area(self._number),
-            siblings=self._siblings,
-        )
-        self._turns = own(*arguments, **options)
-        return self._turns
+    def breakers(self, failures: int, cooldown: float, slow_start: float) -> SharedBreakers:
+        """Return the breakers of all workers."""
+        return SharedBreakers(failures, cooldown, slow_start, *self.memory.breakers.of(self.number), self.number)

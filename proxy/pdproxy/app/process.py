@@ -27,6 +27,7 @@ from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.serving.request.shared_admission import SharedAdmission
 from pdproxy.settings.changes import own
 from pdproxy.settings.listen import UNIX, parsed_networks
 from pdproxy.settings.schema import Settings
@@ -99,14 +100,11 @@ class Process:
             parsed_networks(listen.trusted_proxies),
             trusts_unix=listen.uds is not None and UNIX in listen.trusted_proxies,
         )
-        admission = share.admission(
-            limits,
-            deadlines,
-            settings.overload,
-            observers,
-            clock,
-            known_clients,
-        )
+        admitted = limits, deadlines, settings.overload, observers, clock, known_clients
+        if (several := share.several) is None:
+            admission = Admission(*admitted)
+        else:
+            admission = several.admission = SharedAdmission(*admitted, shared=several.places())
         retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock)
         bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
         metrics.add_gauges(request_gauges(admission, bodies, retries))
@@ -133,7 +131,7 @@ class Process:
             quotas=share.quotas(credentials.keys.limits, clock.now),
             cache_salts=CacheSalts(settings.tenants, credentials.keys, partial(_secret, credentials, share)),
             models=models,
-            places=SharedPlaces(admission) if len(settings.pools) > 1 or share.several is not None else None,
+            places=SharedPlaces(admission) if len(settings.pools) > 1 or several is not None else None,
             heartbeat=Heartbeat(observers),
             wrong_keys=WrongKeys(clock.now),
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from pdproxy.app.pool_share import PoolAlone, PoolShare
 from pdproxy.app.process import Process
-from pdproxy.app.sockets import Place, registration_place
+from pdproxy.app.sockets import Place, Sockets, registration_place
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.registration import Registrations
@@ -27,7 +26,7 @@ class Registering:
     known: Registrations
     socket: RegistrationSocket
     place: Place
-    own: PoolShare | PoolAlone
+    sockets: Sockets
 
     def start(self) -> None:
         """Bind the socket.
@@ -35,7 +34,7 @@ class Registering:
         Raises:
             SettingsError: it can't be bound.
         """
-        self.own.sockets.bind(self.socket, self.place)
+        self.sockets.bind(self.socket, self.place)
         logger.info("engines are expected to register on %s", self.socket.address)
 
 
@@ -44,12 +43,12 @@ def build_registrations(
     engines: EngineRegistry,
     ledger: Ledger,
     process: Process,
-    own: PoolShare | PoolAlone,
+    sockets: Sockets,
     hosts: HandleHosts,
 ) -> Registering | None:
     """Return the registrations of the pool's engines, None if they don't register.
 
-    `own`: what is shared of the pool. `hosts`: which hosts engines may name.
+    `sockets`: how the pool's are bound. `hosts`: which hosts engines may name.
     """
     read, timeout = entry_of(settings.pool.connector).registered, settings.registration.timeout
     share = process.share.several
@@ -77,4 +76,4 @@ def build_registrations(
         siblings.hears[topic] = known.received
         share.registrations.append(known)
     socket = RegistrationSocket(known.receive, known.unreadable, failed)
-    return Registering(known, socket, registration_place(settings), own)
+    return Registering(known, socket, registration_place(settings), sockets)

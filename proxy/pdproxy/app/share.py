@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from secrets import token_bytes
 from socket import socket
-from typing import Any, Protocol
+from typing import Protocol
 
 from pdproxy.app.admin_of_all import AdminApiOfAll
 from pdproxy.app.followed_changes import KINDS, FollowedChanges
 from pdproxy.app.journal import Journal
-from pdproxy.app.pool_share import PoolAlone, PoolMemory, PoolShare
+from pdproxy.app.pool_share import PoolMemory, PoolShare
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
@@ -107,7 +107,6 @@ class Alone:
 
     several = None
     """See `Share`."""
-    admission = Admission
     quotas = Quotas
     shown = Shown
 
@@ -116,9 +115,8 @@ class Alone:
         """The key of the hash that makes tenants' salts, where the settings have none."""
 
     @staticmethod
-    def pool(at: int) -> PoolAlone:
-        """Return the parts of the pool with this number."""
-        return PoolAlone()
+    def pool(at: int) -> None:
+        """The pools share nothing with other processes. See `Share`."""
 
     @staticmethod
     def admin_api(service: AdminService, process: Served) -> AdminApi:
@@ -149,8 +147,7 @@ class Share:
         self.changes = FollowedChanges(send, shared.journal)
         self._area = shared.custody.area(number)
         self._pools: list[PoolShare] = []
-        table = shared.lead
-        self.lead = Leading(number, table.column(number), table.others(number))
+        self.lead = Leading(number, *shared.lead.of(number))
         self.findings: list[Findings] = []
         """Those of each pool."""
         self._answers: list[SharedAnswers] = []
@@ -158,7 +155,8 @@ class Share:
         """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
-        self._admission: SharedAdmission | None = None
+        self.admission: SharedAdmission | None = None
+        """Set by whoever makes it."""
 
     def __repr__(self) -> str:
         return f"<Share of worker {self.number}>"
@@ -179,8 +177,8 @@ class Share:
             registrations.start(tasks)
         for pool in self._pools:
             pool.start()
-        if self._admission is not None:
-            self._admission.start()
+        if self.admission is not None:
+            self.admission.start()
         if self._shown is not None:
             self._shown.start(tasks)
         tasks.keep(self._follow, "shared load")
@@ -188,8 +186,8 @@ class Share:
     def stop(self) -> None:
         """Follow them no more."""
         self.lead.leave()
-        if self._admission is not None:
-            self._admission.stop()
+        if self.admission is not None:
+            self.admission.stop()
         if self._shown is not None:
             self._shown.report()  # nothing is counted any more
 
@@ -210,8 +208,8 @@ class Share:
             await asyncio.sleep(REFRESH_EVERY)
             self.lead.beat()
             self.refresh()
-            if self._admission is not None:
-                self._admission.look()
+            if self.admission is not None:
+                self.admission.look()
 
     def refresh(self) -> None:
         """Take over the loads of the other workers."""
@@ -232,17 +230,13 @@ class Share:
         self._answers.append(made)
         return made
 
-    def admission(self, *arguments: Any, **options: Any) -> SharedAdmission:
-        """Return the worker's admission. The arguments: those of `Admission`."""
-        table, number = self._shared.places, self.number
-        places = SharedPlaces(number, table.column(number), table.others(number), self._shared.wakes, self._now)
-        self._admission = SharedAdmission(*arguments, shared=places, **options)
-        return self._admission
+    def places(self) -> SharedPlaces:
+        """Return the places of requests, of all workers."""
+        return SharedPlaces(self.number, *self._shared.places.of(self.number), self._shared.wakes, self._now)
 
     def quotas(self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]) -> Quotas:
         """Return the worker's limits of keys. The arguments: those of `Quotas`."""
-        table = self._shared.quotas
-        return SharedQuotas(limits, now, column=table.column(self.number), others=table.others(self.number))
+        return SharedQuotas(limits, now, *self._shared.quotas.of(self.number))
 
     def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
         """Return what clients are shown of all workers. The arguments: those of `Shown`."""

@@ -118,6 +118,10 @@ class BoundBefore:
         return listener
 
 
+Sockets = BoundHere | BoundBefore
+"""How a pool's sockets for engines' messages are bound."""
+
+
 def listener_at(place: Place) -> sockets.socket:
     """Return a socket that listens there, for several processes.
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from pdproxy.app.pool_share import PoolAlone, PoolShare
+from pdproxy.app.pool_share import PoolShare
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
@@ -16,8 +16,11 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
+from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
+from pdproxy.serving.kv.shared_turns import SharedTurns
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.settings.engines import Node
 from pdproxy.settings.kv import LMCache
@@ -34,19 +37,20 @@ logger = logging.getLogger("pdproxy.kv")
 
 
 def build_transfer(
-    settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers, own: PoolShare | PoolAlone
+    settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers, own: PoolShare | None
 ) -> KvTransfer:
-    """Return how KV gets from one engine to another under these settings. `own`: what is shared of the pool."""
+    """Return how KV gets from one engine to another under these settings. `own`: see `build_ledger`."""
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
     if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.all_nodes):
         # Two engines that are full of blocks which wait for the other one's KV would have none to make that KV in.
         order = "sequential"
+    queue = engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
         KvReady(clock, observers, clock.now),
-        own.buffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines),
+        ReceiveBuffers(*queue) if own is None else SharedReceiveBuffers(*queue, *own.memory.buffers.of(own.number)),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
@@ -71,12 +75,12 @@ def build_turns(
     engines: EngineRegistry,
     clock: Clock,
     observers: Observers,
-    own: PoolShare | PoolAlone,
+    own: PoolShare | None,
     hosts: HandleHosts,
 ) -> Turns | None:
     """Return what hands KV of finished turns back to prefill engines, None where that is not wanted.
 
-    `own`: what is shared of the pool. `hosts`: which hosts handles may name.
+    `own`: see `build_ledger`. `hosts`: which hosts handles may name.
     """
     wanted = settings.pool.turns
     if not wanted.bidirectional or contract.turns is None:
@@ -96,9 +100,19 @@ def build_turns(
         min_share=wanted.min_share,
     )
     by_notice = settings.kv_ready.notifier
-    return own.turns(
-        contract.turns, limits, ledger, engines, settings.deadlines, observers, clock, by_notice=by_notice, hosts=hosts
+    arguments = contract.turns, limits, ledger, engines, settings.deadlines, observers, clock
+    if own is None:
+        return Turns(*arguments, by_notice=by_notice, hosts=hosts)
+    own.turns = SharedTurns(
+        *arguments,
+        by_notice=by_notice,
+        hosts=hosts,
+        number=own.number,
+        pool=own.at,
+        area=own.memory.turns.area(own.number),
+        siblings=own.siblings,
     )
+    return own.turns
 
 
 def receiver_of(node: Node) -> Receiver | None:

@@ -15,14 +15,14 @@ from pdproxy.upstream.client import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """`observers` get all events, after the proxy's own; `client` makes the engines' clients, and may record what they send.
+    """`observers` get all events, after the proxy's own; `client`: the class of engines' clients, which may note what they send.
 
     `connector` makes the connectors of aiohttp's sessions, inside the event loop; None: aiohttp's own. `now`: seconds of a steady
     clock, for durations. `chance`: draws for choices among engines.
     """
 
     observers: Sequence[Observer] = ()
-    client: Callable[..., EngineClient] = EngineClient
+    client: type[EngineClient] = EngineClient
     connector: Callable[[], aiohttp.BaseConnector] | None = None
     now: Callable[[], float] = time.monotonic
     chance: Callable[[], float] = random.random

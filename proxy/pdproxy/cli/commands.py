@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pdproxy.cli.parser import Parser, examples
 
@@ -74,7 +74,7 @@ def parser_of(names: Collection[str]) -> Parser:
 class _Version(argparse.Action):
     """Prints the version, which takes a search through the installed packages: only where it is asked for."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from pdproxy import __version__
 
         print(f"pdproxy {__version__}")

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         return [f"unknown option {_shown(option)}{_meant(option, known)}" for option in dict.fromkeys(options)]
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         # argparse calls it for every argument with choices, subcommands included.
         if action.choices is None or value in action.choices:
             return

@@ -70,7 +70,7 @@ class HandleHosts:
         why = self._refused(host, url)
         return None if why is None or self._is_replaced(url) else why
 
-    def _why_not_all(self, hosts: Any, url: str) -> str | None:
+    def _why_not_all(self, hosts: object, url: str) -> str | None:
         texts = list(map(str, hosts)) if isinstance(hosts, list) else [str(hosts)]
         if len(texts) > _MAX_HOSTS:
             return f"it names more than {_MAX_HOSTS} hosts"

@@ -7,11 +7,12 @@ then.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Account, Engine
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.shared_table import Column, Others, key_of
+from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.metrics_page import Scrape
 
@@ -24,8 +25,10 @@ KEPT = frozenset({ARRIVED})
 class SharedAuditor(Auditor):
     """The `Auditor` of one of several workers. `column`: its own part of the table of moved KV, `others`: those of the others."""
 
-    def __init__(self, *arguments: Any, column: Column, others: Others) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, engines: EngineRegistry, ledger: Ledger, observers: Observers, column: Column, others: Others
+    ) -> None:
+        super().__init__(engines, ledger, observers)
         self._column = column
         self._others = others
         self._rows: dict[Engine | str, memoryview] = {}

@@ -6,13 +6,19 @@ a prefill engine busy.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, Bootstraps, Known
 from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.shared_answers import SharedAnswers
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.settings.health import Probes
+from pdproxy.transfer.contract import Contract
 from pdproxy.wire.bootstrap import Ranks, RankWorkers
 
 
@@ -36,8 +42,19 @@ _decode = msgspec.msgpack.Decoder(_Answer).decode
 class SharedBootstraps(Bootstraps):
     """The `Bootstraps` of one of several workers. `shared`: what servers have answered to the one that leads."""
 
-    def __init__(self, *arguments: Any, shared: SharedAnswers, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        query: Callable[[str], Awaitable[Ranks]],
+        observers: Observers,
+        tasks: TaskOwner,
+        probes: Probes,
+        now: Callable[[], float],
+        contract: Contract,
+        shared: SharedAnswers,
+    ) -> None:
+        super().__init__(engines, ledger, query, observers, tasks, probes, now, contract)
         self._shared = shared
         self.lead = shared.lead
         shared.taken = self._taken

@@ -5,14 +5,18 @@ What a request has shown of an engine's ids in one worker ends tokenizing for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 
 import msgspec
 
 from pdproxy.fleet.canary import Answers, Canaries, ModelAnswers
 from pdproxy.fleet.engine import Engine, Judgement
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.shared_answers import SharedAnswers
+from pdproxy.observe.events import Observers
+from pdproxy.tokens.tokenizer import LocalTokenizer
+from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.request import Route
 
 MAX_TOLD = 1 << 20
@@ -42,8 +46,18 @@ _decode_refuted = msgspec.msgpack.Decoder(_Refuted).decode
 class SharedCanaries(Canaries):
     """The `Canaries` of one of several workers. `shared`: what engines have answered to the one that leads."""
 
-    def __init__(self, *arguments: Any, shared: SharedAnswers, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        admin: EngineAdmin,
+        observers: Observers,
+        threads: Executor,
+        *,
+        tokenizer: LocalTokenizer | None,
+        find: Callable[[str], LocalTokenizer],
+        shared: SharedAnswers,
+    ) -> None:
+        super().__init__(engines, admin, observers, threads, tokenizer=tokenizer, find=find)
         self._shared = shared
         shared.taken = lambda engine: self._wake.set()
         shared.noted = self._noted

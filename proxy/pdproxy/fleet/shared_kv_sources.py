@@ -26,20 +26,28 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import msgspec
 
 from pdproxy.fleet.engine import Engine
-from pdproxy.fleet.kv_events import SourceCounts
-from pdproxy.fleet.kv_source import COOLDOWN, Source
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.kv_events import Index, SourceCounts
+from pdproxy.fleet.kv_source import COOLDOWN, Source, SourceParts
 from pdproxy.fleet.kv_sources import Key, KvEventSources
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.leading import STALE, Lead
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import Observers
+from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.limits import Deadlines
+from pdproxy.upstream.addresses import Resolve, by_system
 from pdproxy.upstream.inbound_socket import AT_ONCE, AT_ONCE_BYTES
 from pdproxy.upstream.kv_events import Replay
+from pdproxy.wire import kv_events as wire
 from pdproxy.wire.kv_events import MAX_BYTES
 
 LOOK_EVERY = 0.5
@@ -114,8 +122,15 @@ class _Rank:
 class _Source(Source):
     """A source that knows when its engine's run was found: what any worker had read before belongs to another one."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        parts: SourceParts,
+        place: int,
+        node: str,
+        open_replay: Callable[[], Replay] | None,
+        counts: SourceCounts,
+    ) -> None:
+        super().__init__(parts, place, node, open_replay, counts=counts)
         self.since = self._parts.clock.now()
 
     def restarted(self, *, ask: bool = True) -> None:
@@ -136,7 +151,25 @@ class SharedKvEventSources(KvEventSources):
 
     leave_after = LEAVE_AFTER
 
-    def __init__(self, *arguments: Any, number: int, lead: Lead, tell: Callable[[bytes], bool], **options: Any) -> None:
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        index: Index,
+        own: KvEvents,
+        of_node: Callable[[str], NodeKvEvents],
+        ask: Callable[[str], Awaitable[wire.Sources]],
+        observers: Observers,
+        clock: Clock,
+        tasks: TaskOwner,
+        *,
+        ports: Iterable[int],
+        deadlines: Deadlines,
+        networks: EngineNetworks = USUAL,
+        resolved: Resolve = by_system,
+        number: int,
+        lead: Lead,
+        tell: Callable[[bytes], bool],
+    ) -> None:
         self._number = number
         self._lead = lead
         self._tell = tell
@@ -157,7 +190,20 @@ class SharedKvEventSources(KvEventSources):
         self._listens = False
         """Whether the sockets are bound, and what comes there is taken."""
         self._bind: Callable[[], None] = lambda: None
-        super().__init__(*arguments, **options)
+        super().__init__(
+            engines,
+            index,
+            own,
+            of_node,
+            ask,
+            observers,
+            clock,
+            tasks,
+            ports=ports,
+            deadlines=deadlines,
+            networks=networks,
+            resolved=resolved,
+        )
         self._born = self._since = self._looked = self._clock.now()
 
     def start(self, bind: Callable[[], None]) -> None:

@@ -13,15 +13,18 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from pdproxy.fleet.engine import Engine
-from pdproxy.fleet.registration import Entry, Owned, Registrations, cancel
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.registration import CheckPeers, Entry, Owned, ReadRegistration, Registrations, cancel
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import STALE, Leading
 from pdproxy.kit.switchboard import ALL
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.wire.registrations import Registration, place
 
 ASK_EVERY = 1.0
@@ -85,12 +88,18 @@ class SharedRegistrations(Registrations):
 
     def __init__(
         self,
-        *arguments: Any,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        read: ReadRegistration,
+        observers: Observers,
+        clock: Clock,
+        *,
+        timeout: float,
+        checked: CheckPeers = lambda peers, _: peers,
         number: int,
         lead: Leading,
         pass_on: Callable[[int, bytes], bool],
         failed: Callable[[Exception], None],
-        **options: Any,
     ) -> None:
         self._failed = failed
         self._number = number
@@ -108,7 +117,7 @@ class SharedRegistrations(Registrations):
         self._window = 0
         self._started = False
         self._looked = -STALE
-        super().__init__(*arguments, **options)
+        super().__init__(engines, ledger, read, observers, clock, timeout=timeout, checked=checked)
         self.complete = False
 
     def start(self, tasks: TaskOwner) -> None:

@@ -83,6 +83,10 @@ class SharedTable:
         """Return what a process reads: all columns but its own."""
         return Others([one for at, one in enumerate(self._columns) if at != number], self.measures)
 
+    def of(self, number: int) -> tuple[Column, Others]:
+        """Return both for one process."""
+        return self.column(number), self.others(number)
+
     def clear(self, number: int) -> None:
         """Set the levels of a process that has ended to 0. Its next one goes on with its keys and sums, if there are any."""
         column = self._columns[number]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
@@ -34,50 +33,58 @@ _ONLY_PREFILL = frozenset({PREFILL})
 _DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
 
-class Ledger:
-    """All engines of one pool. `breaker_failures`, `breaker_cooldown`, `slow_start`: see `Breakers`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerOptions:
+    """How a ledger of any kind chooses. `breaker_failures`, `breaker_cooldown`, `slow_start`: see `Breakers`.
 
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
     roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
     it is split, and chooses its engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
-    have windows (`Node.window`); then those with room come first. `breakers` makes the breakers.
+    have windows (`Node.window`); then those with room come first.
     """
+
+    breaker_failures: int
+    breaker_cooldown: float
+    slow_start: float = 0.0
+    policies: Mapping[Role, PolicyFactory] = field(default_factory=dict)
+    alone: Sequence[Role] = ALONE
+    placement: Placement | None = None
+    chance: Callable[[], float] = no_chance
+    cached: Cached | None = None
+    windows: bool = False
+
+
+class Ledger:
+    """All engines of one pool. `breakers` makes the breakers."""
 
     def __init__(
         self,
         specs: Iterable[NodeSpec],
+        options: LedgerOptions,
         *,
-        breaker_failures: int,
-        breaker_cooldown: float,
-        slow_start: float = 0.0,
-        policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
-        alone: Sequence[Role] = ALONE,
-        placement: Placement | None = None,
-        chance: Callable[[], float] = no_chance,
-        cached: Cached | None = None,
-        windows: bool = False,
         breakers: Callable[[int, float, float], Breakers] = Breakers,
     ) -> None:
-        self._alone = tuple(alone)
+        failures, cooldown = options.breaker_failures, options.breaker_cooldown
+        self._alone = tuple(options.alone)
         self.alone_up_to: int | None = None
         """How many tokens a prompt may have that an engine of role decode serves whole; None: any number."""
         self.runs = Runs()
-        self.transfers = TransferFaults(breaker_failures, breaker_cooldown)
+        self.transfers = TransferFaults(failures, cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
         self.when_forgiven: Callable[[TransferFault], None] = lambda _: None
         """Called with each fault that is over because its engine was removed or started again."""
         self._nodes = {spec.url: self._node(spec) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
-        self.placement = placement
+        self.placement = options.placement
         """Read only."""
-        self._ranking = Policies(chance, cached)
+        self._ranking = Policies(options.chance, options.cached)
         self._policies, self._interested = self._ranking.by_role, self._ranking.by_uses
-        self.needs_details = self._ranking.use(policies) or placement is not None
+        self.needs_details = self._ranking.use(options.policies) or self.placement is not None
         """Whether anything here reads the details of an `Ask`. Read only."""
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
-        self.breakers = breakers(breaker_failures, breaker_cooldown, slow_start)
+        self.breakers = breakers(failures, cooldown, options.slow_start)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
@@ -90,7 +97,7 @@ class Ledger:
         """The largest number of tokens that an engine's chat template adds to one message. Read only."""
         self.adapters: frozenset[str] = frozenset()
         """Those of the engines' models that are LoRA adapters. Read only."""
-        self._windows = self._has_places = windows
+        self._windows = self._has_places = options.windows
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None
         self._when_up: Callable[[str, bool], None] = lambda _, __: None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.auto.workers import AutoShare, WorkerAuto, WorkerReplicaAuto
 from pdproxy.scheduling.nodes import Node
@@ -59,21 +58,19 @@ def auto(context: PlacementContext) -> Placement:
     def times_of(node: Node) -> tuple[Hardware, int]:
         return context.hardware(node.url) or GENERIC, context.chunk(node.url) or _GENERIC_CHUNK
 
-    shared, several = context.workers is not None, context.replicas is not None
-    make: Callable[..., Auto] = (
-        (WorkerReplicaAuto if several else WorkerAuto) if shared else (SharedAuto if several else Auto)
-    )
-    if shared:
-        make = partial(make, share=context.workers)
-    if several:
-        make = partial(make, replicas=context.replicas, chance=context.chance)
-    return make(
-        times_of,
-        context.slo,
+    options = AutoOptions(
+        times_of=times_of,
+        slo=context.slo,
         cached=context.cached,
         assumed=lambda node: context.hardware(node.url) is None,
         refuses=context.refuse_late,
     )
+    share, replicas, chance = context.workers, context.replicas, context.chance
+    if replicas is None:
+        return Auto(options) if share is None else WorkerAuto(options, share)
+    if share is None:
+        return SharedAuto(options, replicas=replicas, chance=chance)
+    return WorkerReplicaAuto(options, share, replicas=replicas, chance=chance)
 
 
 PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({AUTO: auto})

@@ -10,10 +10,10 @@ an API server's load by the number of these (`DPLBAsyncMPClient` in `v1/engine/c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 
@@ -51,9 +51,12 @@ class ReplicaLedger(Ledger):
     """
 
     def __init__(
-        self, specs: Iterable[NodeSpec], *, replicas: int, max_age: Callable[[], float], **options: Any
+        self, specs: Iterable[NodeSpec], options: LedgerOptions, *, replicas: int, max_age: Callable[[], float]
     ) -> None:
-        super().__init__([], **options)
+        super().__init__([], options)
+        self._begin(specs, replicas, max_age)
+
+    def _begin(self, specs: Iterable[NodeSpec], replicas: int, max_age: Callable[[], float]) -> None:
         self.replicas = replicas
         """Read only."""
         self._max_age = max_age

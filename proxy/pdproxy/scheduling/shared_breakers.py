@@ -43,7 +43,7 @@ class SharedBreakers(Breakers):
     """The `Breakers` of one of several workers. `column`: its own part of the table of breakers, `others`: those of others."""
 
     def __init__(
-        self, failures: int, cooldown: float, slow_start: float = 0.0, *, column: Column, others: Others, number: int
+        self, failures: int, cooldown: float, slow_start: float, column: Column, others: Others, number: int
     ) -> None:
         super().__init__(failures, cooldown, slow_start)
         self._column = column

@@ -12,13 +12,13 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from pdproxy.kit import shared_sums
 from pdproxy.kit.shared_sums import Move, OtherSums
 from pdproxy.kit.shared_table import Column, Others, key_of
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import SIZE_BITS, Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.shared_breakers import SharedBreakers
@@ -34,22 +34,23 @@ READ_EVERY = 0.001
 _assign, _open, _close = Ledger.assign, Ledger._open, Ledger.close  # noqa: SLF001
 
 
-class SharedLedger(Ledger):
-    """A `Ledger` of one of several workers. `column` is its own part of the table of loads, `others` those of the others.
+class LedgerShare(NamedTuple):
+    """What a worker's ledger shares. `column`: its own part of the table of loads; `others`: those of the others.
 
-    `breakers`: makes its breakers. `tell`: called with an engine's URL when something of its health was noted here.
+    `breakers`: makes its breakers, of failures in a row, cooldown and slow start.
     """
 
-    def __init__(
-        self,
-        specs: Iterable[NodeSpec],
-        *,
-        column: Column,
-        others: Others,
-        breakers: Callable[[int, float, float], SharedBreakers],
-        **options: Any,
-    ) -> None:
-        super().__init__([], breakers=breakers, **options)
+    column: Column
+    others: Others
+    breakers: Callable[[int, float, float], SharedBreakers]
+
+
+class SharedLedger(Ledger):
+    """A `Ledger` of one of several workers. `tell`: called with an engine's URL when something of its health was noted here."""
+
+    def __init__(self, specs: Iterable[NodeSpec], options: LedgerOptions, share: LedgerShare) -> None:
+        column, others, breakers = share
+        super().__init__([], options, breakers=breakers)
         self.breakers: SharedBreakers
         self.tell: Callable[[str], None] = lambda _: None
         self.breakers.tell = partial(shared_sums.note, column)

@@ -6,14 +6,29 @@ A worker that is killed takes its requests along: other replicas seem to lose as
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from pdproxy.kit.shared_sums import Move
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger import LedgerOptions
+from pdproxy.scheduling.nodes import Node, NodeSpec
 from pdproxy.scheduling.replicas import ReplicaLedger
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 
 
 class SharedReplicaLedger(ReplicaLedger, SharedLedger):
     """A `ReplicaLedger` that counts the leases of all workers as its own."""
+
+    def __init__(
+        self,
+        specs: Iterable[NodeSpec],
+        options: LedgerOptions,
+        share: LedgerShare,
+        *,
+        replicas: int,
+        max_age: Callable[[], float],
+    ) -> None:
+        SharedLedger.__init__(self, [], options, share)
+        self._begin(specs, replicas, max_age)
 
     def _mover(self, node: Node) -> Move:
         move = super()._mover(node)

@@ -66,11 +66,11 @@ class Canary(msgspec.Struct, frozen=True):
         return tokenize_body(*self.parsed(model))
 
 
-def _text(name: str, prompt: str, **fields: Any) -> Canary:
+def _text(name: str, prompt: str, **fields: object) -> Canary:
     return Canary(name, Route.COMPLETIONS, {"prompt": prompt, **fields})
 
 
-def _chat(name: str, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Canary:
+def _chat(name: str, messages: Sequence[Mapping[str, Any]], **fields: object) -> Canary:
     return Canary(name, Route.CHAT, {"messages": messages, **fields})
 
 

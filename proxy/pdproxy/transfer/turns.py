@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -148,6 +149,13 @@ def ids_text(ids: bytes) -> bytes | None:
     return inner + b","
 
 
+class _Fits(Protocol):
+    def __call__(
+        self, handle: DecodeHandle, *, known: int, common: int, prompt: int, block_size: int, min_tokens: int
+    ) -> Fit | None:
+        """See `fit`."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRules:
     """How a contract hands a finished turn's KV back to a prefill engine. All functions are pure.
@@ -160,6 +168,6 @@ class TurnRules:
     """
 
     read: Callable[[bytes], DecodeHandle | str] = read
-    fit: Callable[..., Fit | None] = fit
+    fit: _Fits = fit
     release_body: Callable[[str | None, DecodeHandle], bytes] = release_body
     at_host: Callable[[DecodeHandle, str], DecodeHandle] = at_host

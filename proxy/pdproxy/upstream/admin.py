@@ -138,7 +138,7 @@ class EngineAdmin:
         budget: AnswerBudget | None = None,
     ) -> None:
         self._budget = budget or AnswerBudget()
-        self._connector = connector or reach.connector(networks, limit=0)
+        self._connector = connector or reach.connector(networks)
         self.deadlines = deadlines
         self._key = key
         self._tls = tls

@@ -81,7 +81,7 @@ class PassthroughLegs:
         connector: Callable[[], aiohttp.BaseConnector] | None = None,
         networks: EngineNetworks = USUAL,
     ) -> None:
-        self._connector = connector or reach.connector(networks, limit=0, force_close=True)
+        self._connector = connector or reach.connector(networks, force_close=True)
         self._deadlines = deadlines
         self._budget = budget
         self._key = key

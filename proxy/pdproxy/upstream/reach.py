@@ -9,7 +9,6 @@ import errno
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import aiohttp
 
@@ -29,12 +28,12 @@ def check(networks: EngineNetworks, address: str) -> None:
         raise NotAllowedError(address, why)
 
 
-def connector(networks: EngineNetworks, **options: Any) -> Callable[[], aiohttp.BaseConnector]:
-    """Return what makes connectors with these options."""
+def connector(networks: EngineNetworks, *, force_close: bool = False) -> Callable[[], aiohttp.BaseConnector]:
+    """Return what makes connectors without a limit. `force_close`: whether a connection is used for one request only."""
 
-    def opened(where: tuple[Any, ...]) -> socket.socket:
+    def opened(where: aiohttp.AddrInfoType) -> socket.socket:
         family, kind, protocol, _, address = where
         check(networks, str(address[0]))
         return socket.socket(family, kind, protocol)
 
-    return partial(aiohttp.TCPConnector, socket_factory=opened, **options)
+    return partial(aiohttp.TCPConnector, socket_factory=opened, limit=0, force_close=force_close)

@@ -14,7 +14,9 @@ import asyncio
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from pdproxy.kit.errors import OverloadedError, PdproxyError, UnauthorizedError
 from pdproxy.observe.events import Observers
@@ -49,8 +51,14 @@ class ClientConnection(HttpToolsProtocol):
         "peer_is_trusted",
     )
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self.pipeline = LeanPipeline()  # type: ignore[assignment]
         self.active: RequestResponseCycle | None = None
         """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""

@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
+from pdproxy.serving.request.incoming import Incoming
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
@@ -27,7 +28,7 @@ from pdproxy.web.revocable import MakeError
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.client_routes import ADAPTER_HEADER
 from pdproxy.wire.errors import error_body, retry_headers
-from pdproxy.wire.request import Incoming, Route
+from pdproxy.wire.request import Route
 
 logger = logging.getLogger("pdproxy")
 

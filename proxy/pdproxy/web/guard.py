@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import httptools
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
@@ -59,8 +61,14 @@ class GuardedProtocol(WantedBodiesConnection):
     _keep_header = HttpToolsProtocol.on_header
     _start_next = HttpToolsProtocol.on_response_complete
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self._in_head = self._in_body = False
         self._head_bytes = 0
         self._hosts = self._parts = self._part_bytes = self._unparsed = 0

@@ -6,9 +6,12 @@ parser goes on there. It gets a head with the same framing first, of which nobod
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httptools
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from pdproxy.web.client_connection import ClientConnection
 
@@ -20,8 +23,14 @@ class OfferIgnoringConnection(ClientConnection):
 
     __slots__ = ("_offer",)
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self._offer: bytes | None = None
         """A head that says where the body ends, from an offer on until the parser has stopped there."""
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError
 from pdproxy.kit.frames import drop_traceback
@@ -35,8 +38,14 @@ class NoticeProtocol(GuardedProtocol):
     budget: BodyBudget
     __slots__ = ("_held",)
 
-    def __init__(self, *arguments: object, **named: object) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self._held = bytearray()
 
     def takes_body(self) -> bool:

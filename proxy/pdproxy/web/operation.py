@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -83,7 +82,13 @@ def add_operation(
     async def metrics() -> Response:
         return Response(await answers.metrics(), headers={"content-type": PROMETHEUS})
 
-    def add(path: str, endpoint: Callable[..., Awaitable[Response]], schema: Any, *others: int, **more: Any) -> None:
+    def add(
+        path: str,
+        endpoint: Callable[..., Awaitable[Response]],
+        schema: openapi.Schema | None,
+        *others: int,
+        media: str = openapi.JSON,
+    ) -> None:
         entry = ENTRIES[path]
         closed = (401, 403) if entry.audience is Audience.OPERATORS else ()
         for method in reversed(entry.methods):
@@ -94,7 +99,7 @@ def add_operation(
                 summary=entry.why[0].upper() + entry.why[1:],
                 tags=["operation"],
                 response_class=Response,
-                responses=openapi.own_answers(schema, *others, closed=closed, **more),
+                responses=openapi.own_answers(schema, *others, closed=closed, media=media),
                 include_in_schema=documented,
             )
 

@@ -29,7 +29,7 @@ class PiecewiseTransport:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of any kind, as the transport has it
         return getattr(self._transport, name)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import OverloadedError, PdproxyError, RevokedError, Wait
 from pdproxy.kit.frames import drop_traceback
@@ -45,10 +48,16 @@ class TlsListener:
     def __repr__(self) -> str:
         return f"<TlsListener {self.handshakes!r}>"
 
-    def __call__(self, **named: Any) -> TlsArrival:
-        """Return the protocol of a connection that was accepted. `named`: uvicorn's arguments for its protocol."""
+    def __call__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> TlsArrival:
+        """Return the protocol of a connection that was accepted. The arguments: those of uvicorn's protocols."""
         self.handshakes.max_open = max(MIN_HANDSHAKES, self.bounds.connections.max_open // SHARE)
-        return TlsArrival(self, lambda: self._http(**named))
+        return TlsArrival(self, lambda: self._http(config, server_state, app_state, _loop))
 
 
 class TlsArrival(asyncio.Protocol):

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
 from pdproxy.web.ignored_offer import OfferIgnoringConnection
 
 
@@ -17,8 +20,14 @@ class WantedBodiesConnection(OfferIgnoringConnection):
 
     __slots__ = ("_drops", "_keeps_alive")
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self._drops = False
         """Whether the body of the last request that was read is dropped."""
         self._keeps_alive = False

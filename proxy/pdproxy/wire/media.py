@@ -106,9 +106,9 @@ def _decoded(data: bytes) -> Any:
         return lenient_json.load(data)
 
 
-def _urls(value: Any, name: str, names: Callable[[str, str], object]) -> Iterator[str]:
+def _urls(value: object, name: str, names: Callable[[str, str], object]) -> Iterator[str]:
     """Return what stands where engines look for the URL of a medium. `names`: whether a text, behind its key, is one."""
-    waiting: list[tuple[str, Any]] = [(name, value)]
+    waiting: list[tuple[str, object]] = [(name, value)]
     while waiting:
         key, one = waiting.pop()
         if isinstance(one, str):

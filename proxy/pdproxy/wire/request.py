@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Any
 
 import msgspec
 
-from pdproxy.kit.errors import PdproxyError
 from pdproxy.wire import client_routes, lenient_json
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, SMALL, Body, Bounds, is_quick
-from pdproxy.wire.cache_salt import TenantSalt
 from pdproxy.wire.fields import (
     PROMPT_IDS,
     Fields,
@@ -81,32 +78,6 @@ class Alone(Enum):
 # An enum's member is looked up by slow code of its metaclass: these are used for every request.
 _COMPLETIONS, _CHAT, _BATCH, _INVOCATIONS = Route.COMPLETIONS, Route.CHAT, Route.BATCH, Route.INVOCATIONS
 _UNUSUAL = Alone.UNUSUAL
-
-
-class Incoming(msgspec.Struct):
-    """A request as it was received. The reader of the body removes it from here.
-
-    `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
-    `adapter` is the value of `client_routes.ADAPTER_HEADER`, None for a blank one, which names no model. `client`: the client's
-    address; `key`: the name of its key; `salt`: of its tenant's caches, None where tenants share them. `found`: the key
-    (`serving.access.keys.ValidKey`), None without one; `refusal`: why its sender is refused; `head`: what looks at the head again
-    (`serving.access.keys.Head`).
-    """
-
-    route: Route
-    request_id: str | None
-    authorization: bytes | None
-    content_type: str
-    forward: tuple[tuple[bytes, bytes], ...]
-    body: Body
-    adapter: bytes | None = None
-    client: str | None = None
-    key: str | None = None
-    hints: tuple[tuple[bytes, bytes], ...] = ()
-    salt: TenantSalt | None = None
-    found: Any = None
-    refusal: PdproxyError | None = None
-    head: Any = None
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -44,7 +43,7 @@ class Tap:
     @property
     def watch(self) -> Watch:
         """What the proxy must be built with."""
-        return Watch((self,), partial(_TappedClient, self.note))
+        return Watch((self,), _tapped(self.note))
 
     def notify(self, event: Event) -> None:
         """Record an event."""
@@ -97,14 +96,12 @@ class Tap:
         return enumerate(self.log[since:], since)
 
 
-class _TappedClient(EngineClient):
-    """A client that records its requests as they are made, which is when there is a connection for them."""
+def _tapped(note: Callable[[TappedLeg], None]) -> type[EngineClient]:
+    """Return clients that have their requests noted as they are made, which is when there is a connection for them."""
 
-    def __init__(self, note: Callable[[TappedLeg], None], url: str, **options: Any) -> None:
-        super().__init__(url, **options)
-        self._note = note
+    class TappedClient(EngineClient):
+        def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
+            note(TappedLeg(self.url, path, headers, body))
+            return super().request(path, headers, body)
 
-    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
-        """Record the request, and return it."""
-        self._note(TappedLeg(self.url, path, headers, body))
-        return super().request(path, headers, body)
+    return TappedClient

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import POLICIES
@@ -30,6 +30,7 @@ from pdproxy_lab.simulate.work import Work
 TEXT_BYTES = 4
 """Bytes of a prompt per token: the ledger counts prompt bytes."""
 _SPLIT = (Role.PREFILL, Role.DECODE)
+_L = TypeVar("_L", bound=Ledger)
 _MODEL = "simulated"
 _NO_PROGRESS = 1_000_000
 """Events. A step of the engines is one; the longest answers end after fewer."""
@@ -99,27 +100,30 @@ class Cluster:
         self.memories = EngineMemories(
             {url: (engine.memory, shapes[self.roles[url]].unit_tokens) for url, engine in self.engines.items()}
         )
-        self._specs, self._policies = specs, policies
+        self.specs, self._policies = specs, policies
         self._make_placement, self._placed = placement, placement is not None
         self.ledger = self.make_ledger()
         self._parsed = Parsed(Route.COMPLETIONS, {}, _MODEL, True, False, False, (), None, 0)
         self._calls: Iterable[Call] = iter(())
 
-    def make_ledger(
-        self, kind: type[Ledger] = Ledger, *, seed: int = 0, cached: Cached | None = None, **options: Any
-    ) -> Ledger:
-        """Return a ledger that knows all engines. `cached`: what it knows of their caches; None: all. `options`: of its kind."""
-        ledger = kind(
-            self._specs,
+    def make_ledger(self) -> Ledger:
+        """Return a ledger that knows all engines."""
+        return self.all_up(Ledger(self.specs, self.ledger_options()))
+
+    def ledger_options(self, *, seed: int = 0, cached: Cached | None = None) -> LedgerOptions:
+        """Return how ledgers choose. `cached`: what one knows of engines' caches; None: all."""
+        return LedgerOptions(
             breaker_failures=3,
             breaker_cooldown=10.0,
             policies={role: POLICIES[one] if isinstance(one, str) else one for role, one in self._policies.items()},
             chance=Random(seed).random,
             cached=cached or self.memories.cached,
             placement=None if self._make_placement is None else self._make_placement(self),
-            **options,
         )
-        for spec in self._specs:
+
+    def all_up(self, ledger: _L) -> _L:
+        """Return a ledger that has heard of all engines."""
+        for spec in self.specs:
             block = self.shapes[spec.role].block_size
             ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
         return ledger

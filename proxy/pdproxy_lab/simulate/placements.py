@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.shared import SharedAuto
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Candidates, Placed, Placement
@@ -47,9 +47,10 @@ def auto(
         def times_of(node: Node) -> tuple[Hardware, int]:
             return believed, cluster.shapes[node.role].max_num_batched_tokens
 
+        options = AutoOptions(times_of=times_of, slo=slo, cached=cached)
         if replicas is None:
-            return Auto(times_of, slo, cached=cached)
-        return SharedAuto(times_of, slo, cached=cached, replicas=replicas, chance=Random(next(numbers)).random)
+            return Auto(options)
+        return SharedAuto(options, replicas=replicas, chance=Random(next(numbers)).random)
 
     return make
 

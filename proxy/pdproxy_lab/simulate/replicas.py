@@ -76,11 +76,14 @@ class ReplicatedCluster(Cluster):
             }
             routed = RoutedMemories(units)
             cached = routed.cached
+        options = self.ledger_options(seed=number, cached=cached)
+        ledger: Ledger
         if replicas.told == 1:
-            ledger = self.make_ledger(seed=number, cached=cached)
+            ledger = self.all_up(Ledger(self.specs, options))
         else:
-            options: dict[str, Any] = {"replicas": replicas.told, "max_age": lambda: 3 * replicas.scrape_s}
-            ledger = self.make_ledger(ReplicaLedger, seed=number, cached=cached, **options)
+            ledger = self.all_up(
+                ReplicaLedger(self.specs, options, replicas=replicas.told, max_age=lambda: 3 * replicas.scrape_s)
+            )
             # Each proxy was started at another time. It asks all engines at once.
             self._at(self._chance.random() * replicas.scrape_s, self._scraped, ledger)
         if routed is not None:

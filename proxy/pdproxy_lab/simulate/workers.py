@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Any
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.scheduling import shared_breakers, shared_ledger
+from pdproxy.scheduling.auto.auto import AutoOptions
 from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import PolicyFactory
 from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 from pdproxy.scheduling.slo import Slo
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.placements import MakePlacement
@@ -41,7 +41,7 @@ def auto(slo: Slo, workers: int, *, leader: int = 0) -> MakePlacement:
             return cluster.hardware, cluster.shapes[node.role].max_num_batched_tokens
 
         share = memory.of(number, lambda: number == leader)
-        return WorkerAuto(times_of, slo, share=share, cached=cluster.memories.cached)
+        return WorkerAuto(AutoOptions(times_of=times_of, slo=slo, cached=cluster.memories.cached), share)
 
     return make
 
@@ -74,13 +74,13 @@ class WorkersCluster(Cluster):
             self._at(LOOK_S * number / workers, self._looked, ledger)
         self._at(LOOK_S, self._sampled, None)
 
-    def make_ledger(self, kind: type[Ledger] = SharedLedger, **options: Any) -> Ledger:
+    def make_ledger(self) -> Ledger:
         """Return the ledger of the next worker."""
         number = next(self._numbers)
-        loads, breakers = self._loads, self._breakers
-        make = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
-        options |= {"column": loads.column(number), "others": loads.others(number), "breakers": make, "seed": number}
-        return super().make_ledger(SharedLedger, **options)
+        column, others = self._breakers.of(number)
+        breakers = partial(SharedBreakers, column=column, others=others, number=number)
+        share = LedgerShare(*self._loads.of(number), breakers)
+        return self.all_up(SharedLedger(self.specs, self.ledger_options(seed=number), share))
 
     def ledger_for(self, call: Call) -> Ledger:
         """See `Cluster`."""

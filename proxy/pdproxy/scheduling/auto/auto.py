@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
@@ -58,30 +59,34 @@ class Group:
         """The most engines of role `any` that a request could choose from: others exclude some."""
 
 
-class Auto(Placement):
-    """See the module. `times_of`: an engine's hardware and chunk size. `slo`: bounds above 0; a request's own go before.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoOptions:
+    """How an `Auto` of any kind decides. `times_of`: an engine's hardware and chunk size. `slo`: bounds above 0.
 
-    `cached`: None if nothing is known of caches. `assumed`: whether the times of an engine are generic ones; as long as one of
-    these was not measured, requests go to the engines with the least load. `corrects`: whether predictions are corrected by what
-    legs take. `refuses`: whether a request that no engine can begin in time is refused.
+    A request's own bounds go before. `cached`: None if nothing is known of caches. `assumed`: whether the times of an engine are
+    generic ones; as long as one of these was not measured, requests go to the engines with the least load. `corrects`: whether
+    predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
     """
 
-    def __init__(
-        self,
-        times_of: Callable[[Node], tuple[Hardware, int]],
-        slo: Slo,
-        *,
-        cached: Cached | None = None,
-        weights: Weights = WEIGHTS,
-        assumed: Callable[[Node], bool] = lambda _: False,
-        corrects: bool = True,
-        refuses: bool = False,
-    ) -> None:
-        self.slo, self._refuses = slo, refuses
-        self._cached = cached
-        self._times_of, self._weights = times_of, weights
-        self._assumed, self._corrects = assumed, corrects
-        self._costs = {slo: Costs(slo, weights)}
+    times_of: Callable[[Node], tuple[Hardware, int]]
+    slo: Slo
+    cached: Cached | None = None
+    weights: Weights = WEIGHTS
+    assumed: Callable[[Node], bool] = lambda _: False
+    corrects: bool = True
+    refuses: bool = False
+
+
+class Auto(Placement):
+    """See the module."""
+
+    def __init__(self, options: AutoOptions) -> None:
+        slo = options.slo
+        self.slo, self._refuses = slo, options.refuses
+        self._cached = options.cached
+        self._times_of, self._weights = options.times_of, options.weights
+        self._assumed, self._corrects = options.assumed, options.corrects
+        self._costs = {slo: Costs(slo, options.weights)}
         """By the bounds that requests have."""
         self._nodes: Sequence[Node] = ()
         self._loads: dict[str, EngineLoad] = {}

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-from pdproxy.engine_model.hardware import Hardware
-from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.demand import Demand
 from pdproxy.scheduling.auto.loads import MEMORY_S, EngineLoad
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.placement import Candidates, Placed
 from pdproxy.scheduling.policy import Ask
-from pdproxy.scheduling.slo import Slo
 
 REVIEW_S = 0.25
 """Seconds for which a mean is used."""
@@ -120,16 +117,11 @@ class SharedAuto(Auto):
     Decisions see engines as all replicas load them, and the demand of all. What becomes of our leases is noted as by `Auto`.
     """
 
-    def __init__(
-        self,
-        times_of: Callable[[Node], tuple[Hardware, int]],
-        slo: Slo,
-        *,
-        replicas: int,
-        chance: Callable[[], float],
-        **options: Any,
-    ) -> None:
-        super().__init__(times_of, slo, **options)
+    def __init__(self, options: AutoOptions, *, replicas: int, chance: Callable[[], float]) -> None:
+        super().__init__(options)
+        self._begin(replicas, chance)
+
+    def _begin(self, replicas: int, chance: Callable[[], float]) -> None:
         self._replicas, self._chance = replicas, chance
         self._seen_loads: dict[str, SeenLoad] = {}
         self._means_at = -math.inf

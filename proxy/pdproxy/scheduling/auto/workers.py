@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.shared_rows import OtherRows, OwnRows, SharedRows
 from pdproxy.scheduling.auto import worker_demand, worker_loads
-from pdproxy.scheduling.auto.auto import Auto, Group
+from pdproxy.scheduling.auto.auto import Auto, AutoOptions, Group
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.roles import REVIEW_S, typical
 from pdproxy.scheduling.auto.shared import SharedAuto
@@ -65,10 +63,8 @@ class AutoShare:
 class WorkerAuto(Auto):
     """See the module. `look` has to be called several times per second."""
 
-    def __init__(
-        self, times_of: Callable[[Node], tuple[Hardware, int]], slo: Slo, *, share: AutoShare, **options: Any
-    ) -> None:
-        super().__init__(times_of, slo, **options)
+    def __init__(self, options: AutoOptions, share: AutoShare) -> None:
+        super().__init__(options)
         self._share = share
         self._of_key: dict[int, WorkerLoad] = {}
         self._meters: dict[frozenset[str], WorkerMeter] = {}
@@ -196,6 +192,10 @@ class WorkerAuto(Auto):
 
 class WorkerReplicaAuto(SharedAuto, WorkerAuto):
     """`Auto` of one of several workers of one of several replicas: what others have is added to the loads of all workers."""
+
+    def __init__(self, options: AutoOptions, share: AutoShare, *, replicas: int, chance: Callable[[], float]) -> None:
+        WorkerAuto.__init__(self, options, share)
+        self._begin(replicas, chance)
 
     def _read(self, now: float) -> None:
         super()._read(now)

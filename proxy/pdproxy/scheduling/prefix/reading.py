@@ -91,7 +91,7 @@ def read(
         raise OddEventError(str(error)) from None
 
 
-def _rest(extra: Any, lora_name: str | None) -> tuple[Any, ...]:
+def _rest(extra: Sequence[object] | None, lora_name: str | None) -> tuple[object, ...]:
     """Return a block's extra keys without the adapter's name."""
     if not extra:
         return ()

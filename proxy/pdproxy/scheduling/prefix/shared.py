@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -52,16 +52,15 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Batch).decode
 
 
+@dataclass
 class SharedKnowledge(Knowledge):
     """The `Knowledge` of one of several workers. `due` is called when there is something to tell, until `batch` has taken all."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.due: Callable[[], None] = lambda: None
-        self.untold = 0
-        """Prompts of which the others know nothing, for there was no space. Read only."""
-        self._waiting: deque[tuple[float, Sent]] = deque()
-        self._keys = 0
+    due: Callable[[], None] = lambda: None
+    untold: int = 0
+    """Prompts of which the others know nothing, for there was no space. Read only."""
+    _waiting: deque[tuple[float, Sent]] = field(default_factory=deque)
+    _keys: int = 0
 
     def routed(self, beginning: Beginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
         """See `Knowledge`."""

@@ -48,7 +48,6 @@ class SharedQuotas(Quotas):
         self,
         limits: Callable[[], Mapping[str, KeyLimits]],
         now: Callable[[], float],
-        *,
         column: Column,
         others: Others,
     ) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from pdproxy.fleet.engine import Engine, ReceiveBuffer
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.shared_table import Column, Others, key_of
+from pdproxy.observe.events import Observers
 from pdproxy.serving.kv.buffers import BufferSpace, ReceiveBuffers
+from pdproxy.settings.limits import Deadlines
 
 MEASURES = 1
 """Numbers of the table for each engine: the chunks that are taken."""
@@ -41,10 +44,19 @@ class _SharedSpace(BufferSpace):
 class SharedReceiveBuffers(ReceiveBuffers):
     """The receive buffers of one of several workers. Two that take the last space at the same moment may take too much."""
 
-    def __init__(self, *arguments: Any, column: Column, others: Others) -> None:
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        unit: int,
+        clock: Clock,
+        observers: Observers,
+        deadlines: Deadlines,
+        column: Column,
+        others: Others,
+    ) -> None:
         self._column = column
         self._others = others
-        super().__init__(*arguments)
+        super().__init__(engines, unit, clock, observers, deadlines)
 
     def removed(self, engine: Engine) -> None:
         """See `ReceiveBuffers`."""

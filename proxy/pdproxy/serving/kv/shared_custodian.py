@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.handle_hosts import HandleHosts
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.shared_records import Area
+from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
+from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle, LegRequest, no_notices
 from pdproxy.wire.engine import PrefillAnswer
 
@@ -113,8 +119,21 @@ class _RecordedLate(_Recorded):
 class SharedCustodian(Custodian):
     """A `Custodian` of one of several workers. `area`: for the records of all its pools; `pool`: the number of this one."""
 
-    def __init__(self, contract: Contract, *arguments: Any, area: Area, pool: int = 0, **options: Any) -> None:
-        super().__init__(contract, *arguments, **options)
+    def __init__(
+        self,
+        contract: Contract,
+        ledger: Ledger,
+        engines: Mapping[str, Engine],
+        deadlines: Deadlines,
+        observers: Observers,
+        now: Callable[[], float],
+        clock: Clock,
+        hosts: HandleHosts,
+        *,
+        area: Area,
+        pool: int = 0,
+    ) -> None:
+        super().__init__(contract, ledger, engines, deadlines, observers, now, clock, hosts)
         awaits_notices = contract.notices is not no_notices and not contract.holder.late_kv_may_be_read
         self._live = (_RecordedLate if awaits_notices else _Recorded)(area, pool)
         self._pool = pool

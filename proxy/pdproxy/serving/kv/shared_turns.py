@@ -10,15 +10,19 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.handle_hosts import HandleHosts
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.shared_records import Area
 from pdproxy.kit.switchboard import ALL
-from pdproxy.observe.events import TurnClaimed
+from pdproxy.observe.events import Observers, TurnClaimed
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
-from pdproxy.serving.kv.kept_turns import KeptTurn, Reuse, TurnRecord
+from pdproxy.serving.kv.kept_turns import KeptTurn, Reuse, TurnLimits, TurnRecord
 from pdproxy.serving.kv.turn_messages import (
     Answer,
     Began,
@@ -33,6 +37,8 @@ from pdproxy.serving.kv.turn_messages import (
     record_of,
 )
 from pdproxy.serving.kv.turns import Turns
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.turns import TurnRules
 
 UNITS = 8192
 """Units of a worker's area, 4 MiB. A turn has some hundred bytes, and 6 per block."""
@@ -63,8 +69,24 @@ class Siblings(Protocol):
 class SharedTurns(Turns):
     """`Turns` of worker `number`, in pool `pool`. `area`: for the records of what it keeps; `siblings`: the other workers."""
 
-    def __init__(self, *arguments: Any, number: int, pool: int, area: Area, siblings: Siblings, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        rules: TurnRules,
+        limits: TurnLimits,
+        ledger: Ledger,
+        engines: EngineRegistry,
+        deadlines: Deadlines,
+        observers: Observers,
+        clock: Clock,
+        *,
+        by_notice: bool,
+        hosts: HandleHosts,
+        number: int,
+        pool: int,
+        area: Area,
+        siblings: Siblings,
+    ) -> None:
+        super().__init__(rules, limits, ledger, engines, deadlines, observers, clock, by_notice=by_notice, hosts=hosts)
         self._number = number
         self._pool = pool
         self._area = area

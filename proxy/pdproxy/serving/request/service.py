@@ -35,6 +35,7 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
+from pdproxy.serving.request.incoming import Incoming
 from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import STREAM_HEADERS, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
@@ -59,7 +60,7 @@ from pdproxy.wire.fields import body_request_id, has_value
 from pdproxy.wire.inside import error_without_inside
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import PassedBody
-from pdproxy.wire.request import Alone, Incoming, Parsed, Route
+from pdproxy.wire.request import Alone, Parsed, Route
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 """The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""

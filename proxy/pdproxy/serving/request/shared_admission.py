@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.fair_tenants import Entry
 from pdproxy.kit.shared_places import MORE, MOST_SIZE, SINCE, SIZE, TAKEN, SharedPlaces
-from pdproxy.serving.access.clients import Client
+from pdproxy.observe.events import Observers
+from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.demand import NO_DEMAND, Demand
 from pdproxy.serving.request.place import Place
+from pdproxy.settings.limits import Deadlines, Limits, Overload
 
 # For each request: a method of the base class as a function of this module takes half the time of `super()`.
 _enter, _begin, _give_back = Admission.enter, Admission._begin, Admission._give_back  # noqa: SLF001
@@ -24,8 +27,17 @@ _enter, _begin, _give_back = Admission.enter, Admission._begin, Admission._give_
 class SharedAdmission(Admission):
     """An `Admission` whose places are shared. `shared`: what the other workers have of them."""
 
-    def __init__(self, *arguments: Any, shared: SharedPlaces, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        limits: Limits,
+        deadlines: Deadlines,
+        overload: Overload,
+        observers: Observers,
+        clock: Clock,
+        clients: Clients,
+        shared: SharedPlaces,
+    ) -> None:
+        super().__init__(limits, deadlines, overload, observers, clock, clients)
         self._shared = shared
         self._began: dict[Place, float] = {}
         """Since when the requests wait that do."""

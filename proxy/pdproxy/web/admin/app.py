@@ -189,11 +189,11 @@ def _route(
     path: str,
     endpoint: Callable[[Request], Awaitable[Response]],
     summary: str,
-    answers: dict[int, Any],
+    answers: dict[int, type | None],
     errors: Sequence[int] = (),
     parameters: Sequence[dict[str, Any]] = (),
     *,
-    body: Any = None,
+    body: type | None = None,
 ) -> None:
     responses, extra = operation(answers, (*errors, 401), parameters, body)
     app.add_api_route(

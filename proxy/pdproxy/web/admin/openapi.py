@@ -49,7 +49,7 @@ def parameter(name: str, words: str, where: str, kind: str = "string") -> dict[s
 
 
 def operation(
-    answers: dict[int, Any], errors: Sequence[int], parameters: Sequence[dict[str, Any]], body: Any
+    answers: dict[int, type | None], errors: Sequence[int], parameters: Sequence[dict[str, Any]], body: type | None
 ) -> tuple[dict[int | str, dict[str, Any]], dict[str, Any]]:
     """Return a route's responses and the rest of its description. Structs are named by their schemas."""
     found: dict[int | str, dict[str, Any]] = {}

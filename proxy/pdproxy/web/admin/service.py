@@ -267,7 +267,7 @@ class AdminService:
 
 def _refuse_files(plain: Mapping[str, Any]) -> None:
     for path in _FILES:
-        value: Any = plain
+        value: object = plain
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         if value is not None:
