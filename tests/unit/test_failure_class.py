@@ -8,6 +8,7 @@ import pytest
 
 from pdproxy.kit.errors import (
     AnswerBudgetError,
+    AnswerTooLargeError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
@@ -15,7 +16,7 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.serving.dispatch.failure_class import verdict_of
+from pdproxy.serving.dispatch.failure_class import is_doubtful, verdict_of
 from pdproxy_lab.sim.error_body import error_body
 from pdproxy_lab.sim.request import EngineDeadError
 
@@ -24,7 +25,7 @@ QUOTED = json.dumps(error_body(f"The prompt was: {EngineDeadError()}", "Internal
 
 
 @pytest.mark.parametrize(
-    ("error", "without_kv", "with_kv"),
+    ("error", "streamed", "before"),
     [
         (EngineRefusedError("x", status=500, body=b""), Verdict.FAILED, Verdict.NEUTRAL),
         (EngineRefusedError("x", status=502, body=b""), Verdict.FAILED, Verdict.NEUTRAL),
@@ -39,9 +40,11 @@ QUOTED = json.dumps(error_body(f"The prompt was: {EngineDeadError()}", "Internal
         (EngineTimeoutError("x", wait=Wait.FIRST_TOKEN), Verdict.FAILED, Verdict.FAILED),
         (EngineUnreachableError("x"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
         (AnswerBudgetError("x"), Verdict.NEUTRAL, Verdict.NEUTRAL),
+        (AnswerTooLargeError("x"), Verdict.NEUTRAL, Verdict.NEUTRAL),
     ],
 )
-def test_verdicts(error: EngineError, without_kv: Verdict, with_kv: Verdict) -> None:
-    """A decode engine that got KV may answer 5xx because its prefill engine is gone: this does not count against it."""
-    assert verdict_of(error) is without_kv
-    assert verdict_of(error, with_kv=True) is with_kv
+def test_verdicts(error: EngineError, streamed: Verdict, before: Verdict) -> None:
+    """Before its first data, an engine may answer 5xx because of the request, or of its KV: this shows nothing by itself."""
+    assert verdict_of(error, streamed=True) is streamed
+    assert verdict_of(error) is before
+    assert is_doubtful(error) is (before is Verdict.NEUTRAL and streamed is Verdict.FAILED)

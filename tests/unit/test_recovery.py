@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.errors import (
     AnswerBudgetError,
+    AnswerTooLargeError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
@@ -53,6 +54,7 @@ UNREACHABLE = EngineUnreachableError("refused")
 FULL = EngineRefusedError("full", status=429, body=b"")
 BROKEN = EngineRefusedError("broken", status=500, body=b"")
 REFUSED = EngineRefusedError("refused", status=400, body=b"")
+TOO_LARGE = AnswerTooLargeError("too large")
 NO_SPACE = AnswerBudgetError("no space")
 STALE = StaleConnectionError("closed a kept connection")
 GONE = KvGoneError("the KV is gone")
@@ -62,6 +64,7 @@ STALLED = StandstillError("stands still", may_be_cause=True)
 STOPPED = StandstillError("stands still", may_be_cause=False)
 LAST_TRY = Progress(2, 3, alone=False, whole=True)
 REFUSED_MODEL = ModelRefused(D, Answer(404, [], b""))
+FOLLOWED = Progress(2, 8, alone=False, whole=True, follows=True)
 SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
 
 
@@ -93,6 +96,13 @@ SECOND = Progress(2, 8, alone=False, stalled=MOST_STALLED - 1)
         # What no other engine would do better.
         (DecodeFailed(D, REFUSED, data_sent=False), FIRST, Fail(REFUSED)),
         (DecodeFailed(D, NO_SPACE, data_sent=False), FIRST, Fail(NO_SPACE)),
+        (DecodeFailed(D, TOO_LARGE, data_sent=False), FIRST, Fail(TOO_LARGE)),
+        (DecodeFailed(D, TOO_LARGE, data_sent=True), GOES_ON, Fail(TOO_LARGE)),
+        (PrefillFailed(P, Alone.PREFILL_FAILED, TOO_LARGE), FIRST, ServeAlone(Alone.PREFILL_FAILED, P)),
+        # A failure that has followed the request to a second engine: no third one. What is at fault for KV needs no KV.
+        (DecodeFailed(D, BROKEN, data_sent=False), FOLLOWED, Fail(BROKEN)),
+        (DecodeFailed(D, BROKEN, data_sent=False, leave_out=P), FOLLOWED, ServeAlone(Alone.KV_FAILED, avoid=D)),
+        (PrefillFailed(P, Alone.PREFILL_FAILED, BROKEN), FOLLOWED, ServeAlone(Alone.PREFILL_FAILED, P)),
         (DecodeFailed(D, CLOSED, data_sent=True), FIRST, Fail(CLOSED)),
         (DecodeFailed(D, BROKEN, data_sent=True), FIRST_ALONE, Fail(BROKEN)),
         # A part of a stream was sent: another engine goes on, if streams are continued, however many attempts there were.
@@ -151,6 +161,7 @@ ERRORS = [
     BROKEN,
     REFUSED,
     NO_SPACE,
+    TOO_LARGE,
     STALE,
     GONE,
     OWN_BODY,

@@ -50,7 +50,20 @@ class Pool:
                 self.ledger.close(lease, Verdict.GOOD, self.now)
 
     def prompt(self) -> tuple[str, str] | None:
-        """Send a prompt, once more elsewhere if it fails. Return the pair that served it, None for one engine alone."""
+        """Send a prompt, once more elsewhere if it fails. Return the pair that served it, None for one engine alone.
+
+        What has failed before is counted once it is served.
+        """
+        failed: list[tuple[str, str]] = []
+        times: list[float] = []
+        served = self._served(failed, times)
+        for number, (pair, at) in enumerate(zip(failed, times, strict=True)):
+            self.ledger.transfer_failed(*pair, at, first=not number)
+        if served is not None:
+            self.ledger.transfer_loaded(*served, self.now)
+        return served
+
+    def _served(self, failed: list[tuple[str, str]], times: list[float]) -> tuple[str, str] | None:
         without: tuple[str, ...] = ()
         for attempt in range(2):
             self.now += 0.1
@@ -62,11 +75,12 @@ class Pool:
             for lease in got.leases:
                 self.ledger.close(lease, Verdict.NEUTRAL, self.now)
             if (p, d) not in self.broken:
-                self.ledger.transfer_loaded(p, d, self.now)
                 return p, d
             if not attempt:
                 self.failed.append((p, d))
-            _, left_out = self.ledger.transfer_failed(p, d, self.now, first=not attempt)
+            failed.append((p, d))
+            times.append(self.now)
+            left_out = self.ledger.left_out(p, d, failed)
             without = (left_out,) if left_out == d else (left_out, *self.ledger.other_decodes(d))
         return None
 
@@ -255,7 +269,8 @@ def test_an_engine_that_is_removed_or_starts_again_is_forgotten(restarts: bool) 
         pool.ledger.mark_up("d2", evidence(started=2.0))
     else:
         pool.ledger.remove("d2")
-        assert pool.ledger.transfer_failed("p1", "d2", pool.now) == (None, "d2")
+        assert pool.ledger.transfer_failed("p1", "d2", pool.now) is None
+        assert pool.ledger.left_out("p1", "d2", [("p1", "d2")]) == "d2"
     assert over == ["d2"]
     assert not pool.ledger.transfers.faults
 

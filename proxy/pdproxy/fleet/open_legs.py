@@ -48,6 +48,7 @@ class OpenLegs:
     __slots__ = (
         "busy_since",
         "canaries",
+        "doubted",
         "flowing",
         "last_sign",
         "legs",
@@ -73,6 +74,8 @@ class OpenLegs:
         """Whether it stands still, and its legs wait for its sign nevertheless. Written by the watch over it, which ends them."""
         self.suspects = 0
         """Requests without data under which another engine has stood still, perhaps because of them."""
+        self.doubted = 0.0
+        """When it has last failed with a request like another engine, so that nobody knows whose doing that was."""
         self.life = 0.0
         """When the engine has shown last that its core works. Written by the watch over it."""
         self.shows_nothing = False

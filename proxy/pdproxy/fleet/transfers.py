@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -54,14 +54,17 @@ class Transfers:
     def __repr__(self) -> str:
         return f"<Transfers with {len(self.known.faults)} faults>"
 
-    def failed(self, prefill: str, decode: str, *, first: bool = True) -> str:
-        """Count a prompt whose KV did not get from one engine to the other. Return which one to leave out of its next attempt.
+    def failed(self, prefill: str, decode: str, *, first: bool = True, at: float | None = None) -> None:
+        """Count a prompt whose KV did not get from one engine to the other. `at`: when that was, None: now.
 
         `first`: whether it is the first such failure of its request.
         """
-        found, left_out = self._ledger.transfer_failed(prefill, decode, self._now(), first=first)
-        self._found(found)
-        return left_out
+        now = self._now() if at is None else at
+        self._found(self._ledger.transfer_failed(prefill, decode, now, first=first))
+
+    def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
+        """Return which of two engines is left out of a prompt's next attempt: see `TransferFaults.left_out`."""
+        return self._ledger.left_out(prefill, decode, failed)
 
     def not_made(self, prefill: str) -> None:
         """Count a prompt for which a prefill engine gave no KV that can be used, and no error."""

@@ -289,6 +289,10 @@ class AnswerBudgetError(EngineError):
     type = "ServiceUnavailableError"
 
 
+class AnswerTooLargeError(EngineError):
+    """An answer, or an event of a stream, is over its limit. Its request has asked for so much: not a fault of the engine."""
+
+
 class UnparsedError(EngineError):
     """No engine has parsed the token ids that another one made. Not a fault of the one that made them."""
 

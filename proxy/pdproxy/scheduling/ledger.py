@@ -259,27 +259,29 @@ class Ledger:
 
     # -- what legs and counters show of KV that moves
 
-    def transfer_failed(
-        self, prefill: str, decode: str, now: float, *, first: bool = True
-    ) -> tuple[TransferFault | None, str]:
-        """Note that a decode engine could not use the KV of a prefill engine.
+    def transfer_failed(self, prefill: str, decode: str, now: float, *, first: bool = True) -> TransferFault | None:
+        """Note that a decode engine could not use a prefill engine's KV. As `TransferFaults.failed`."""
+        if (more := self._more(prefill, decode)) is None:
+            return None
+        found = self.transfers.failed(prefill, decode, now, more_prefills=more[0], more_decodes=more[1], first=first)
+        return self._noted(found)
 
-        Return the fault that this shows, and which of the two is left out if the prompt is tried again. `first`: see
-        `TransferFaults.failed`.
-        """
+    def left_out(self, prefill: str, decode: str, failed: Sequence[tuple[str, str]]) -> str:
+        """Return which of two engines is left out of a prompt's next attempt: see `TransferFaults.left_out`."""
+        if (more := self._more(prefill, decode)) is None:
+            return decode
+        return self.transfers.left_out(prefill, decode, failed, more_prefills=more[0], more_decodes=more[1])
+
+    def _more(self, prefill: str, decode: str) -> tuple[bool, bool] | None:
+        """Return whether a decode engine could be paired with other prefill engines, and whether the prefill engine could with
+        other decode engines; None if one of the two was removed."""
         p, d = self._nodes.get(prefill), self._nodes.get(decode)
         if p is None or d is None:
-            return None, decode  # it was removed
+            return None
         others = [node for node in self._nodes.values() if node is not p and node is not d and node.available]
         more_prefills = any(PREFILL in node.uses and prefill_and_decode(node, d) is None for node in others)
         more_decodes = any(DECODE in node.uses and prefill_and_decode(p, node) is None for node in others)
-        found = self._noted(
-            self.transfers.failed(
-                prefill, decode, now, more_prefills=more_prefills, more_decodes=more_decodes, first=first
-            )
-        )
-        left_out = self.transfers.left_out(prefill, decode, more_prefills=more_prefills, more_decodes=more_decodes)
-        return found, left_out
+        return more_prefills, more_decodes
 
     def other_decodes(self, url: str) -> list[str]:
         """Return the URLs of all decode engines but one."""
@@ -466,6 +468,10 @@ class Ledger:
         elif (why := _DOWN.get(verdict)) is not None and self._nodes.get(node.url) is node:
             return self.mark_down(node.url, why, now)
         return False
+
+    def failed(self, lease: Lease, now: float) -> bool:
+        """Count a leg as failed whose lease is closed: only now it is known that its engine was the cause. Return as `close`."""
+        return self.breakers.failed(lease, now)
 
     def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:
         """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""

@@ -17,6 +17,7 @@ failed, nothing is counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -163,8 +164,18 @@ class TransferFaults:
             return self._found((prefill, decode), why, now)
         return None
 
-    def left_out(self, prefill: str, decode: str, *, more_prefills: bool, more_decodes: bool) -> str:
+    def left_out(
+        self,
+        prefill: str,
+        decode: str,
+        failed: Sequence[tuple[str, str]],
+        *,
+        more_prefills: bool,
+        more_decodes: bool,
+    ) -> str:
         """Return which of two engines is left out when a prompt that failed with both is tried again, so that this shows more.
+
+        `failed`: the prefill and decode engines with which the prompt has failed so far. They are not counted yet.
 
         First the decode engine: the prefill engine has the prompt in its cache. Once that one is known to work, or not to, it is
         the one that is left out, and the decode engine gets the prompt again. So three prompts show whose fault it is, however
@@ -175,10 +186,15 @@ class TransferFaults:
         if (prefill, "") in self.faults or not more_decodes:
             return prefill
         of_decode, of_prefill = self._decodes.get(decode), self._prefills.get(prefill)
-        of_link = self._links.get((prefill, decode))
-        if of_decode is None or of_prefill is None or of_link is None or of_decode.several:
+        if _has_several(of_decode, [p for p, d in failed if d == decode]):
             return decode
-        return prefill if of_prefill.several or of_prefill.failed < of_link.failed else decode
+        if _has_several(of_prefill, [d for p, d in failed if p == prefill]):
+            return prefill
+        of_link = _failed(self._links.get((prefill, decode)))
+        prefill_works, decode_works = _failed(of_prefill) < of_link, _failed(of_decode) < of_link
+        if of_link + 1 >= self._failures:  # with this one, it is known whose fault it is
+            return prefill if decode_works and not prefill_works else decode
+        return prefill if prefill_works else decode
 
     def not_made(self, prefill: str, now: float) -> TransferFault | None:
         """Count a prompt for which a prefill engine gave no KV that can be used, without an error. Return as `failed`."""
@@ -336,6 +352,20 @@ class TransferFaults:
     def _look(self) -> None:
         self.due = min((fault.until for fault in self.faults.values() if not fault.trying), default=math.inf)
         self.suspects = bool(self.faults or self._links or self._prefills or self._decodes)
+
+
+def _failed(streak: _Streak | None) -> int:
+    return 0 if streak is None else streak.failed
+
+
+def _has_several(streak: _Streak | None, more: Sequence[str]) -> bool:
+    """Return whether failures in a row are with several partners. `more`: those of failures that are not counted yet."""
+    partners = {*more}
+    if streak is not None:
+        if streak.several:
+            return True
+        partners.add(streak.partner)
+    return len(partners - {""}) > 1
 
 
 def _keys(prefill: str, decode: str) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,7 @@ then the count is always right.
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import AnswerBudgetError, EngineError
+from pdproxy.kit.errors import AnswerBudgetError, AnswerTooLargeError, EngineError
 
 MAX_ANSWER = 128 << 20
 """The default limit of bytes for one answer."""
@@ -32,22 +32,30 @@ class AnswerBudget:
         return f"<AnswerBudget {self.held} of {self.max_total} bytes>"
 
     def share(self, limit: int | None = None, what: str = WHOLE) -> BudgetShare:
-        """Return an empty share for one leg, of at most `limit` bytes (None: one answer). `what`: the beginning of its error."""
-        return BudgetShare(self, self.max_answer if limit is None else min(limit, self.max_answer), what)
+        """Return an empty share for one leg, of at most `limit` bytes (None: one answer). `what`: the beginning of its error.
+
+        A caller that names a limit knows what its request may be answered: an engine that sends more has failed.
+        """
+        if limit is None or limit >= self.max_answer:
+            return BudgetShare(self, self.max_answer, what)
+        return BudgetShare(self, limit, what, EngineError)
 
 
 class BudgetShare:
     """What one leg holds: `size` bytes. Those that were added are kept here, in one buffer.
 
-    A list of tiny parts would cost many times their bytes.
+    A list of tiny parts would cost many times their bytes. `error`: what is raised over the limit.
     """
 
-    __slots__ = ("_budget", "_buffer", "_limit", "_what", "kept", "size")
+    __slots__ = ("_budget", "_buffer", "_error", "_limit", "_what", "kept", "size")
 
-    def __init__(self, budget: AnswerBudget, limit: int, what: str) -> None:
+    def __init__(
+        self, budget: AnswerBudget, limit: int, what: str, error: type[EngineError] = AnswerTooLargeError
+    ) -> None:
         self._budget = budget
         self._limit = limit
         self._what = what
+        self._error = error
         self._buffer: bytes | bytearray = b""
         self.kept = 0
         """Bytes in the buffer."""
@@ -64,7 +72,7 @@ class BudgetShare:
         self._limit, self._what = min(limit, self._limit), what
 
     def check_length(self, headers: Headers) -> None:
-        """Raise EngineError if an answer's headers announce more than the limit."""
+        """Raise, as `grow`, if an answer's headers announce more than the limit."""
         length = dict(headers).get(b"content-length")  # the parser refuses a second one
         if length is not None and length.isdigit() and int(length) > self._limit:
             raise self._too_large()
@@ -75,7 +83,7 @@ class BudgetShare:
         `what`: the beginning of the error about the limit, None for that of the share.
 
         Raises:
-            EngineError: the share is over its limit.
+            AnswerTooLargeError: the share is over its limit; another EngineError if the caller has named that.
             AnswerBudgetError: the budget is used up by other answers.
         """
         size = self.size + count
@@ -143,4 +151,4 @@ class BudgetShare:
 
     def _too_large(self, what: str | None = None) -> EngineError:
         setting = " (limits.max_answer_bytes)" if self._limit == self._budget.max_answer else ""
-        return EngineError(f"{what or self._what} of more than {self._limit} bytes{setting}")
+        return self._error(f"{what or self._what} of more than {self._limit} bytes{setting}")

@@ -14,7 +14,7 @@ from typing import assert_never
 import msgspec
 
 from pdproxy.kit.errors import (
-    EngineError,
+    AnswerTooLargeError,
     EngineRefusedError,
     PdproxyError,
     UnauthorizedError,
@@ -147,14 +147,14 @@ class WholeEvents:
         """Add bytes; return the events that are whole now, and keep the rest.
 
         Raises:
-            EngineError: an event is larger than `MAX_EVENT`.
+            AnswerTooLargeError: an event is larger than `MAX_EVENT`.
         """
         searched = max(len(self._rest) - 1, 0)
         self._rest += data
         cut = self._rest.rfind(b"\n\n", searched)
         if cut < 0:
             if len(self._rest) > MAX_EVENT:
-                raise EngineError("an engine sent an event without an end")
+                raise AnswerTooLargeError("an engine sent an event without an end")
             return b""
         whole = bytes(self._rest[: cut + 2])
         del self._rest[: cut + 2]

@@ -26,11 +26,13 @@ from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import GOOD, NEUTRAL
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.doubtful_failures import FailedTransfer
 from pdproxy.serving.dispatch.failure_class import (
     error_kind,
     error_text,
     is_about_ours,
     is_clients_fault,
+    is_doubtful,
     is_of_kv,
     is_unknown_model,
     refused,
@@ -192,6 +194,8 @@ class DecodeLeg:
                 if (refusal := self._refusal(first)) is not None:
                     return refusal
                 verdict = GOOD
+                if request.doubtful is not None and first.status == 200:
+                    request.answered_well()
                 self._kv_loaded()
                 if first.status == 200 and self.prefill_over is not None and await self._counts_came(self.prefill_over):
                     first = self._with_cached_counts(first)
@@ -200,6 +204,8 @@ class DecodeLeg:
                     first = turn.whole(self._turn, first, request.parsed, self.relay)
                 return Answered(first)
             tried.first_s = first_at - asked_at
+            if request.doubtful is not None:
+                request.answered_well()
             if self._lease.trial or resources.ledger.placement is not None:
                 resources.ledger.began(self._lease, first_at)
             open_legs.flowing += 1
@@ -229,7 +235,9 @@ class DecodeLeg:
             sent_beside = self.gave_up and self._leg is not None
             request.broke(self._lease, error, self._sent_at, streamed=streamed, beside=sent_beside)
             if not self.gave_up:
-                verdict = verdict_of(error, with_kv=custody is not None and not streamed)
+                verdict = verdict_of(error, streamed=streamed)
+                if not streamed and is_doubtful(error):
+                    request.in_doubt().answer_failed(self._lease, with_kv=custody is not None)
             return self._failed(error)
         finally:
             open_legs.remove(self, ended_well=resources.now() if verdict is GOOD else None)
@@ -599,14 +607,15 @@ class DecodeLeg:
         return DecodeFailed(url, error, not before_data, leave_out)
 
     def _kv_failed(self, prefill: str, *, is_counted: bool = False) -> str:
-        """Count a prompt whose KV did not get from one engine to the other: once per request, which may be the cause itself.
+        """Note that the prompt's KV did not get from one engine to the other. The prompt may be the cause itself.
 
         `is_counted`: the engine has reported it, too. Return which of the two is left out if the prompt is tried again.
         """
-        request = self._request
-        first = not request.kv_failed and not is_counted
-        request.kv_failed = True
-        return self._resources.transfers.failed(prefill, self._url, first=first)
+        request, resources = self._request, self._resources
+        first = request.kv_failed() and not is_counted
+        doubtful = request.in_doubt()
+        doubtful.transfer_failed(FailedTransfer(prefill, self._url, resources.now(), first))
+        return resources.transfers.left_out(prefill, self._url, doubtful.transfers)
 
     def _kv_loaded(self) -> None:
         """Count a prompt whose KV was loaded, where that may be news."""

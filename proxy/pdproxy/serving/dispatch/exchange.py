@@ -23,6 +23,7 @@ from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.decisions import decided, spelled
+from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.following import Following, Streams
 from pdproxy.serving.dispatch.orders import ORDERS, one_engine
@@ -168,11 +169,11 @@ class Exchange(PromptRequest):
             while True:
                 self._number += 1
                 outcome = await self._try()
-                if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
-                    return outcome.answer
                 if isinstance(outcome, Answered):
                     if resources.lost.remembers:
                         self._answered(outcome)
+                    return outcome.answer
+                if isinstance(outcome, ModelRefused) and not self._is_elsewhere(outcome):
                     return outcome.answer
                 if isinstance(outcome, NoEngines) and self._alone is not None and await self._engines_changed():
                     continue
@@ -326,7 +327,8 @@ class Exchange(PromptRequest):
         is_alone = self._alone is not None
         spares = spares_decode(resources, self, Alone.KV_FAILED)
         whole = resources.ledger.serves_alone(self.parsed.model, spares_decode=spares)
-        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, self.stalled, whole)
+        follows = self._note_doubt(outcome)
+        progress = Progress(self._number, most, is_alone, self._prefill_failed, continues, self.stalled, whole, follows)
         action = after(outcome, progress)
         if isinstance(outcome, PrefillFailed | DecodeFailed) and isinstance(outcome.error, StandstillError):
             self.stalled += outcome.error.may_be_cause
@@ -339,6 +341,8 @@ class Exchange(PromptRequest):
             action = Fail(lost)
         if isinstance(action, Continue):
             return action
+        if isinstance(action, Fail) and self.doubtful is not None and is_doubtful(action.error):
+            resources.unanswered(self.doubtful)
         will_retry = not isinstance(action, Fail)
         match outcome:
             case PrefillFailed(url, reason, error):
@@ -360,6 +364,18 @@ class Exchange(PromptRequest):
             self._avoid += (action.avoid,)
         self._alone = self._alone if isinstance(action, Retry) else action.reason
         return action
+
+    def _note_doubt(self, outcome: Failure) -> bool:
+        """Return whether a 5xx has followed the prompt to a second engine. Behind the first one, avoid what may be broken."""
+        if not isinstance(outcome, PrefillFailed | DecodeFailed) or not is_doubtful(outcome.error):
+            return False
+        if self.doubtful is None:
+            return False  # its stream had begun
+        if self.doubtful.follow(prefill=isinstance(outcome, PrefillFailed)):
+            return True
+        if isinstance(outcome, PrefillFailed) or outcome.leave_out is None:
+            self._avoid += self.resources.doubted()
+        return False
 
     def _is_elsewhere(self, refused: ModelRefused) -> bool:
         """Note that an engine has lost a model. Return whether another one that was not asked lists it, and can answer."""

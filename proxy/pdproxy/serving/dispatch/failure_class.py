@@ -7,12 +7,14 @@ from collections.abc import Collection
 
 from pdproxy.kit.errors import (
     AnswerBudgetError,
+    AnswerTooLargeError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
     KvGoneError,
     OwnBodyRefusedError,
+    PdproxyError,
     StaleConnectionError,
     UnparsedError,
     UnreadableError,
@@ -26,23 +28,33 @@ _DEAD = ("EngineCore encountered an issue", "The server had an error while proce
 """The beginnings of the message of vLLM's `EngineDeadError`: up to 0.32.0, and since 0.33.0."""
 NO_ENGINES_FAULT = (StaleConnectionError, KvGoneError, OwnBodyRefusedError)
 """What says nothing against the engine that was asked, or about to be."""
+SAME_ELSEWHERE = (AnswerBudgetError, AnswerTooLargeError, UnparsedError)
+"""What no other engine would do better, and which says nothing against the one that was asked."""
 
 
-def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
+def verdict_of(error: EngineError, *, streamed: bool = False) -> Verdict:
     """Return what a failed leg shows about its engine. It is no failure of an engine that it is full, or refuses a bad request.
 
-    `with_kv`: the leg carried a KV handle, and has shown no data. If the decode engine then answers 5xx, the cause may be the
-    prefill engine, or the way to it: `scheduling.transfer_faults` finds whose fault it is.
+    `streamed`: it has failed behind its first data. Before that, the request may be the cause of a 5xx: such a failure shows
+    something only once another engine has answered the request (`dispatch.doubtful_failures`).
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
-    if isinstance(error, (AnswerBudgetError, UnparsedError, *NO_ENGINES_FAULT)):
+    if isinstance(error, (*SAME_ELSEWHERE, *NO_ENGINES_FAULT)):
         return Verdict.NEUTRAL
-    if isinstance(error, EngineRefusedError) and _core_is_dead(error):
-        return Verdict.DEAD
-    if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
-        return Verdict.NEUTRAL
+    if isinstance(error, EngineRefusedError):
+        if _core_is_dead(error):
+            return Verdict.DEAD
+        if not (streamed and is_doubtful(error)):
+            return Verdict.NEUTRAL
     return Verdict.FAILED
+
+
+def is_doubtful(error: PdproxyError) -> bool:
+    """Return whether an engine has answered 5xx, of itself or because of the request: it is not full, and no dead core."""
+    if not isinstance(error, EngineRefusedError) or error.status < 500 or error.status == _FULL:
+        return False
+    return not _core_is_dead(error)
 
 
 def is_of_kv(error: EngineError, *, awaits_push: bool) -> bool:
@@ -52,9 +64,7 @@ def is_of_kv(error: EngineError, *, awaits_push: bool) -> bool:
     """
     if isinstance(error, EngineTimeoutError):
         return awaits_push and error.wait is Wait.FIRST_TOKEN
-    if not isinstance(error, EngineRefusedError) or error.status < 500 or error.status == _FULL:
-        return False
-    return not _core_is_dead(error)
+    return is_doubtful(error)
 
 
 _FULL = 503

@@ -28,7 +28,13 @@ from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import FAILED, GOOD, NEUTRAL
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_unknown_model, refused, verdict_of
+from pdproxy.serving.dispatch.failure_class import (
+    is_clients_fault,
+    is_doubtful,
+    is_unknown_model,
+    refused,
+    verdict_of,
+)
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, ModelRefused, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
@@ -173,6 +179,8 @@ class PrefillLeg:
             return self._failed(late, keeper=keeper)
         except EngineError as error:
             self._verdict = verdict_of(error)
+            if is_doubtful(error):
+                self._request.in_doubt().prefill_failed(self._lease)
             if self._pending is not None and not isinstance(error, EngineRefusedError):
                 resources.custodian.orphans.remember(self._attempt.with_notices(self.record()))
             return self._failed(error)
@@ -336,8 +344,7 @@ class PrefillLeg:
             else:
                 handle = why
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
-            if not request.kv_failed:
-                request.kv_failed = True
+            if request.kv_failed():
                 self._resources.transfers.not_made(url)
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
         self._verdict = GOOD

@@ -12,6 +12,7 @@ from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegTimes
 from pdproxy.scheduling.leases import Assignment, Lease
 from pdproxy.scheduling.prefix.prompts import Beginning
+from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.fingerprint import Fingerprint
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
@@ -43,11 +44,11 @@ class PromptRequest:
         "_suspects",
         "assignment",
         "beginning",
+        "doubtful",
         "fingerprint",
         "headers",
         "ids",
         "key",
-        "kv_failed",
         "later",
         "left",
         "may_be_answered",
@@ -92,8 +93,8 @@ class PromptRequest:
         """What others need to go on with the stream, or why they can't; None before the stream flows, or if that is off."""
         self.stalled = 0
         """How many engines have stood still under the prompt so far, perhaps because of it."""
-        self.kv_failed = False
-        """Whether its KV did not get to a decode engine. Only the first such failure counts: the prompt may be the cause."""
+        self.doubtful: DoubtfulFailures | None = None
+        """Failures of engines that it may have caused, until it is answered; None while there are none."""
         self.fingerprint: Fingerprint | None = None
         """None while nothing asks for it (`dispatch.engines_lost`)."""
         self.slot: RetrySlot | None = None
@@ -163,6 +164,24 @@ class PromptRequest:
         if may_be_lost and self.slot is not None:
             # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
             self.slot.permit = None
+
+    def in_doubt(self) -> DoubtfulFailures:
+        """Return the failures that it may have caused, to note another one."""
+        if self.doubtful is None:
+            self.doubtful = DoubtfulFailures()
+        return self.doubtful
+
+    def kv_failed(self) -> bool:
+        """Note that its KV was not made, or not moved. Return whether it is the first time, which alone counts."""
+        doubtful = self.in_doubt()
+        first, doubtful.kv_failed = not doubtful.kv_failed, True
+        return first
+
+    def answered_well(self) -> None:
+        """Count what has failed before: another engine has answered it, so that it was not the cause."""
+        doubtful, self.doubtful = self.doubtful, None
+        if doubtful is not None:
+            self.resources.count(*doubtful.answered())
 
     # -- while the stream flows
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.kit.errors import (
-    AnswerBudgetError,
+    AnswerTooLargeError,
     EngineError,
     EngineRefusedError,
     KvGoneError,
@@ -18,8 +18,8 @@ from pdproxy.kit.errors import (
     Reason,
     StaleConnectionError,
     StandstillError,
-    UnparsedError,
 )
+from pdproxy.serving.dispatch.failure_class import SAME_ELSEWHERE
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
 
@@ -70,9 +70,9 @@ class DecodeFailed(msgspec.Struct, frozen=True):
 
     @property
     def is_engines(self) -> bool:
-        """Whether the engine has failed: not if every engine would refuse the request, or if its answer found no space here
-        or no engine that parses it."""
-        if isinstance(self.error, AnswerBudgetError | UnparsedError):
+        """Whether the engine has failed: not if every engine would refuse the request, or answer it with too much, or if its
+        answer found no space here or no engine that parses it."""
+        if isinstance(self.error, SAME_ELSEWHERE):
             return False
         # What one engine refuses every engine would, unless it is full.
         return not isinstance(self.error, EngineRefusedError) or self.error.status >= 500 or self.error.status == 429
@@ -146,7 +146,8 @@ class Progress(msgspec.Struct, frozen=True):
 
     `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed. `continues`: whether streams
     are continued at all. `stalled`: engines that stood still, perhaps because of the request, before this attempt. `whole`:
-    whether one engine may serve it alone.
+    whether one engine may serve it alone. `follows`: whether its failure, a 5xx, has followed the
+    request to a second engine.
     """
 
     number: int
@@ -156,6 +157,7 @@ class Progress(msgspec.Struct, frozen=True):
     continues: bool = False
     stalled: int = 0
     whole: bool = False
+    follows: bool = False
 
 
 MOST_STALLED = 2
@@ -176,9 +178,12 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return Fail(OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE))
         case NoEngines():
             return ServeAlone(progress.prefill_failed or Alone.NO_PAIR)
+        case PrefillFailed(url, reason, AnswerTooLargeError()):
+            return ServeAlone(reason, url)
         case PrefillFailed(url, reason, error, keeper):
             # A failed prefill alone never fails the request: in the end one engine serves it without a prefill leg.
-            return _again(url, error, keeper) if progress.number < progress.limit else ServeAlone(reason, url, keeper)
+            is_over = progress.follows or progress.number >= progress.limit
+            return ServeAlone(reason, url, keeper) if is_over else _again(url, error, keeper)
         case CannotSplit(reason, exclude):
             return ServeAlone(reason, exclude)
         case DecodeFailed(url, _, True) if outcome.is_engines and progress.continues:
@@ -190,6 +195,8 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return ServeAlone(Alone.KV_FAILED)
         case DecodeFailed(url, _, _, leave_out) if leave_out is not None and progress.number < progress.limit:
             return Retry(leave_out, keep=url if leave_out != url else None)
+        case DecodeFailed(error=error) if progress.follows:
+            return Fail(error)
         case DecodeFailed(url, error, _):
             return _again(url, error) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
         case AskAgain():
@@ -202,7 +209,8 @@ def after(outcome: Failure, progress: Progress) -> Action:
 
 def _is_last_try(progress: Progress) -> bool:
     """Return whether the next attempt is the last one, and one engine may serve it alone."""
-    return progress.whole and progress.number + 1 == progress.limit
+    is_last = progress.number + 1 == progress.limit
+    return progress.whole and (is_last or (progress.follows and progress.number < progress.limit))
 
 
 def _again(url: str, error: EngineError, avoid: str | None = None) -> Retry:

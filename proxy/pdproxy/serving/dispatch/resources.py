@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,12 +17,13 @@ from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError,
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import PREFILL
+from pdproxy.scheduling.nodes import PREFILL, Node
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
+from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedTransfer
 from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.loss import RequestLosses
@@ -138,10 +139,41 @@ class ExchangeResources:
         if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
         if ledger.close(lease, verdict, now, tokens):
-            reason, state = node.down_because, "down"
-            if reason is None:
-                reason, state = f"failed {node.failures} times in a row: its breaker is open", "excluded"
-            self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason, state=state))
+            self._out_of_use(node)
+
+    def count(self, failed: Iterable[Lease], transfers: Iterable[FailedTransfer]) -> None:
+        """Count failures of legs that are over: only now it is known that they are the engines'."""
+        now = self.now()
+        for one in transfers:
+            self.transfers.failed(one.prefill, one.decode, first=one.first, at=one.at)
+        for lease in failed:
+            self.outliers.ended(lease.node.url, lease.role, now, failed=True)
+            if self.ledger.failed(lease, now):
+                self._out_of_use(lease.node)
+
+    def unanswered(self, doubtful: DoubtfulFailures) -> None:
+        """Count such failures of a request that has ended with the last of them; or note that they followed it."""
+        self.count(*doubtful.unanswered())
+        if len(doubtful.engines) > 1:
+            now = self.now()
+            for url in doubtful.engines:
+                if (engine := self.engines.get(url)) is not None:
+                    engine.open_legs.doubted = now
+
+    def doubted(self) -> tuple[str, ...]:
+        """Return the engines that have failed like others with a request, and have shown no sign since.
+
+        A request that has failed elsewhere goes to them last: two that are broken would fail each request that they get first.
+        """
+        return tuple(
+            [url for url, engine in self.engines.items() if engine.open_legs.doubted > engine.open_legs.last_sign]
+        )
+
+    def _out_of_use(self, node: Node) -> None:
+        reason, state = node.down_because, "down"
+        if reason is None:
+            reason, state = f"failed {node.failures} times in a row: its breaker is open", "excluded"
+        self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason, state=state))
 
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
         """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.errors import ClientLeftError, Fault, PdproxyError, RevokedError
+from pdproxy.kit.errors import AnswerTooLargeError, ClientLeftError, Fault, PdproxyError, RevokedError
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
 from pdproxy.serving.kv.custody import Custody
@@ -82,9 +82,10 @@ class Meter(msgspec.Struct, eq=False):
         """Keep what the client pays for. `sent`: whether a part of the answer was sent to it.
 
         A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
-        made. For a request that is wrong: see `end_wrong`. Of any other failure before the answer, a client pays for the prompt.
+        made. So does one whose answer is too large. For a request that is wrong: see `end_wrong`. Of any other failure before the
+        answer, a client pays for the prompt.
         """
-        if sent or own_limit or isinstance(error, ClientLeftError | RevokedError):
+        if sent or own_limit or isinstance(error, ClientLeftError | RevokedError | AnswerTooLargeError):
             return
         if error.fault is Fault.CLIENT:
             self.end_wrong()

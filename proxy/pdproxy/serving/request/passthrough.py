@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 
 from pdproxy.kit.errors import (
-    AnswerBudgetError,
     BadRequestError,
     ClientLeftError,
     EngineError,
@@ -35,8 +34,11 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import check_model, check_pool, shown_to
 from pdproxy.serving.access.quotas import Quotas
+from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.failure_class import (
+    SAME_ELSEWHERE,
     is_clients_fault,
+    is_doubtful,
     is_schema_refusal,
     is_unknown_model,
     refused,
@@ -168,6 +170,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_asked",
         "_attempts",
         "_commenting",
+        "_doubtful",
         "_events",
         "_forward",
         "_incoming",
@@ -201,6 +204,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._usage: Usage | None = None
         """What the engine has reported with a whole answer."""
         self._lost: _Lost | None = None
+        self._doubtful: DoubtfulFailures | None = None
+        """Failures of engines that it may have caused, until it is answered; None while there are none."""
         self._commenting: asyncio.Task[None] | None = None
         """The write of the last comment."""
 
@@ -312,6 +317,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     if verdict is Verdict.GOOD:
                         open_leg.ended_well = resources.now()
                         lost.answered()
+                        self._answered_well()
                 return
             except asyncio.CancelledError:
                 if self.first is None and self._whole is None:
@@ -323,18 +329,20 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 refused += 1  # this says nothing of the others, and the engine is asked for this model no more
                 continue
             except EngineError as error:
-                verdict = verdict_of(error)
-                is_over = has_stalled(error, stalled)
+                verdict = verdict_of(error, streamed=self.first is not None)
+                is_over = has_stalled(error, stalled) or self._note_doubt(lease, error)
                 why_not = await lost.under(lease, error, streamed=self.first is not None)
                 if isinstance(error, StandstillError):
                     stalled += error.may_be_cause
                     avoid = resources.suspected()
+                elif self._doubtful is not None:
+                    avoid = resources.doubted()
                 again = (
                     self.first is None
                     and not is_over
                     and why_not is None
                     and self._attempts - refused < resources.limits.attempts
-                    and not isinstance(error, AnswerBudgetError)
+                    and not isinstance(error, SAME_ELSEWHERE)
                     and error.fault is not Fault.CLIENT
                 )
                 if (wait := getattr(error, "wait", None)) is not None:
@@ -344,12 +352,29 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if not again and why_not is not None:
                     raise why_not from None
                 if not again:
+                    if self._doubtful is not None and is_doubtful(error):
+                        resources.unanswered(self._doubtful)
                     raise
                 without.add(url)
             finally:
                 resources.close(lease, verdict)
                 self._leave_slot()
             await self._take_slot(leg_headers)
+
+    def _note_doubt(self, lease: Lease, error: EngineError) -> bool:
+        """Note an engine that has failed perhaps because of the request. Return whether a second one has failed so."""
+        if self.first is not None or not is_doubtful(error):
+            return False
+        if self._doubtful is None:
+            self._doubtful = DoubtfulFailures()
+        self._doubtful.answer_failed(lease)
+        return self._doubtful.follow(prefill=False)
+
+    def _answered_well(self) -> None:
+        """Count what has failed before: another engine has answered, so that the request was not the cause."""
+        doubtful, self._doubtful = self._doubtful, None
+        if doubtful is not None:
+            self._service.resources.count(*doubtful.answered())
 
     async def _take_slot(self, leg_headers: LegHeaders) -> None:
         """Wait for a place for one more attempt. Raises OverloadedError if none came free."""
@@ -466,6 +491,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if self.first is None:
                     self.first, self.status = now(), 200
                     self._leave_slot()
+                    self._answered_well()
                     if self._lost is not None:
                         self._lost.began()
                     if not output.begun:

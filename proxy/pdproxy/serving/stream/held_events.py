@@ -20,7 +20,7 @@ class HeldEvents(msgspec.Struct, eq=False):
         """Keep events.
 
         Raises:
-            EngineError: they are too many.
+            AnswerTooLargeError: they are too many.
         """
         self._share.grow(len(batch), "the engine sent a stream without data")
         self._events.append(batch)

@@ -19,7 +19,7 @@ def whole_events(share: BudgetShare, read: bytes) -> bytes:
     """Return the events that are whole with this read, b"" if none is. The share keeps the rest.
 
     Raises:
-        EngineError: the rest is too large.
+        AnswerTooLargeError: the rest is too large.
     """
     if share.kept:
         if read.find(sse.END) < 0 and not (read.startswith(b"\n") and share.ends_with(b"\n")):
