@@ -1,0 +1,220 @@
+"""Requests at which every engine fails: they take nothing from other clients, and are paid. Engines that fail are still found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import RequestEnded
+from tests.fakes import answers, scripts
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.passed import RESPONSES, responses
+from tests.fakes.world import CHAT, COMPLETIONS, TEXT, World, chat, completion, until, world
+from tests.proxy.test_keys import bearer
+from tests.proxy.test_quotas import keys, left
+
+TOKENIZE = "/tokenize"
+POISON = "poison"
+FAILURES = 3
+"""The default of `limits.breaker_failures`."""
+Answers = Callable[[Reply], Awaitable[None]]
+fails = scripts.whole(answers.INTERNAL_500, 500)
+fails_in_a_stream = scripts.streams(answers.error_event(), answers.DONE)
+
+
+def fails_at(word: str, then: Answers = fails) -> Answers:
+    """An engine that fails at requests with a word, and serves all others. "": it serves none."""
+
+    async def script(reply: Reply) -> None:
+        await (then(reply) if word.encode() in reply.request.body else reply.serve())
+
+    return script
+
+
+def everywhere(script: Answers, path: str, *engines: FakeEngine) -> list[str]:
+    """Have engines answer a path so. Return the list of the engines that were asked."""
+    asked: list[str] = []
+    for engine in engines:
+
+        async def noted(reply: Reply, engine: FakeEngine = engine) -> None:
+            if POISON.encode() in reply.request.body:
+                asked.append(engine.url)
+            await script(reply)
+
+        engine.default = noted
+        if path not in (COMPLETIONS, CHAT):
+            engine.admin = {**engine.admin, path: noted}
+    return asked
+
+
+ALONE: dict[str, tuple[str, dict[str, Any], Answers]] = {
+    "completion": (COMPLETIONS, completion(n=2, temperature=1, user=POISON), fails),
+    "streamed completion": (COMPLETIONS, completion(n=2, temperature=1, user=POISON, stream=True), fails_in_a_stream),
+    "chat": (CHAT, chat(n=2, temperature=1, user=POISON), fails),
+    "tokenize": (TOKENIZE, {"model": "tiny", "prompt": POISON}, fails),
+    "responses": (RESPONSES, responses(user=POISON), fails),
+}
+
+
+def untouched(w: World) -> None:
+    """All engines and all pairs are in use as before."""
+    now = w.proxy.now()
+    assert [node.state(now) for node in w.proxy.ledger.nodes] == ["up"] * len(w.engines)
+    assert not any(node.failures for node in w.proxy.ledger.nodes)
+    assert not w.proxy.ledger.transfers.suspects
+    assert not [found for one in w.workers for found in one.ledger.transfers.faults]
+
+
+@pytest.mark.parametrize("ask", ALONE)
+async def test_a_failure_that_follows_its_request_counts_for_no_engine(ask: str) -> None:
+    """The second engine's error is the client's answer, and no third one is asked."""
+    path, body, how = ALONE[ask]
+    async with world(prefill=1, decode=3, leaves=True) as w:
+        asked = everywhere(fails_at(POISON, how), path, *w.engines)
+        for number in range(2 * FAILURES):
+            answer = await w.ask(path, body)
+            assert (answer.status, answer.json["error"]["type"]) == (500, "InternalServerError")
+            assert len(set(asked[2 * number :])) == 2, asked
+        untouched(w)
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+
+
+@pytest.mark.parametrize("ask", ALONE)
+async def test_an_engine_that_fails_each_request_opens_its_breaker(ask: str) -> None:
+    """Each time another engine answers the request: behind so many it gets no more."""
+    path, body, how = ALONE[ask]
+    async with world(prefill=1, decode=3) as w:
+        bad = w.decode[1]
+        everywhere(fails_at(POISON, lambda reply: reply.serve()), path, *w.engines)
+        asked = everywhere(fails_at("", how), path, bad)
+        for _ in range(6 * FAILURES):
+            assert (await w.ask(path, body)).status == 200
+        assert asked == [bad.url] * FAILURES
+        assert w.proxy.engines[bad.url].node.state(w.proxy.now()) == "excluded"
+
+
+@pytest.mark.parametrize("ask", ALONE)
+async def test_two_of_three_engines_that_fail_each_request(ask: str) -> None:
+    """They fail one request together, and nobody knows more than that. All others are tried at the third one, and show it."""
+    path, body, how = ALONE[ask]
+    async with world(prefill=1, decode=3) as w:
+        good, *bad = w.decode
+        everywhere(fails_at(POISON, lambda reply: reply.serve()), path, good)
+        everywhere(fails_at("", how), path, *bad)
+        statuses = [(await w.ask(path, body)).status for _ in range(8 * FAILURES)]
+        assert statuses.count(200) >= len(statuses) - 1, statuses
+        assert {w.proxy.engines[one.url].node.state(w.proxy.now()) for one in bad} == {"excluded"}
+        assert w.proxy.engines[good.url].node.state(w.proxy.now()) == "up"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_kv_is_not_blamed_for_a_request_that_fails_without_kv_too(path: str, stream: bool) -> None:
+    """The prefill leg does not carry a grammar: only decode engines fail at it. The next prompts are split as ever."""
+    grammar = {"json": {"$ref": "#"}}
+    ask = completion if path == COMPLETIONS else chat
+    async with world(prefill=2, decode=3, leaves=True) as w:
+        for engine in w.engines:
+            engine.default = fails_at("structured_outputs")
+        for _ in range(3 * FAILURES):
+            assert (await w.ask(path, ask(structured_outputs=grammar, stream=stream))).status == 500
+        untouched(w)
+        before = [len(engine.requests) for engine in w.prefill]
+        for _ in range(6):
+            assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        assert all(len(engine.requests) > count for engine, count in zip(w.prefill, before, strict=True))
+
+
+async def test_prefill_engines_that_fail_at_a_request_that_no_engine_serves() -> None:
+    """Neither of them counts. No third prefill engine is asked, and one engine alone has the last word."""
+    async with world(prefill=3, decode=2, leaves=True) as w:
+        for engine in w.engines:
+            engine.default = fails_at(POISON)
+        for _ in range(2 * FAILURES):
+            before = sum(len(engine.requests) for engine in w.prefill)
+            assert (await w.ask(COMPLETIONS, completion(user=POISON))).status == 500
+            assert sum(len(engine.requests) for engine in w.prefill) == before + 2
+        untouched(w)
+
+
+def one_after_the_other(w: World, *scripts_: Answers) -> list[str]:
+    """Have engines answer so, whichever of them is asked first. Return the list of those that were asked."""
+    asked: list[str] = []
+
+    async def script(reply: Reply) -> None:
+        asked.append(reply.engine.url)
+        await scripts_[(len(asked) - 1) % len(scripts_)](reply)
+
+    for engine in w.decode:
+        engine.default = script
+    return asked
+
+
+async def test_it_counts_with_the_first_data_of_another_engines_stream() -> None:
+    """A stream may last for minutes. What its client does then changes nothing."""
+    async with world(prefill=0, decode=2) as w:
+        asked = one_after_the_other(w, fails, scripts.after_word(asyncio.Event(), scripts.one_more_word))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        await client.head()
+        assert await client.piece() == scripts.WORD
+        assert w.proxy.engines[asked[0]].node.failures == 1
+        client.close()
+        await w.ended()
+
+
+async def test_a_client_that_leaves_before_the_second_answer_shows_nothing() -> None:
+    """Otherwise it could have each failure count by leaving before the next one."""
+    async with world(prefill=0, decode=2, leaves=True) as w:
+        asked = one_after_the_other(w, fails, scripts.stall)
+        for number in range(1, FAILURES + 1):
+            client = await w.client()
+            client.post(COMPLETIONS, completion())
+            await until(lambda number=number: len(asked) == 2 * number)
+            client.close()
+            await until(lambda: w.inflight == 0)
+        untouched(w)
+
+
+MADE = 50_000
+LARGE = json.dumps(
+    {
+        "id": "x",
+        "object": "text_completion",
+        "created": 1,
+        "model": "tiny",
+        "choices": [{"index": 0, "text": "x" * 2_000_000, "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 40, "completion_tokens": MADE, "total_tokens": MADE + 40},
+    }
+).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion(max_tokens=MADE)),
+        (COMPLETIONS, completion(max_tokens=MADE // 2, n=2, temperature=1)),
+        (RESPONSES, responses(max_output_tokens=MADE)),
+    ],
+)
+async def test_an_answer_that_is_too_large_is_paid(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    """It was generated, once: as of a client that leaves before its end, the most that it may have been."""
+    minute = 1_000_000
+    limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 4 << 20}
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+        for engine in w.decode:
+            engine.default = scripts.whole(LARGE)
+            engine.admin = {**engine.admin, RESPONSES: scripts.whole(LARGE)}
+        answer = await w.ask(path, body, bearer("sk-a"))
+        assert answer.status == 502
+        assert "limits.max_answer_bytes" in answer.json["error"]["message"]
+        await until(lambda: w.events(RequestEnded))
+        assert MADE <= minute - left(w) < MADE + 100
+        untouched(w)
