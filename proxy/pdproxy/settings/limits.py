@@ -164,7 +164,7 @@ class Limits(Section, frozen=True):
 
     max_answer_bytes: AtOnce[Count] = 134_217_728
     """Largest answer of an engine that is held whole, in bytes, 128 MiB: more than answers with logprobs or embeddings have. A
-    larger one is abandoned: 502, or another engine if one may be tried."""
+    larger one is abandoned: 502, and no other engine is tried."""
 
     max_buffered_answer_bytes: AtOnce[Count] = 268_435_456
     """Bytes of engines' answers held at once, 256 MiB: whole answers, incomplete events, streams before their first data. One
@@ -183,7 +183,7 @@ class Limits(Section, frozen=True):
 
     attempts: AtOnce[Annotated[int, Meta(ge=1, le=100)]] = 3
     """Tries of one request before its first data, 1 to 100, the first try included. As many again where another engine goes on
-    with a stream. A request under which two engines have disappeared gets no third one."""
+    with a stream. A request under which two engines have disappeared, or that two engines answer with 5xx, gets no third one."""
 
     continuations: Switch[Annotated[int, Meta(ge=0, le=100)]] = 1
     """How often other engines may go on with one stream whose engine fails after its first data, 0 to 100. 0: never, and then
@@ -200,7 +200,8 @@ class Limits(Section, frozen=True):
     """Seconds for which an idle engine connection may be used again. vLLM closes it after 5 s; 1 s is the safety margin."""
 
     breaker_failures: AtOnce[Count] = 3
-    """Consecutive failures after which an engine is excluded. One may be chance, three are not."""
+    """Consecutive failures after which an engine is excluded. One may be chance, three are not. A 5xx before any data counts
+    once another engine has answered the request, or if there is no other one."""
 
     breaker_cooldown: AtOnce[Seconds] = 5.0
     """Seconds for which it stays excluded. Long enough to notice a restart, short enough to use the engine again soon. Then it

@@ -10,9 +10,9 @@ BUG = Bug(
     ),
     changes=(
         Change(
-            "serving/dispatch/decode_leg.py",
-            "        return self._resources.transfers.failed(prefill, self._url, first=first)\n",
-            "        return self._url\n",
+            "serving/dispatch/resources.py",
+            "            self.transfers.failed(one.prefill, one.decode, first=one.first, at=one.at)\n",
+            "            pass\n",
         ),
     ),
 )
