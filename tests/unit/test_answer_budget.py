@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.kit.errors import AnswerBudgetError, EngineError
+from pdproxy.kit.errors import AnswerBudgetError, AnswerTooLargeError, EngineError
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Pending
@@ -35,6 +35,18 @@ def test_one_answer_has_a_bound() -> None:
     with pytest.raises(EngineError, match=r"an answer of more than 10 bytes \(limits.max_answer_bytes\)"):
         share.add(b"x")
     assert (budget.held, share.take_counted()) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [(None, AnswerTooLargeError), (10, AnswerTooLargeError), (9, EngineError), (99, AnswerTooLargeError)],
+)
+def test_who_names_a_smaller_limit_knows_the_answer(limit: int | None, kind: type[EngineError]) -> None:
+    """An engine that sends more has failed. Otherwise the request has asked for so much."""
+    share = AnswerBudget(max_answer=10, max_total=100).share(limit)
+    with pytest.raises(EngineError) as raised:
+        share.add(b"x" * 11)
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize(("length", "refused"), [(b"10", False), (b"11", True), (b"", False)])

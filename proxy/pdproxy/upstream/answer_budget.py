@@ -6,6 +6,8 @@ then the count is always right.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pdproxy.kit.errors import AnswerBudgetError, AnswerTooLargeError, EngineError
 
 MAX_ANSWER = 128 << 20
@@ -38,24 +40,23 @@ class AnswerBudget:
         """
         if limit is None or limit >= self.max_answer:
             return BudgetShare(self, self.max_answer, what)
-        return BudgetShare(self, limit, what, EngineError)
+        return _NamedShare(self, limit, what)
 
 
 class BudgetShare:
     """What one leg holds: `size` bytes. Those that were added are kept here, in one buffer.
 
-    A list of tiny parts would cost many times their bytes. `error`: what is raised over the limit.
+    A list of tiny parts would cost many times their bytes.
     """
 
-    __slots__ = ("_budget", "_buffer", "_error", "_limit", "_what", "kept", "size")
+    __slots__ = ("_budget", "_buffer", "_limit", "_what", "kept", "size")
+    _error: ClassVar[type[EngineError]] = AnswerTooLargeError
+    """What is raised over the limit."""
 
-    def __init__(
-        self, budget: AnswerBudget, limit: int, what: str, error: type[EngineError] = AnswerTooLargeError
-    ) -> None:
+    def __init__(self, budget: AnswerBudget, limit: int, what: str) -> None:
         self._budget = budget
         self._limit = limit
         self._what = what
-        self._error = error
         self._buffer: bytes | bytearray = b""
         self.kept = 0
         """Bytes in the buffer."""
@@ -152,3 +153,10 @@ class BudgetShare:
     def _too_large(self, what: str | None = None) -> EngineError:
         setting = " (limits.max_answer_bytes)" if self._limit == self._budget.max_answer else ""
         return self._error(f"{what or self._what} of more than {self._limit} bytes{setting}")
+
+
+class _NamedShare(BudgetShare):
+    """A share whose limit its caller has named."""
+
+    __slots__ = ()
+    _error = EngineError
