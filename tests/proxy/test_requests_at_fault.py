@@ -113,6 +113,20 @@ async def test_two_of_three_engines_that_fail_each_request(ask: str) -> None:
         assert w.proxy.engines[good.url].node.state(w.proxy.now()) == "up"
 
 
+@pytest.mark.parametrize("ask", ALONE)
+async def test_the_only_engine_opens_its_breaker_by_itself(ask: str) -> None:
+    """Nothing else would show that it is broken. It gets requests all the same: there is no other one."""
+    path, body, how = ALONE[ask]
+    async with world(prefill=1, decode=1, leaves=True) as w:
+        (only,) = w.decode
+        asked = everywhere(fails_at(POISON, how), path, only)
+        assert (await w.ask(path, body)).status == 500
+        assert asked == [only.url] * 3, "of `limits.attempts`"
+        assert w.proxy.engines[only.url].node.state(w.proxy.now()) == "excluded"
+        assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+        assert only.requests[-1].kv is not None, "prompts are still split"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_kv_is_not_blamed_for_a_request_that_fails_without_kv_too(path: str, stream: bool) -> None:

@@ -142,8 +142,6 @@ class BothLegs:
         if self._decode.relay.has_data:
             # The decode engine has its KV, or needs none, though nobody may have looked at its answer yet.
             self._no_kv_later = got.error.message
-            if self._decode.relay.status == 200:
-                request.answered_well()
             if not isinstance(got.error, KvGoneError):
                 resources.report_failure(request.headers, got.url, "prefill", got.error, will_retry=False)
             drop_traceback(got.error)
