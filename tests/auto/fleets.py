@@ -42,7 +42,7 @@ def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
 
 
 def parsed(*, stream: bool) -> Parsed:
-    return Parsed(Route.COMPLETIONS, {}, "m", stream, False, False, (), None, 0)
+    return Parsed(Route.CHAT, {}, "m", stream, False, False, (), None, 0)
 
 
 def ask(now: float, tokens: int = 4000, *, slo: Slo | None = None, stream: bool = True) -> Ask:

@@ -199,7 +199,7 @@ def test_the_leader_decides_for_all_which_engines_are_kept() -> None:
     now = _demand(several, [1], now, 2.0)
     assert kept(several) == first
     several.leader = 2
-    now = _demand(several, [0], now, 20.0, rate=0.5)
+    now = _demand(several, [0], now, 20.0, rate=1.0)
     several.look(now)
     assert kept(several) == [set()] * 3
 

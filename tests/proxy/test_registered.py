@@ -361,7 +361,8 @@ async def test_a_writer_that_is_gone_ends_at_a_deadline() -> None:
         await until(lambda: len(f.d[0].requests) == 1)
         await f.p[0].kill()
         answer = await clock.through(asked)
-        assert answer.status in (502, 503, 504)
+        # A comment may have begun the stream before: then the error is its last event.
+        assert answer.status in (502, 503, 504) or '"error"' in answer.text
         f.d[0].engine.link.thaw()
 
 

@@ -103,7 +103,7 @@ class Cluster:
         self.specs, self._policies = specs, policies
         self._make_placement, self._placed = placement, placement is not None
         self.ledger = self.make_ledger()
-        self._parsed = Parsed(Route.COMPLETIONS, {}, _MODEL, True, False, False, (), None, 0)
+        self._parsed = Parsed(Route.CHAT, {}, _MODEL, True, False, False, (), None, 0)
         self._calls: Iterable[Call] = iter(())
 
     def make_ledger(self) -> Ledger:
