@@ -42,6 +42,18 @@ def test_what_counts_is_asked_when_it_matters() -> None:
     assert suspects.add("a", lost(), None, 0.0, streamed=False) == 2
 
 
+def test_each_further_loss_doubles_the_refusal() -> None:
+    """Behind the refusal, it is served by one engine: the losses may have been chance."""
+    suspects: Suspects[str] = Suspects()
+    seconds = []
+    for at in range(10):
+        suspects.add("a", lost(), None, 100.0 * at, streamed=False)
+        seconds.append(suspects["a"].refused_for(100.0 * at + 5))
+    assert seconds == [0, 0, 10, 25, 55, 115, 235, 475, KEPT - 5, KEPT - 5]
+    assert suspects["a"].refused_for(900 + KEPT - 1) == 1
+    assert suspects["a"].refused_for(900 + KEPT) == 0
+
+
 def test_each_is_remembered_for_some_time() -> None:
     """For a minute, it does not get the last engine; data clears it, unless it has lost an engine behind its data."""
     suspects: Suspects[str] = Suspects()

@@ -14,8 +14,8 @@ The course of one request:
     1        for a minute, not the last engine of      -
              the role that has lost one
     2        one engine, and no role's last one        the same, for each of its requests
-    3        refused                                   one request at a time, and only roles of which more than half of the
-                                                       engines answer
+    3        refused for a time, twice as long behind  one request at a time, and only roles of which more than half of the
+             each further loss; then as with 2         engines answer
 
 The first loss of a request counts only if the request was the only suspect, and for its client if all suspects were the client's.
 A request whose client has left is a suspect as any other (`abandoned`).
@@ -42,13 +42,13 @@ from pdproxy.serving.dispatch.few_first import FewFirst, Permit
 from pdproxy.serving.dispatch.fingerprint import Fingerprint, keyed
 from pdproxy.serving.dispatch.loss import SOON, BrokenLeg, Loss, RequestLosses
 from pdproxy.serving.dispatch.loss_detector import LossDetector
-from pdproxy.serving.dispatch.suspects import Suspects
+from pdproxy.serving.dispatch.suspects import REFUSED_AT, Suspects
 from pdproxy.wire.fields import Fields
 
 MOST = 2
 """Engines that may be lost under one request. As many losses of a suspect leave it one engine."""
-REFUSED_AT = LIMITED_AT = 3
-"""Losses behind which a fingerprint is refused, and a client limited."""
+LIMITED_AT = 3
+"""Losses behind which a client is limited."""
 BURST = 10.0
 """Seconds behind the second loss of a request in which others may have been sent that end engines, too."""
 WAITING = 2
@@ -271,9 +271,9 @@ class EnginesLost:
         self._forget_old()
         now, fingerprint = self._now(), self._fingerprint(sender.path, fields)
         losses, of_client = self._fingerprints.losses(fingerprint), self._clients.losses(sender.client)
-        if losses >= REFUSED_AT:
+        if losses >= REFUSED_AT and (seconds := self._fingerprints[fingerprint].refused_for(now)):
             text = f"{losses} engines disappeared under this request, one after the other: it is not served now"
-            raise EnginesLostError(text, retry_after=self._fingerprints[fingerprint].until - now)
+            raise EnginesLostError(text, retry_after=seconds)
         if max(losses, of_client) >= MOST:
             request = self._of(sender)
             request.earlier, request.protected, request.limited = 1, _ROLES, of_client >= LIMITED_AT
@@ -328,19 +328,19 @@ class EnginesLost:
     def counts(self) -> list[tuple[tuple[str, ...], float]]:
         """Return how many fingerprints get one engine or are refused, and how many clients are limited."""
         self._forget_old()
-        losses = [one.losses for one in self._fingerprints.values()]
-        refused = sum(one >= REFUSED_AT for one in losses)
-        return [(("one_engine",), losses.count(MOST)), (("refused",), refused), (("client",), self._limited)]
+        now, suspects = self._now(), [one for one in self._fingerprints.values() if one.losses >= MOST]
+        refused = sum(one.refused_for(now) > 0 for one in suspects)
+        return [(("one_engine",), len(suspects) - refused), (("refused",), refused), (("client",), self._limited)]
 
     def shortcomings(self) -> list[str]:
         """Return a sentence on each request that is refused, and one on clients that are limited."""
         self._forget_old()
         now = self._now()
         found = [
-            f"{losses} engines disappeared under the request with the fingerprint {key.hex()[:12]}, one after the other: it is "
-            f"refused for {one.until - now:.0f} s"
+            f"{one.losses} engines disappeared under the request with the fingerprint {key.hex()[:12]}, one after the other: it "
+            f"is refused for {seconds:.0f} s"
             for key, one in self._fingerprints.items()
-            if (losses := one.losses) >= REFUSED_AT
+            if (seconds := one.refused_for(now))
         ]
         if limited := self._limited:
             found.append(

@@ -17,6 +17,11 @@ from pdproxy.serving.dispatch.loss import Loss
 
 KEPT = 600.0
 """Seconds behind its last loss for which a suspect is remembered."""
+REFUSED_AT = 3
+"""Losses behind which a fingerprint is refused for a time."""
+FIRST_REFUSAL = 15.0
+"""Seconds of the first refusal behind the last loss, doubled by each further loss. Then the fingerprint gets one engine, and no
+role's last one: engines that fail by themselves may all have had the same prompt."""
 FRESH = 60.0
 """Seconds behind its last loss for which a suspect with one loss is kept from the last engine of that role."""
 MOST_KEPT = 1024
@@ -42,6 +47,14 @@ class Suspect(msgspec.Struct, eq=False):
     def losses(self) -> int:
         """How many losses count."""
         return sum(counts is None or counts() for counts in self.engines.values())
+
+    def refused_for(self, now: float) -> float:
+        """Return the seconds for which the fingerprint is refused from now on, 0 if it is not."""
+        losses = self.losses
+        if losses < REFUSED_AT:
+            return 0.0
+        last = self.until - KEPT
+        return max(0.0, last + min(FIRST_REFUSAL * 2.0 ** (losses - REFUSED_AT), KEPT) - now)
 
 
 class Suspects(Expiring[K, Suspect]):
