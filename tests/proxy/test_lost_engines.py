@@ -15,7 +15,7 @@ from pdproxy.observe.events import EngineLost
 from pdproxy.serving.dispatch import engines_lost
 from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import LegHeaders
-from pdproxy.serving.dispatch.suspects import MOST_KEPT
+from pdproxy.serving.dispatch.suspects import MOST_KEPT, Suspect
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.engine import FakeEngine, Reply
@@ -321,6 +321,19 @@ async def test_killers_that_come_at_once_take_one_more_together() -> None:
         assert all(refused(answer) for answer in answers)
         assert dead(sims(w.aggregated)) == 5
         assert (await ask(w, completion(), address="127.0.0.9")).text == TEXT
+
+
+async def test_a_killer_that_is_known_comes_many_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its refusal is over. One copy after the other is served, so that the second one does not get an engine any more."""
+    async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True) as w:
+        engines = armed(sims(w.aggregated))
+        await ask(w, killer())
+        await ask(w, killer(), address="127.0.0.2")
+        assert dead(engines) == 3
+        monkeypatch.setattr(Suspect, "refused_for", lambda self, now: 0.0 if self.losses == 3 else 60.0)
+        answers = await asyncio.gather(*[ask(w, killer(), address=f"127.0.0.{number}") for number in range(3, 12)])
+        assert dead(engines) == 4
+        assert all(refused(answer) for answer in answers)
 
 
 async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import RequestEnded
+from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
@@ -208,6 +209,45 @@ LARGE = json.dumps(
         "usage": {"prompt_tokens": 40, "completion_tokens": MADE, "total_tokens": MADE + 40},
     }
 ).encode()
+
+
+async def test_a_stream_that_its_client_did_not_read_is_paid(tmp_path: Path) -> None:
+    """The engine makes its tokens also if nobody reads them: what the proxy has read of them is not all."""
+    minute, most = 10_000_000, 200_000
+
+    async def flood(reply: Reply) -> None:
+        await reply.start()
+        while True:
+            await reply.piece(answers.piece(False, "x" * 30_000))
+
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(prefill=1, decode=1, auth=auth, leaves=True) as w:
+        w.decode[0].default = flood
+        client = await w.client(receive_buffer=16384)
+        client.post(COMPLETIONS, completion(stream=True, max_tokens=most), bearer("sk-a"))
+        await client.head()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        legs = w.proxy.pools[0].resources.engines[w.decode[0].url].open_legs.legs
+        await until(lambda: any(isinstance(leg, DecodeLeg) and leg.relay.paused for leg in legs))
+        client.close()
+        await until(lambda: w.events(RequestEnded))
+        assert most <= minute - left(w) < most + 100
+
+
+async def test_an_answer_without_space_is_paid_as_far_as_it_had_come(tmp_path: Path) -> None:
+    """The client itself may be whose answers take all the space."""
+    minute, size = 1_000_000, len(LARGE)
+    limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 1 << 20}
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+        w.proxy.answer_budget.held += (1 << 20) - 400_000
+        for engine in w.decode:
+            engine.default = scripts.whole(LARGE[: size // 4])
+        answer = await w.ask(COMPLETIONS, completion(max_tokens=MADE * 10), bearer("sk-a"))
+        assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
+        await until(lambda: w.events(RequestEnded))
+        w.proxy.answer_budget.held -= (1 << 20) - 400_000
+        assert minute - left(w) > 400_000 / 4 - 100
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,8 @@ FAR = EngineNetworks([read_network("10.0.0.0/8")])
         ("2001:db8::1", True),
         ("engine", True),
         ("169.254.169.254", False),
+        ("10.0.0.1 @169.254.169.254", False),
+        ("10.0.0.1 :0;169.254.169.254", False),
         ("[fe80::1%eth0]", False),
         ("fd00:ec2::254", False),
         ("fd20:ce::254", False),

@@ -97,7 +97,8 @@ def _address(host: str) -> Address | None:
     found = read_address(host)
     if found is None:
         try:
-            found = IPv4Address(socket.inet_aton(host)) if host.isascii() and host[:1].isdigit() else None
+            # `inet_aton` ignores what is behind white space.
+            found = IPv4Address(socket.inet_aton(host)) if host[:1].isdigit() and _NAME.fullmatch(host) else None
         except (OSError, ValueError):  # it holds a NUL
             return None
     return found

@@ -281,8 +281,9 @@ class EngineError(PdproxyError):
 
 
 class AnswerBudgetError(EngineError):
-    """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine."""
+    """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine. `held`: bytes of this answer so far."""
 
+    held = 0
     reason = Reason.ANSWERS
     fault = Fault.CAPACITY
     status = 503

@@ -94,9 +94,11 @@ class BudgetShare:
             raise self._too_large(what)
         if budget.held + count > budget.max_total:
             self.drop()
-            raise AnswerBudgetError(
+            error = AnswerBudgetError(
                 f"answers of {budget.max_total} bytes are held (limits.max_buffered_answer_bytes): no space for more"
             )
+            error.held = size
+            raise error
         budget.held += count
         self.size = size
 

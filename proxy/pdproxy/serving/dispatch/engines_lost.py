@@ -11,8 +11,9 @@ The course of one request:
     answered      it is not the cause, nor is its client: both are forgotten as suspects
 
     losses   of a fingerprint                          of a client
-    1        for a minute, not the last engine of      -
-             the role that has lost one
+    1        one request at a time; for a minute,      -
+             not the last engine of the role that
+             has lost one
     2        one engine, and no role's last one        the same, for each of its requests
     3        refused for a time, twice as long behind  one request at a time, and only roles of which more than half of the
              each further loss; then as with 2         engines answer
@@ -53,6 +54,8 @@ BURST = 10.0
 """Seconds behind the second loss of a request in which others may have been sent that end engines, too."""
 WAITING = 2
 """Requests of a limited client that wait for their turn. Each holds a place that others could have."""
+WAITING_ALIKE = 32
+"""Requests of a fingerprint with a loss that wait for their turn. Mostly, the first answer ends this."""
 _ROLES = frozenset(Role)
 
 
@@ -269,7 +272,13 @@ class EnginesLost:
             EnginesLostError: it is refused.
         """
         self._forget_old()
-        now, fingerprint = self._now(), self._fingerprint(sender.path, fields)
+        fingerprint = self._fingerprint(sender.path, fields)
+        self._limit(sender, fingerprint)
+        return fingerprint
+
+    def _limit(self, sender: Sender, fingerprint: Fingerprint) -> None:
+        """Limit what a request may get by what is known of it. Raises as `admit`."""
+        now = self._now()
         losses, of_client = self._fingerprints.losses(fingerprint), self._clients.losses(sender.client)
         if losses >= REFUSED_AT and (seconds := self._fingerprints[fingerprint].refused_for(now)):
             text = f"{losses} engines disappeared under this request, one after the other: it is not served now"
@@ -279,22 +288,30 @@ class EnginesLost:
             request.earlier, request.protected, request.limited = 1, _ROLES, of_client >= LIMITED_AT
         elif losses and (roles := self._fingerprints.fresh_roles(fingerprint, now)):
             self._of(sender).protected = roles
-        return fingerprint
 
-    async def in_turn(self, sender: Sender, seconds: float) -> Permit | None:
-        """Wait for the turn of a client's request, if its client is limited. None: it is not.
+    async def in_turn(self, sender: Sender, fingerprint: Fingerprint, seconds: float) -> Permit | None:
+        """Wait for the turn of a request whose fingerprint has a loss, or whose client is limited. None: it is neither.
+
+        The requests of one fingerprint take turns whoever sends them: sent at once, they would all have their engines before the
+        first of these is lost.
 
         Raises:
-            EnginesLostError: its turn did not come within `seconds`, or too many of its client wait.
+            EnginesLostError: its turn did not come within `seconds`, or too many others wait.
         """
-        client = self._clients.get(sender.client)
-        if client is None or client.losses < LIMITED_AT:
-            return None
-        turns = client.turns = client.turns or FewFirst(self._clock, singly=True)
-        permit = await turns.enter(seconds) if turns.waiting < WAITING else None
+        suspect, most, whose = self._fingerprints.get(fingerprint), WAITING_ALIKE, "requests like this"
+        if suspect is None or not suspect.losses:
+            suspect, most, whose = self._clients.get(sender.client), WAITING, "requests of this client"
+            if suspect is None or suspect.losses < LIMITED_AT:
+                return None
+        turns = suspect.turns = suspect.turns or FewFirst(self._clock, singly=True)
+        permit = await turns.enter(seconds) if turns.waiting < most else None
         if permit is None:
-            text = "engines disappeared under requests of this client: they are served one after the other"
-            raise EnginesLostError(text)
+            raise EnginesLostError(f"engines disappeared under {whose}: they are served one after the other")
+        try:
+            self._limit(sender, fingerprint)  # more may be known now
+        except BaseException:
+            permit.leave()
+            raise
         return permit
 
     # -- a request is answered, while something is remembered

@@ -283,7 +283,7 @@ class Exchange(PromptRequest):
         """
         lost = self.resources.lost
         self.fingerprint = lost.admit(self.headers, self.parsed.fields)
-        self._permit = await lost.in_turn(self.headers, self.resources.deadlines.queue)
+        self._permit = await lost.in_turn(self.headers, self.fingerprint, self.resources.deadlines.queue)
 
     def _answered(self, outcome: Answered) -> None:
         if outcome.answer is None or outcome.answer.status == 200:

@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.errors import AnswerTooLargeError, ClientLeftError, Fault, PdproxyError, RevokedError
+from pdproxy.kit.errors import (
+    AnswerBudgetError,
+    AnswerTooLargeError,
+    ClientLeftError,
+    Fault,
+    PdproxyError,
+    RevokedError,
+)
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.request.demand import MOST_TOKENS, Demand
+from pdproxy.serving.request.demand import BYTES_PER_TOKEN, MOST_TOKENS, Demand
 
 
 class Meter(msgspec.Struct, eq=False):
@@ -35,10 +42,11 @@ class Meter(msgspec.Struct, eq=False):
     prefilled: bool = False
     later: tuple[Custody, ...] = ()
 
-    def add(self, exchange: Exchange, streams: Streams, prompt: int, answers: int) -> None:
+    def add(self, exchange: Exchange, streams: Streams, prompt: int, answers: int, most: int = 1) -> None:
         """Add what an exchange with these streams has used. `prompt`: the likely tokens of its prompt.
 
-        `answers`: how many answers it was asked for that show nothing before their end; 0 for a stream.
+        `answers`: how many answers it was asked for that show nothing before their end; 0 for a stream. `most`: how many answers
+        a stream has.
         """
         usage = streams.usage
         if usage is not None:
@@ -46,6 +54,9 @@ class Meter(msgspec.Struct, eq=False):
         elif exchange.was_asked:
             last = streams.paths[-1] if streams.paths else None
             seen = 0 if last is None else streams.done + (last.tokens or last.events)
+            if exchange.relay is not None and exchange.relay.paused:
+                # Its client has not read what had come, and engines make their tokens also if nobody reads them.
+                seen, answers = 0, answers or most
             if counted := exchange.prefilled:
                 self.prefilled = True
             self.see(counted or prompt, seen, answers if exchange.may_be_answered else 0)
@@ -82,16 +93,17 @@ class Meter(msgspec.Struct, eq=False):
         """Keep what the client pays for. `sent`: whether a part of the answer was sent to it.
 
         A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
-        made. So does one whose answer is too large. For a request that is wrong: see `end_wrong`. Of any other failure before the
-        answer, a client pays for the prompt.
+        made. So does one whose answer is too large. One whose answer found no space pays for as much of the answer as had come.
+        For a request that is wrong: see `end_wrong`. Of any other failure before the answer, a client pays for the prompt.
         """
         if sent or own_limit or isinstance(error, ClientLeftError | RevokedError | AnswerTooLargeError):
             return
         if error.fault is Fault.CLIENT:
             self.end_wrong()
         else:
-            self.unseen = self.lost = self.completion = 0
-            self.measured = False
+            held = error.held // BYTES_PER_TOKEN if isinstance(error, AnswerBudgetError) else 0
+            self.unseen = self.lost = 0
+            self.completion, self.measured = held, held > 0
 
     def end_wrong(self) -> None:
         """Keep what the client pays for a request that is wrong: nothing, unless engines have worked on it.

@@ -131,7 +131,7 @@ class _Lost:
         """As `EnginesLost.admit` and `in_turn`."""
         lost = self._resources.lost
         self._fingerprint = lost.admit(self._headers, fields_of(self._body))
-        self._permit = await lost.in_turn(self._headers, self._resources.deadlines.queue)
+        self._permit = await lost.in_turn(self._headers, self._fingerprint, self._resources.deadlines.queue)
 
     def leave(self) -> None:
         """The request is over."""

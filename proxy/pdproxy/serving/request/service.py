@@ -396,7 +396,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 self.totals.meter.refuse(exchange)
             else:
                 demand = self.demand
-                self.totals.meter.add(exchange, streams, demand.prompt, 0 if self.stream else demand.answers)
+                self.totals.meter.add(
+                    exchange, streams, demand.prompt, 0 if self.stream else demand.answers, demand.answers
+                )
 
 
 def _engine_comment(writer: ResponseWriter, request_id: str, comment: bytes) -> None:
