@@ -157,6 +157,27 @@ async def test_a_batch_that_one_engine_serves_costs_what_the_engine_reports(tmp_
         assert left(w) == 1_000_000_000 - 4_005_000
 
 
+@pytest.mark.parametrize("documents", [["x"] * 1500, [{"content": [{"type": "text", "text": "x"}]}] * 300])
+async def test_a_query_is_paid_with_each_document(tmp_path: Path, documents: list[object]) -> None:
+    """An engine may compute it as often. It is reserved, and paid if it is reported."""
+    count, query = len(documents), "word " * 4000
+    reported = count * 4001
+    body = {"model": "tiny", "query": query, "documents": documents}
+    whole = json.dumps(
+        {"id": "1", "model": "tiny", "usage": {"total_tokens": reported, "prompt_tokens": reported}}
+    ).encode()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=100000000"), clock=ManualClock()) as w:
+        everyone(w, "/rerank", scripts.whole(whole))
+        assert (await w.ask("/rerank", body, A)).status == 200
+        assert 100_000_000 - left(w) == reported
+        go_on, before = asyncio.Event(), left(w)
+        everyone(w, "/rerank", scripts.gate(go_on, scripts.whole(whole)))
+        asked = asyncio.create_task(w.ask("/rerank", body, A))
+        await until(lambda: before - left(w) >= count * len(query) / 4)
+        go_on.set()
+        assert (await asked).status == 200
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, BATCH])
 @pytest.mark.parametrize("split", [0, 1])
 async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(tmp_path: Path, path: str, split: int) -> None:

@@ -162,6 +162,8 @@ def test_bodies_for_one_engine() -> None:
     assert without_longest(passed_demand(400, 7, generates=True)) == Demand(100, 1, 7)
     assert without_longest(passed_demand(0, None, generates=False)) == Demand(1, 0)
     assert passed_demand(2**40, None, generates=False).prompt == MOST_TOKENS
+    ranked = passed_demand(40_000, None, generates=False, pairs=2000, paired=30_000)
+    assert (ranked.prompt, ranked.longest) == (10_000 + 1999 * 7_500, 40_000 + 1999 * 30_000 + 2000 * MOST_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,18 @@ _LISTED = {
 with the parts of a text; and how a list of several begins, as in `count_in`."""
 
 
+_PAIRS = (
+    ("query", "documents"),
+    ("query", "items"),
+    ("text_1", "text_2"),
+    ("data_1", "data_2"),
+    ("queries", "documents"),
+)
+"""Fields of scores and rankings: a text that engines read with each of a list, and this list."""
+_SAMPLE = 1 << 20
+"""Bytes of a list whose texts are counted. A longer list has as many in each further part."""
+
+
 Rename = Callable[[str | None, Fields], str | None]
 """Returns the engine's name of a model, for the client's and the body's fields."""
 Salt = Callable[[Fields], None]
@@ -64,6 +76,7 @@ class PassedBody:
 
     `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine can run a request in the
     background; None if the client did not ask for that. `limit`: the most tokens of the answer, None if the body names none.
+    `pairs`: how often an engine may read one text of it, with another one each time; `paired`: the bytes of this text.
     """
 
     data: bytes
@@ -71,6 +84,8 @@ class PassedBody:
     stream: bool
     unknown_id: str | None = None
     limit: int | None = None
+    pairs: int = 1
+    paired: int = 0
     _shared: int = 0
     _own_rest: bytes = b""
 
@@ -137,7 +152,10 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
     if dialect is Dialect.OPENAI:
         fields.pop(PROMPT_IDS, None)
     if dialect is not Dialect.RESPONSES:
-        return PassedBody(msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields))
+        pairs, paired = _paired(fields) if dialect is Dialect.OPENAI else (1, 0)
+        return PassedBody(
+            msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields), pairs=pairs, paired=paired
+        )
     if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
         why = "no conversation is stored: send the whole of it as `input`"
         raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
@@ -155,7 +173,26 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
     shared = msgspec.json.encode(fields).removesuffix(b"}")
     data = shared + _rest(shared, changed)
     rest = _rest(shared, own) if changed else b""
-    return PassedBody(data, model, stream, unknown_id, _limit(dialect, fields), len(shared), rest)
+    return PassedBody(data, model, stream, unknown_id, _limit(dialect, fields), _shared=len(shared), _own_rest=rest)
+
+
+def _paired(fields: Fields) -> tuple[int, int]:
+    """Return how often an engine may read one text with another one each time, and the bytes of this text.
+
+    No less than it is, and not much more: each text has two quotation marks, and those of objects have some more.
+    """
+    for one, many in _PAIRS:
+        if one in fields and many in fields:
+            text, listed = memoryview(fields[one]), memoryview(fields[many])
+            if bytes(text[:1]) == b"[" and _texts(text) > 1:
+                return 1, 0  # each with its own
+            return max(_texts(listed), 1), text.nbytes
+    return 1, 0
+
+
+def _texts(raw: memoryview) -> int:
+    sample = bytes(raw[:_SAMPLE])
+    return sample.count(b'"') // 2 * raw.nbytes // (len(sample) or 1)
 
 
 def _limit(dialect: Dialect, fields: Fields) -> int | None:

@@ -126,10 +126,14 @@ def prioritized(
     return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
 
 
-def passed_demand(size: int, limit: int | None, *, generates: bool) -> Demand:
-    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`."""
-    prompt, longest = _bounded(size // BYTES_PER_TOKEN), size + MOST_TOKENS
-    return Demand(prompt=prompt, answers=int(generates), limit=limit, longest=longest)
+def passed_demand(size: int, limit: int | None, *, generates: bool, pairs: int = 1, paired: int = 0) -> Demand:
+    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`.
+
+    `pairs`, `paired`: as in `PassedBody`.
+    """
+    size += (pairs - 1) * paired
+    prompt = min(max(size // BYTES_PER_TOKEN, 1), MOST_TOKENS * pairs)
+    return Demand(prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * pairs)
 
 
 def _number(raw: msgspec.Raw) -> int | None:
