@@ -6,9 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from pdproxy.serving.dispatch.orders import ORDERS
+from pdproxy.transfer.contract import ORDER_NAMES
+from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guide/plugins.md").read_text()
@@ -58,6 +63,13 @@ def test_settings_name_a_policy_of_another_package(tmp_path: Path, name: str, co
     done = run(tmp_path, {"my_policy.py": EXAMPLE}, POLICY, *CHECK, "--policy", name)
     assert done.returncode == code, done.stderr
     assert ("longest_idle, " in done.stderr) == (code == 2)
+
+
+def test_each_order_that_a_contract_may_name_has_its_function() -> None:
+    """What names none fails as it is made, and not at its first request."""
+    assert tuple(ORDERS) == ORDER_NAMES
+    with pytest.raises(ValueError, match="names no order of legs: 'sideways'"):
+        replace(PUSH, order="sideways")
 
 
 def test_a_contract_of_another_package(tmp_path: Path) -> None:

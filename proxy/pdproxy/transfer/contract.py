@@ -269,6 +269,10 @@ class Channel(Enum):
     ZMQ = "zmq"  # to the socket of `kv_ready`
 
 
+ORDER_NAMES = ("sequential", "concurrent")
+"""The orders in which legs can run: `serving.dispatch.orders` has a function for each."""
+
+
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a contract before it is built. Settings are checked against it."""
 
@@ -285,7 +289,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """How engines send notices, if they send any. None: there are none."""
 
     orders: tuple[str, ...] = ("sequential",)
-    """The orders in which the legs can run, the usual one first: modules of `serving.dispatch.orders`."""
+    """The orders in which the legs can run, the usual one first: as in `ORDER_NAMES`."""
 
     peers_from: PeerSource | None = None
     """How the proxy learns where engines reach each other, where the legs need it."""
@@ -344,7 +348,7 @@ def no_notices(_dispatch: Dispatch) -> int | None:
 class Contract:
     """How KV is transferred: what each engine is sent, and what the proxy waits for in between. All functions are pure.
 
-    `order` names the order in which the legs run: a module of `serving.dispatch.orders`, one of `capabilities.orders`. If it is
+    `order` names the order in which the legs run: one of `capabilities.orders`. If it is
     not given, it is the first of them. The legs:
         - `prefill(parsed, prompt, dispatch)` returns the prefill leg.
         - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the handle of the KV, or a text: why
@@ -396,6 +400,8 @@ class Contract:
     def __post_init__(self) -> None:
         if not self.order:
             object.__setattr__(self, "order", self.capabilities.orders[0])
+        if self.order not in ORDER_NAMES:
+            raise ValueError(f"the contract {self.name!r} names no order of legs: {self.order!r}")
 
     @property
     def needs_ids(self) -> bool:
