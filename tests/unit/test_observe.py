@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdproxy.fleet.audit import KV_MISSING
 from pdproxy.kit.errors import Wait
-from pdproxy.observe import catalog
 from pdproxy.observe.events import (
     DeadlinePassed,
     Event,
@@ -35,7 +35,9 @@ from pdproxy.observe.events import (
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
 from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
-from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, MAX_TENANTS, Gauge, Metrics
+from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_TENANTS, Metrics
+from pdproxy.observe.requests import OUTCOMES
+from pdproxy.serving.kv.ready import MAX_RANKS
 
 
 def ended(model: str | None = "m", outcome: str = "ok", **fields: object) -> RequestEnded:
@@ -69,7 +71,7 @@ EVENTS: list[Event] = [
 def test_the_page_is_prometheus_text() -> None:
     """The official parser reads the page; counters end in _total, histograms are cumulative and add up."""
     metrics = Metrics()
-    metrics.add_gauges([Gauge(catalog.KV_MISSING, lambda: [(('q"\\\n',), 1.5)])])
+    metrics.show(KV_MISSING, lambda: [(('q"\\\n',), 1.5)])
     for _ in range(3):
         for event in EVENTS:
             metrics.notify(event)
@@ -301,7 +303,7 @@ def test_labels_are_bounded_in_number_and_length() -> None:
     metrics.notify(KvWaited("p", "timeout", 1.0, [str(rank) for rank in range(10_000)]))
     page = metrics.page().decode()
     assert "mine" not in page
-    assert page.count("pdproxy_requests_total{") == (MAX_MODELS + 1) * len(catalog.OUTCOMES)
+    assert page.count("pdproxy_requests_total{") == (MAX_MODELS + 1) * len(OUTCOMES)
     assert page.count("pdproxy_kv_silent_ranks_total{") == MAX_RANKS + 1
     assert max(map(len, page.splitlines())) < 1000
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.dns_source import DnsSource, LookUp
-from pdproxy.observe import catalog_fleet
-from pdproxy.observe.metrics import Gauge
+from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
+from pdproxy.observe.events import Observers
 from pdproxy.settings.dns import dns_name
 from pdproxy.settings.engines import Node, both_schemes
 from pdproxy.settings.pools import Pool
@@ -22,6 +22,34 @@ logger = logging.getLogger("pdproxy.dns")
 
 Key = tuple[int, str]
 """The number of a pool, and the URL of a name."""
+DNS_RESULTS = (
+    ("changed", "it names other engines than before"),
+    ("same", "it names the same engines"),
+    ("empty", "it names no engine"),
+    ("failed", "there was no answer that can be used: the last one stays in use"),
+)
+_DNS_NAME = Label("source", text="the URL that names engines, as in the settings")
+DNS_ANSWERS = counter(
+    "pdproxy_dns_answers_total",
+    "answers",
+    "Answers of DNS about the names of engines (dns:// and srv://)",
+    _DNS_NAME,
+    Label("result", DNS_RESULTS),
+)
+DNS_ENGINES = gauge(
+    "pdproxy_dns_engines",
+    "engines",
+    "Engines that a name stands for",
+    _DNS_NAME,
+    workers=Rule.MOST,
+)
+DNS_AGE = gauge(
+    "pdproxy_dns_age_seconds",
+    "seconds",
+    "Time since the last good answer about a name",
+    _DNS_NAME,
+    workers=Rule.MOST,
+)
 
 
 class _Followed(NamedTuple):
@@ -70,7 +98,7 @@ class Names:
         if wanted and not self._is_shown:
             self._is_shown = True
             self._proxy.readiness.show(self._shortcomings)
-            self._proxy.metrics.add_gauges(_gauges(self, self._proxy.now))
+            _show(self._proxy.observers, self, self._proxy.now)
 
     def _change(self, nodes: Mapping[Key, Node]) -> None:
         done: list[tuple[DnsSource, Node]] = []
@@ -126,15 +154,13 @@ def _pool_of(url: str, pools: Sequence[PoolParts]) -> str | None:
     return next((pool.name for pool in pools if any(one in pool.membership.members for one in spelled)), None)
 
 
-def _gauges(names: Names, now: Callable[[], float]) -> list[Gauge]:
-    def answers() -> list[tuple[tuple[str, ...], float]]:
-        return [((one.name, how), one.counts[how]) for one in names.sources for how, _ in catalog_fleet.DNS_RESULTS]
+def _show(observers: Observers, names: Names, now: Callable[[], float]) -> None:
+    def answers() -> Samples:
+        return [((one.name, how), one.counts[how]) for one in names.sources for how, _ in DNS_RESULTS]
 
-    def ages() -> list[tuple[tuple[str, ...], float]]:
+    def ages() -> Samples:
         return [((one.name,), now() - one.answered_at) for one in names.sources if one.answered_at is not None]
 
-    return [
-        Gauge(catalog_fleet.DNS_ANSWERS, answers),
-        Gauge(catalog_fleet.DNS_ENGINES, lambda: [((one.name,), len(one.urls())) for one in names.sources]),
-        Gauge(catalog_fleet.DNS_AGE, ages),
-    ]
+    observers.show(DNS_ANSWERS, answers)
+    observers.show(DNS_ENGINES, lambda: [((one.name,), len(one.urls())) for one in names.sources])
+    observers.show(DNS_AGE, ages)

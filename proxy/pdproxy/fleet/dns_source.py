@@ -91,7 +91,7 @@ class DnsSource:
         self.answered_at: float | None = None
         """When the last good answer came."""
         self.counts: Counter[str] = Counter()
-        """Answers by their result, one of `catalog_fleet.DNS_RESULTS`."""
+        """Answers by their result, as in pdproxy_dns_answers_total."""
 
     def __repr__(self) -> str:
         return f"<DnsSource {self.name}: {len(self.urls())} engines>"
