@@ -23,7 +23,7 @@ from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.demand import NO_DEMAND, Demand
+from pdproxy.serving.request.demand import MOST_TOKENS, NO_DEMAND, Demand
 from pdproxy.serving.request.patience import may_wait
 from pdproxy.serving.request.place import Ended, Place
 from pdproxy.serving.request.spaced_places import SpacedPlaces
@@ -121,7 +121,7 @@ class Admission:
         """
         if self._closed:
             raise _shutting_down()
-        prompt = demand.prompt
+        prompt = min(demand.prompt, MOST_TOKENS)  # engines read a text with many others a few at a time
         expected = self._outputs.expected(prompt, demand.limit) * demand.answers
         place, size = Place(self._left, demand, expected), prompt + int(expected)
         cost = prompt + self._output_weight * expected

@@ -216,12 +216,13 @@ class Lifecycle:
             try:
                 request.add_up()
                 if error is not None:
-                    meter.end(error, sent=request.first is not None, own_limit=own_limit)
+                    meter.end(error, request.demand, sent=request.first is not None, own_limit=own_limit)
                 meter.bound(request.demand)
             finally:
                 try:
                     if use is not None:
-                        use.end(meter.prompt + meter.completion, meter.unseen / (request.demand.answers or 1))
+                        unseen = meter.unseen / (request.demand.answers or 1)
+                        use.end(meter.prompt + meter.completion, unseen, meter.seen)
                         for custody in meter.later:
                             custody.when_over(partial(_pay_later, use, custody, request.demand.longest))
                 finally:

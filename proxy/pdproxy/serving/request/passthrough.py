@@ -228,9 +228,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             salt = check if incoming.salt is None else incoming.salt.put_into
         body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(
-            len(body.data), body.limit, generates=incoming.entry.generates, pairs=body.pairs, paired=body.paired
-        )
+        demand = passed_demand(len(body.data), body.limit, body.pairs, generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
