@@ -33,9 +33,8 @@ from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import NO_DEMAND
-from pdproxy.serving.request.place import Place
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter

@@ -53,7 +53,7 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import Demand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
-from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
+from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
