@@ -44,7 +44,7 @@ from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormat
 from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
 from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_TENANTS, Metrics
 from pdproxy.observe.requests import OUTCOMES
-from pdproxy.serving.dispatch.begin import DECISIONS, MAX_REASONS
+from pdproxy.serving.dispatch.attempt import DECISIONS, MAX_REASONS
 from pdproxy.serving.kv.ready import MAX_RANKS
 
 
