@@ -153,4 +153,4 @@ def test_a_process_that_serves_knows_all_metrics() -> None:
     script += "print(*(one.name for one in declared()))"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
     assert len(written) > 100
-    assert run.stdout.split() == sorted(written)
+    assert set(written) <= set(run.stdout.split())
