@@ -20,6 +20,7 @@ from pdproxy.app.prefixes import PREFIX_BLOCKS, PREFIX_SHARED_AGE
 from pdproxy.fleet.audit import KV_MISSING
 from pdproxy.fleet.bootstrap import BOOTSTRAP_QUERIES
 from pdproxy.kit.errors import Wait
+from pdproxy.observe import description
 from pdproxy.observe.description import Label, Samples, counter, declared
 from pdproxy.observe.events import (
     BootstrapAsked,
@@ -435,3 +436,16 @@ def test_numbers_of_several_pools_become_one_by_their_rule() -> None:
     found = metrics.snapshot().values
     assert found[PREFIX_SHARED_AGE.name] == {(): 5.0}
     assert found[PREFIX_BLOCKS.name] == {("events",): 7.0, ("routing",): 5.0}
+
+
+def test_a_metric_that_is_declared_later_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module may be imported while the proxy runs, a plugin's for example."""
+    metrics = Metrics()
+    monkeypatch.setattr(description, "_declared", {**description._declared})
+    toys = counter("pdproxy_toys_total", "toys", "toys", Label("choice", (("split", "a"), ("whole", "b"))), of=Decided)
+    others = counter("pdproxy_other_toys_total", "toys", "toys")
+    metrics.count(others)
+    metrics.notify(Decided("split", "x"))
+    found = metrics.snapshot().values
+    assert found[toys.name] == {("split",): 1, ("whole",): 0}
+    assert found[others.name] == {(): 1}

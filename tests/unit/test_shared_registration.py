@@ -66,6 +66,9 @@ class Worker:
     def notify(self, event: Event) -> None:
         raise AssertionError(event)
 
+    def counters_of(self, kind: type[Event]) -> list[Callable[[Event], None]]:
+        raise AssertionError(kind)
+
     def count(self, metric: Description, *labels: str, by: float = 1) -> None:
         assert (metric, by) == (REGISTRATIONS, 1)
         self.results[labels[0]] += 1

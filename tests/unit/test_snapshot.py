@@ -118,3 +118,12 @@ def test_the_processes_own_metrics_add_up() -> None:
     assert found["process_start_time_seconds"].samples == before["process_start_time_seconds"].samples
     page = page_of(Snapshot({}, {}, own)).decode()
     assert "process_cpu_seconds_total" in page
+
+
+def test_a_metric_that_only_another_process_knows_stays() -> None:
+    """A plugin that is imported late: its numbers add up, and no page of another process fails because of it."""
+    one = Snapshot({"pdproxy_unknown_total": {("x",): 1.0}, WORKERS.name: {(): 1.0}}, {})
+    assert merged([one, one]).values == {"pdproxy_unknown_total": {("x",): 2.0}, WORKERS.name: {(): 2.0}}
+    assert one.without_gone([one]).values == one.values
+    assert one.without_levels().values == {}
+    assert b"unknown" not in page_of(one)

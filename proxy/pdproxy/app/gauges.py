@@ -1,4 +1,4 @@
-"""What belongs to no part alone: connections, memory, tasks, the log, placements, state and versions."""
+"""The metrics of what is no part's alone: connections, memory, tasks, the log, placements, state and versions."""
 
 from __future__ import annotations
 

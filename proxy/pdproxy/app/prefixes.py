@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from pdproxy.app.shared_prefixes import SharingPrefixes
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import Label, Rule, counter, gauge
+from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.block_index import BlockIndex
@@ -33,7 +33,6 @@ IDLE = 1.0
 """Seconds between two looks for blocks that are to be removed."""
 SPECULATIVE_KEYS = 200_000
 """Keys of prompts that were just routed, in each of two generations."""
-Samples = Iterable[tuple[tuple[str, ...], float]]
 BASES = (
     ("events", "the engine's KV events"),
     ("routing", "the prompts that were sent to it"),

@@ -126,9 +126,9 @@ def declared() -> tuple[Description, ...]:
     return tuple(one for _, one in sorted(_declared.items()))
 
 
-def described(name: str) -> Description:
-    """Return the metric of this name. KeyError: there is none."""
-    return _declared[name]
+def described(name: str) -> Description | None:
+    """Return the metric of this name. None: no module that is imported declares one; another process may have imported more."""
+    return _declared.get(name)
 
 
 def counter(

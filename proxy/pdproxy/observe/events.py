@@ -6,8 +6,8 @@ change and never per chunk, and must not raise or wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -460,6 +460,9 @@ class Observer(Protocol):
 class Counting(Protocol):
     """An observer that has metrics: `observe.metrics.Metrics`, which describes its methods."""
 
+    def counters_of(self, kind: type[Event]) -> Sequence[Callable[[Any], None]]:
+        """Return what is called with each event of a type, in place of `notify`."""
+
     def count(self, metric: Description, *labels: str, by: float = 1) -> None:
         """Add to a counter, or observe a histogram's value."""
 
@@ -473,7 +476,8 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
         self._metrics = [one for one in self._observers if isinstance(one, Counting)]
-        self._of_type: dict[type[Event], tuple[Observer, ...]] = {}
+        self._of_type: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
+        """What takes an event, by its type."""
 
     def add(self, *observers: Observer) -> None:
         """Pass events to more observers, after those that are there."""
@@ -496,7 +500,13 @@ class Observers:
         kind = type(event)
         found = self._of_type.get(kind)
         if found is None:
-            wanting = [one for one in self._observers if kind in getattr(one, "only", (kind,))]
-            found = self._of_type[kind] = tuple(wanting)
-        for observer in found:
-            observer.notify(event)
+            found = self._of_type[kind] = tuple(self._takers(kind))
+        for take in found:
+            take(event)
+
+    def _takers(self, kind: type[Event]) -> Iterator[Callable[[Any], None]]:
+        for one in self._observers:
+            if isinstance(one, Counting):
+                yield from one.counters_of(kind)
+            elif kind in getattr(one, "only", (kind,)):
+                yield one.notify

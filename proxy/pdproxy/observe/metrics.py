@@ -56,18 +56,14 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._counts: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
-        for one in declared():
-            if one.kind is Kind.HISTOGRAM:
-                self._histograms[one.name] = {labels: _Histogram(one.bounds) for labels in one.series}
-            elif one.kind is Kind.COUNTER and one not in _OF_LEGS:
-                self._counts[one.name] = dict.fromkeys(one.series, 0)
+        self._begun = 0
+        """How many metrics were declared when it was last looked."""
+        self._begin()
         self._phases = {labels[0]: kept for labels, kept in self._histograms[catalog.PHASE.name].items()}
         self._legs: dict[tuple[str, str], list[float]] = {}
         """By engine and phase: how many legs, and their seconds."""
         self._reads: dict[str, list[Callable[[], Samples]]] = {}
         """What others keep, by the metric's name."""
-        self._counting: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
-        """What counts an event, by its type."""
         self._models: set[str] = set()
         self._tenants: set[str] = set()
         self._nodes: set[str] = set()
@@ -78,6 +74,18 @@ class Metrics:
         for collector in (ProcessCollector, GCCollector, PlatformCollector):
             collector(registry=self._registry)
 
+    def _begin(self) -> None:
+        """Begin to count what is not counted yet. A plugin may be imported, and declare metrics, after this was made."""
+        metrics = declared()
+        if len(metrics) == self._begun:
+            return
+        self._begun = len(metrics)
+        for one in metrics:
+            if one.kind is Kind.HISTOGRAM:
+                self._histograms.setdefault(one.name, {labels: _Histogram(one.bounds) for labels in one.series})
+            elif one.kind is Kind.COUNTER and one not in _OF_LEGS:
+                self._counts.setdefault(one.name, dict.fromkeys(one.series, 0))
+
     def show(self, metric: Description, read: Callable[[], Samples]) -> None:
         """Show a gauge, or a counter that another object keeps: what `read` yields at each scrape.
 
@@ -87,6 +95,8 @@ class Metrics:
 
     def count(self, metric: Description, *labels: str, by: float = 1) -> None:
         """Add to a counter, or observe a histogram's value. `labels`: the values of the metric's labels."""
+        if metric.name not in self._counts and metric.name not in self._histograms:
+            self._begin()
         values = self._bounded(metric, labels)
         if metric.kind is Kind.HISTOGRAM:
             self._histogram(metric, *values).observe(by)
@@ -120,13 +130,14 @@ class Metrics:
 
     def notify(self, event: Event) -> None:
         """Count an event."""
-        kind = type(event)
-        counting = self._counting.get(kind)
-        if counting is None:
-            of_it = tuple(self._counter(one) for one in declared() if one.of is not None and one.of.event is kind)
-            counting = self._counting[kind] = (self._ended, *of_it) if kind is RequestEnded else of_it
-        for count in counting:
+        for count in self.counters_of(type(event)):
             count(event)
+
+    def counters_of(self, kind: type[Event]) -> Sequence[Callable[[Any], None]]:
+        """Return what counts events of a type, for who has many of them."""
+        self._begin()
+        found = [self._counter(one) for one in declared() if one.of is not None and one.of.event is kind]
+        return [self._ended, *found] if kind is RequestEnded else found
 
     def _counter(self, one: Description) -> Callable[[Any], None]:
         """Return what counts an event for a metric of it."""
@@ -259,6 +270,7 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """Return all metrics but the process's own, as they are now."""
+        self._begin()
         values: dict[str, Series] = {}
         histograms: dict[str, dict[tuple[str, ...], Buckets]] = {}
         for one in declared():

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdproxy.observe.description import NODE, REMOVED, TASK, Kind, Rule, declared, described
+from pdproxy.observe.description import REMOVED, TASK, Description, Kind, Rule, declared, described
 
 Series = dict[tuple[str, ...], float]
 """Values by those of their labels."""
@@ -51,7 +51,7 @@ class Snapshot(msgspec.Struct, array_like=True):
 
     def without_levels(self) -> Snapshot:
         """Return what counts on after the process is gone: sums of what has happened."""
-        counters = {name: series for name, series in self.values.items() if described(name).kind is Kind.COUNTER}
+        counters = {one.name: self.values[one.name] for one in _of(self.values) if one.kind is Kind.COUNTER}
         cpu = [one for one in self.process if one.kind == "counter"]
         return Snapshot(counters, self.histograms, cpu, 0)
 
@@ -59,20 +59,24 @@ class Snapshot(msgspec.Struct, array_like=True):
         """Return the same without the counts of engines that are in none of the `present` snapshots: they were removed."""
         gone = _nodes([self]) - _nodes(present) - {REMOVED}
         values = dict(self.values)
-        for name, series in self.values.items():
-            first = described(name).labels[:1]
-            if first == (NODE,):
-                values[name] = {labels: value for labels, value in series.items() if labels[0] not in gone}
-            elif first == (TASK,):
-                values[name] = {
-                    labels: value for labels, value in series.items() if labels[0].rpartition(" ")[2] not in gone
-                }
+        for one in _of(self.values):
+            series = self.values[one.name]
+            if one.is_of_nodes:
+                values[one.name] = {labels: value for labels, value in series.items() if labels[0] not in gone}
+            elif one.labels[:1] == (TASK,):
+                left = {labels: value for labels, value in series.items() if labels[0].rpartition(" ")[2] not in gone}
+                values[one.name] = left
         return msgspec.structs.replace(self, values=values)
 
 
 def _nodes(snapshots: Iterable[Snapshot]) -> set[str]:
-    of_nodes = [one.name for one in declared() if one.is_of_nodes]
-    return {labels[0] for one in snapshots for name in of_nodes for labels in one.values.get(name, ())}
+    series = [one.values[metric.name] for one in snapshots for metric in _of(one.values) if metric.is_of_nodes]
+    return {labels[0] for one in series for labels in one}
+
+
+def _of(values: Iterable[str]) -> list[Description]:
+    """Return the metrics of these names that are known here."""
+    return [one for name in values if (one := described(name)) is not None]
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -87,7 +91,8 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
     for one in snapshots:
         found.workers += one.workers
         for name, series in one.values.items():
-            rule = described(name).workers
+            known = described(name)
+            rule = Rule.SUM if known is None else known.workers
             _merge_series(found.values.setdefault(name, {}), series, rule)
             if rule is Rule.MEAN:
                 counts = means.setdefault(name, {})
