@@ -159,6 +159,38 @@ def test_flags_and_files_name_them(tmp_path: Path) -> None:
     assert load(printed, {}) == settings
 
 
+def test_a_file_that_has_them_apart_is_read(tmp_path: Path) -> None:
+    """As `pdproxy config print` wrote it before they stood among the engines. What is wrong there is named."""
+    path = tmp_path / "x.yaml"
+    nodes = "nodes: [{url: 'http://a:1', role: decode}]"
+    for text, urls in [
+        (f"{{{nodes}, dns_nodes: [{{url: 'dns://x:1', role: decode}}]}}", ["http://a:1", "dns://x:1"]),
+        ("{nodes: , dns_nodes: [{url: 'dns://x:1', role: decode}]}", ["dns://x:1"]),
+        (f"{{{nodes}, dns_nodes: []}}", ["http://a:1"]),
+    ]:
+        path.write_text(f"pools: [{text}]\n")
+        assert [node.url for node in load(path, {}).pool.nodes] == urls
+    for text, why in [
+        (f"[{{{nodes}, dns_nodes: [{{url: 'dns://x', role: decode}}]}}]", r"pools\[0\].nodes\[1\].url: \"dns://x\""),
+        ("[{nodes: 7, dns_nodes: []}]", r"pools\[0\].nodes: expected a list"),
+        (f"[{{{nodes}, dns_nodes: 7}}]", "dns_nodes"),
+        ("[7]", r"pools\[0\]: expected a mapping"),
+    ]:
+        path.write_text(f"pools: {text}\n")
+        with pytest.raises(SettingsError, match=why):
+            load(path, {})
+
+
+def test_a_mistake_behind_a_name_has_its_place_in_the_list(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    first = "{url: 'http://p:1', role: prefill, facts: {tensor_parallel_size: 2}}"
+    second = "{url: 'http://a:1', role: decode, facts: {tensor_parallel_size: 3}}"
+    nodes = f"{{url: 'dns://x:1', role: prefill}}, {first}, {second}"
+    path.write_text(f"pools: [{{nodes: [{nodes}]}}]\n")
+    with pytest.raises(SettingsError, match=r"pools\[0\].nodes\[2\].facts.tensor_parallel_size: 3, but"):
+        load(path, {})
+
+
 @pytest.mark.parametrize(
     ("engines", "flags", "why"),
     [

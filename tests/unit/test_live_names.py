@@ -137,3 +137,25 @@ async def test_engines_of_a_name_and_of_the_file() -> None:
         assert proxy.sources.found == []
     finally:
         await proxy.stop()
+
+
+async def test_a_source_that_can_not_be_made_changes_nothing() -> None:
+    """Neither its pool's engines nor other sources."""
+    old = Settings(pools=(Pool(nodes=(D, _at("one"))),))
+    proxy = Proxy.build(old, Shelf())
+    live = _followed(proxy, Answers(one="10.0.0.1").look_up)
+
+    def refuse(url: str, settings: Settings) -> DnsSource:
+        raise SettingsError("its file can't be read")
+
+    try:
+        await until(lambda: _engines(proxy) == [["d", "10.0.0.1"]])
+        proxy.sources.make = refuse
+        e = Node(url="http://e:8000", role="decode")
+        with pytest.raises(SettingsError, match="its file can't be read"):
+            live.use(old, changed(old, ("pools", 0, "nodes"), (D, e, _at("two"))))
+        await until(lambda: _engines(proxy) == [["d", "10.0.0.1"]])
+        assert [found.name for found in proxy.sources.found] == ["dns://one:8000"]
+        assert {member.drain for member in proxy.membership.members.values()} == {None}
+    finally:
+        await proxy.stop()

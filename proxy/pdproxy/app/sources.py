@@ -30,6 +30,12 @@ Key = tuple[int, str]
 Make = Callable[[str, Settings], EngineSource]
 
 
+class _New(NamedTuple):
+    at: int
+    node: Node
+    source: EngineSource
+
+
 class _Followed(NamedTuple):
     engines: FoundEngines
     task: asyncio.Task[None]
@@ -57,8 +63,12 @@ class Sources:
         return [one.engines for one in self._followed.values()]
 
     def start(self) -> None:
-        """Follow the sources of the settings. Their first engines serve at once, as those do that stand in the settings."""
-        self._follow(self._proxy.settings.pools, are_new=False)
+        """Follow the sources of the settings. Their first engines serve at once, as those do that stand in the settings.
+
+        Raises:
+            SettingsError: a source can't be made.
+        """
+        self._follow(self._made(self._proxy.settings.pools), are_new=False)
 
     def use(self, pools: Sequence[Pool]) -> None:
         """Have the engines of these pools' settings, and follow their sources and no others. What fails changes nothing.
@@ -66,7 +76,7 @@ class Sources:
         Engines of a source that is given up are drained and removed.
 
         Raises:
-            SettingsError: an engine can't work in its pool.
+            SettingsError: an engine can't work in its pool, or a source can't be made.
             MembershipError: as there.
         """
         put_back: list[tuple[str, Callable[[], None]]] = []
@@ -74,6 +84,7 @@ class Sources:
             for at, pool in enumerate(pools):
                 with naming_pool(at, pool.name, pools=len(pools)):
                     self._change(at, pool, put_back)
+            new = self._made(pools)
         except Exception:
             self._half_applied = True
             for otherwise, undo in reversed(put_back):
@@ -88,7 +99,7 @@ class Sources:
             engines, task = self._followed.pop(key)
             self._proxy.tasks.end(task)
             engines.give_up()
-        self._follow(pools, are_new=True)
+        self._follow(new, are_new=True)
 
     def _change(self, at: int, pool: Pool, put_back: list[tuple[str, Callable[[], None]]]) -> None:
         """Have other engines and other settings of a pool's sources. What undoes it is added to `put_back`.
@@ -110,19 +121,21 @@ class Sources:
         self._proxy.pools[at].membership.apply(SETTINGS, nodes)
         self._fixed[at] = nodes
 
-    def _follow(self, pools: Sequence[Pool], *, are_new: bool) -> None:
-        """Follow the sources of these pools that are not followed yet. `are_new`: their first engines begin slowly."""
+    def _made(self, pools: Sequence[Pool]) -> list[_New]:
+        """Make the sources of these pools that are not followed yet."""
+        nodes = [(at, node) for at, pool in enumerate(pools) for node in pool.source_nodes]
+        new = [(at, node) for at, node in nodes if (at, node.url) not in self._followed]
+        return [_New(at, node, self.make(node.url, self._proxy.settings)) for at, node in new]
+
+    def _follow(self, new: Sequence[_New], *, are_new: bool) -> None:
+        """Follow these. `are_new`: their first engines begin slowly."""
         proxy = self._proxy
-        for at, pool in enumerate(pools):
+        for at, node, source in new:
             parts = proxy.pools[at]
             elsewhere = partial(_pool_of, pools=[other for other in proxy.pools if other is not parts])
-            for node in pool.source_nodes:
-                if (at, node.url) in self._followed:
-                    continue
-                source = self.make(node.url, proxy.settings)
-                engines = FoundEngines(node, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new)
-                task = proxy.tasks.keep(partial(source.run, engines.answered), engines.name)
-                self._followed[at, node.url] = _Followed(engines, task)
+            engines = FoundEngines(node, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new)
+            task = proxy.tasks.keep(partial(source.run, engines.answered), engines.name)
+            self._followed[at, node.url] = _Followed(engines, task)
         if self._followed and not self._is_shown:
             self._is_shown = True
             proxy.readiness.show(lambda: [text for one in self.found for text in one.shortcomings()])

@@ -54,6 +54,9 @@ def source_of(url: str, settings: Settings) -> EngineSource:
 
     It is made by the function `source` of the module `pdproxy.fleet.KIND_source`, with the same arguments. The module is imported
     here: only a proxy with such engines needs what it imports.
+
+    Raises:
+        SettingsError: it can't be made, since a file can't be read, for example.
     """
     source: EngineSource = import_module(f"pdproxy.fleet.{source_kind(url)}_source").source(url, settings)
     return source
