@@ -51,10 +51,10 @@ FILES_FOR_ENGINES = 2
 OTHER_FILES = 64
 """Open files for everything else: the listener, the log, refused connections on their way out."""
 INTERRUPTED = 130
-GC_THRESHOLDS = (1000, 5, 400)
+GC_THRESHOLDS = (3000, 5, 133)
 """A request leaves nothing to the garbage collector (there is a test for that), only libraries do. A collection takes
 about a millisecond for every 10,000 objects that it looks at, and blocks the event loop for that time. With these numbers it
-often looks at the newest thousand or five thousand objects, and seldom at all of them; an open stream has 100."""
+often looks at the newest 3,000 or 15,000 objects, and seldom at all of them; an open stream has 100."""
 
 
 class _Server(uvicorn.Server):
