@@ -12,7 +12,7 @@ from pathlib import Path
 from pdproxy.cli.settings_flags import ENGINES, RECEIVER, groups
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import CONFIG, EngineFlag, Flag, ReceiverFlag, load
-from pdproxy.settings.schema import SOURCES, Settings, source_kind
+from pdproxy.settings.schema import Settings, source_section
 
 
 def add_settings_options(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +52,9 @@ def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
         SettingsError: as there, or a source names some of them.
     """
     settings = settings_from(arguments)
-    for node in (node for pool in settings.pools for node in pool.source_nodes):
-        who = SOURCES[source_kind(node.url) or ""].who
-        raise SettingsError(f"{node.url}: this command takes no engines that {who} names: give their URLs")
+    for url in (node.url for pool in settings.pools for node in pool.nodes):
+        if (section := source_section(url)) is not None:
+            raise SettingsError(f"{url}: this command takes no engines that {section.who} names: give their URLs")
     return settings
 
 

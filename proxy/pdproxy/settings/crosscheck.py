@@ -29,7 +29,7 @@ from pdproxy.settings.kv import check_kv_events
 from pdproxy.settings.limits import check_limits, check_media_settings
 from pdproxy.settings.listen import check_admin, parsed_networks
 from pdproxy.settings.pools import Pool, check_placing
-from pdproxy.settings.schema import SOURCES, Settings, engine_scheme, source_kind
+from pdproxy.settings.schema import SOURCES, Settings, engine_scheme, source_section
 from pdproxy.settings.tls import refuse_stray_files
 from pdproxy.settings.transfer import check_pairs, check_transfer
 from pdproxy.transfer import registry
@@ -86,8 +86,14 @@ def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
 
 def _spelled(url: str, path: KeyPath, found: Mistakes) -> str:
     """Return the URL of a node in its normal spelling: an engine's own, or what a source is asked for. Raises SettingsError."""
-    kind, where = source_kind(url), found.source(path)
-    return engine_url(url, path, where) if kind is None else SOURCES[kind].spelled(url, path, where)
+    section, where = source_section(url), found.source(path)
+    return engine_url(url, path, where) if section is None else section.spelled(url, path, where)
+
+
+def _stand_in(node: Node) -> Node:
+    """Return an engine that stands for all that a source will find; an engine itself, if it is one."""
+    section = source_section(node.url)
+    return node if section is None else msgspec.structs.replace(node, url=section.stand_in(node.url))
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
@@ -99,11 +105,7 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
             nodes.append(msgspec.structs.replace(node, url=_spelled(node.url, (*here, "url"), found)))
         refuse_contradictions(node, here, found, engine_scheme(node.url))
     if len(nodes) == len(pool.nodes):
-        of_sources = {node.url: SOURCES[kind] for node in nodes if (kind := source_kind(node.url)) is not None}
-        stand_ins = [
-            msgspec.structs.replace(node, url=of_sources[node.url].stand_in(node.url)) if node.is_source else node
-            for node in nodes
-        ]
+        stand_ins = [_stand_in(node) for node in nodes]
         check_transfer(pool, stand_ins, path, found)
         refuse_duplicates(nodes, path, found)
         nodes = [with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
@@ -112,8 +114,9 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
         _check_kv_events(pool, known, path, found)
         check_pairs(pool, known, path, found)
         check_placing(pool, stand_ins, path, found)
-        if of_sources and pool.connector == AUTO and not any(node.prefills for node in known):
-            key, who = (*path, "connector"), " and ".join(dict.fromkeys(one.who for one in of_sources.values()))
+        who = next((section.who for node in nodes if (section := source_section(node.url)) is not None), None)
+        if who is not None and pool.connector == AUTO and not any(node.prefills for node in known):
+            key = (*path, "connector")
             text = f"auto: engines that {who} names can't be asked for it: name the connector"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
     if pool.nodes or need_engines:

@@ -89,10 +89,16 @@ def source_kind(url: str) -> str | None:
     return _BY_SCHEME.get(url.partition("://")[0].lower())
 
 
+def source_section(url: str) -> type[SourceSection] | None:
+    """Return what the settings have of the source that a URL names, None if it names none."""
+    kind = source_kind(url)
+    return None if kind is None else SOURCES[kind]
+
+
 def engine_scheme(url: str) -> str:
     """Return the scheme of the engines that a URL of a node is for: its own, or that of what its source finds."""
-    scheme, kind = url.partition("://")[0].lower(), source_kind(url)
-    return scheme if kind is None else SOURCES[kind].schemes[scheme]
+    scheme, section = url.partition("://")[0].lower(), source_section(url)
+    return scheme if section is None else section.schemes[scheme]
 
 
 def of_worker(settings: Settings, workers: int) -> Settings:
