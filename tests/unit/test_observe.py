@@ -445,7 +445,11 @@ def test_a_metric_that_is_declared_later_is_counted(monkeypatch: pytest.MonkeyPa
     toys = counter("pdproxy_toys_total", "toys", "toys", Label("choice", (("split", "a"), ("whole", "b"))), of=Decided)
     others = counter("pdproxy_other_toys_total", "toys", "toys")
     metrics.count(others)
+    answers = counter("pdproxy_toy_answers_total", "answers", "toys", of=RequestEnded, by="status")
+    metrics.notify(ended())
     metrics.notify(Decided("split", "x"))
     found = metrics.snapshot().values
     assert found[toys.name] == {("split",): 1, ("whole",): 0}
     assert found[others.name] == {(): 1}
+    assert found[answers.name] == {(): 200}
+    assert found["pdproxy_requests_total"]["m", "/v1/completions", "ok"] == 1

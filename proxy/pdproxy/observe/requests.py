@@ -1,4 +1,4 @@
-"""What the end of a request counts: outcomes, refusals, tokens, and times of its phases and legs; and legs that failed."""
+"""The metrics of a request's end, which `observe.metrics` counts: outcomes, refusals, tokens, times; and of legs that failed."""
 
 from __future__ import annotations
 
