@@ -86,13 +86,12 @@ class Reader:
             own,
             lambda url: nodes.get(url, NodeKvEvents()),
             self.admin.kv_event_sources,
-            Observers([self]),
+            Observers([self, self.metrics]),
             clock or Clock(),
             self.tasks,
             ports=ports,
             deadlines=Deadlines(kv_replay=deadline),
         )
-        self.metrics.add_gauges(self.sources.gauges())
         self._started = 0.0
         for port, socket in self.sources.bound.items():
             socket.bind("127.0.0.1", port)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.observe import catalog
 from pdproxy.observe.events import RequestEnded
 from pdproxy.observe.few_lines import PER_MINUTE, PER_SECOND, FewLines
 from pdproxy.observe.logs import access_fields
+from pdproxy.observe.requests import PHASES
 from pdproxy.settings.listen import Cors
 from pdproxy.web.wrong_keys import AT_ONCE
 from tests.fakes import answers, scripts
@@ -23,7 +23,7 @@ MESSAGES = "/v1/messages"
 
 def phases(w: World) -> dict[str, int]:
     """How often each phase was measured, without queue and total."""
-    counts = {phase: int(w.metric("pdproxy_phase_seconds_count", phase=phase)) for phase, _ in catalog.PHASES}
+    counts = {phase: int(w.metric("pdproxy_phase_seconds_count", phase=phase)) for phase, _ in PHASES}
     return {phase: count for phase, count in counts.items() if count and phase not in ("queue", "total")}
 
 

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from pdproxy.kit.errors import LimitError, UnauthorizedError
+from pdproxy.observe.events import Observers
 from pdproxy.web.wrong_keys import AT_ONCE, MAX_ADDRESSES, PER_SECOND, WrongKeys
 from tests.fakes.admin import BASE, admin
 from tests.fakes.world import COMPLETIONS, completion, world
@@ -48,7 +49,7 @@ async def test_wrong_keys_of_the_admin_api(caplog: pytest.LogCaptureFixture) -> 
 def test_addresses_are_apart_and_their_number_is_bounded() -> None:
     """Nobody pays for another one, and the table stays small whatever is sent."""
     now = 0.0
-    wrong = WrongKeys(lambda: now)
+    wrong = WrongKeys(lambda: now, Observers([]))
 
     def is_throttled(address: str) -> bool:
         answer = wrong.answer(WRONG, address)

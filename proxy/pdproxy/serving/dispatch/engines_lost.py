@@ -33,6 +33,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import ConnectionLostError, EngineError, EnginesLostError
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
 from pdproxy.observe.events import EngineLost, Event, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -57,6 +58,28 @@ WAITING = 2
 WAITING_ALIKE = 32
 """Requests of a fingerprint with a loss that wait for their turn. Mostly, the first answer ends this."""
 _ROLES = frozenset(Role)
+ENGINES_LOST = counter(
+    "pdproxy_engines_lost_total",
+    "engines",
+    "Engines that disappeared under a request, once for each request that was under way there",
+    Label("requests", (("one", "no other request was under way there"), ("several", "others were, too"))),
+    of=EngineLost,
+    counts=lambda event: [(("several" if event.several else "one",), 1)],
+)
+SUSPECTED = gauge(
+    "pdproxy_suspected",
+    "entries",
+    "What is remembered since engines disappeared under it alone, time and again",
+    Label(
+        "what",
+        (
+            ("one_engine", "requests with two such engines: each gets one engine when it comes again"),
+            ("refused", "requests with three or more: they are refused"),
+            ("client", "clients with three or more: their requests run one after the other"),
+        ),
+    ),
+    workers=Rule.SUM,
+)
 
 
 class Sender(Protocol):
@@ -107,6 +130,7 @@ class EnginesLost:
         self._burst_until = 0.0
         self.remembers = False
         """Whether any request is treated otherwise than all. An attribute: every request reads it."""
+        observers.show(SUSPECTED, self._suspected)
 
     def __repr__(self) -> str:
         return f"<EnginesLost {len(self._fingerprints)} fingerprints, {len(self._clients)} clients>"
@@ -342,8 +366,7 @@ class EnginesLost:
 
     # -- for operators
 
-    def counts(self) -> list[tuple[tuple[str, ...], float]]:
-        """Return how many fingerprints get one engine or are refused, and how many clients are limited."""
+    def _suspected(self) -> Samples:
         self._forget_old()
         now, suspects = self._now(), [one for one in self._fingerprints.values() if one.losses >= MOST]
         refused = sum(one.refused_for(now) > 0 for one in suspects)
