@@ -16,8 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
-from pdproxy.observe import requests as catalog
-from pdproxy.observe import requests as catalog_refusals
+from pdproxy.observe import requests
 from pdproxy.observe.description import NODE, OTHER, REMOVED, Description, Kind, Label, Samples, declared
 from pdproxy.observe.events import Event, LegTimes, RequestEnded
 from pdproxy.observe.snapshot import Buckets, Series, Snapshot, families
@@ -26,7 +25,7 @@ MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
 MAX_TENANTS = 1000
 """Tenants whose names are labels. All others are counted as "other"."""
-_OF_LEGS = (catalog.NODE_LEGS, catalog.NODE_SECONDS)
+_OF_LEGS = (requests.NODE_LEGS, requests.NODE_SECONDS)
 
 
 @dataclass(slots=True)
@@ -59,7 +58,7 @@ class Metrics:
         self._begun = 0
         """How many metrics were declared when it was last looked."""
         self._begin()
-        self._phases = {labels[0]: kept for labels, kept in self._histograms[catalog.PHASE.name].items()}
+        self._phases = {labels[0]: kept for labels, kept in self._histograms[requests.PHASE.name].items()}
         self._legs: dict[tuple[str, str], list[float]] = {}
         """By engine and phase: how many legs, and their seconds."""
         self._reads: dict[str, list[Callable[[], Samples]]] = {}
@@ -106,8 +105,8 @@ class Metrics:
     def add_node(self, url: str, role: str) -> None:
         """Count an engine by its URL from now on."""
         self._nodes.add(url)
-        failures, phases = self._counts[catalog.LEG_FAILURES.name], catalog.phases_of(role)
-        for phase, _ in catalog.FAILED_LEGS:
+        failures, phases = self._counts[requests.LEG_FAILURES.name], requests.phases_of(role)
+        for phase, _ in requests.FAILED_LEGS:
             if role == "any" or (phase == "prefill") == (role == "prefill"):
                 failures.setdefault((url, phase), 0)
         for phase in phases:
@@ -189,7 +188,7 @@ class Metrics:
         return name
 
     def _overload(self, reason: str) -> None:
-        self._count(catalog_refusals.REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
+        self._count(requests.REFUSALS, reason, requests.STATUS_OF[reason])
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)
@@ -203,13 +202,13 @@ class Metrics:
                 path = "split"
             self._leg(leg)
         if event.first_s is not None:
-            self._histogram(catalog.TTFT, path).observe(event.first_s)
+            self._histogram(requests.TTFT, path).observe(event.first_s)
         if any(event.gaps.buckets):
-            self._histogram(catalog.ITL).add(event.gaps.buckets, event.gaps.total)
+            self._histogram(requests.ITL).add(event.gaps.buckets, event.gaps.total)
         if event.tenant is not None:
             tokens = (event.prompt_tokens or 0) + (event.completion_tokens or 0)
-            self._count(catalog_refusals.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
-        counts = self._counts[catalog.TOKENS.name]
+            self._count(requests.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
+        counts = self._counts[requests.TOKENS.name]
         counts["prompt",] += event.prompt_tokens or 0
         counts["completion",] += event.completion_tokens or 0
 
@@ -223,9 +222,9 @@ class Metrics:
                 self._models.add(model)
             else:
                 model = "other"
-        counts = self._counts[catalog.REQUESTS.name]
+        counts = self._counts[requests.REQUESTS.name]
         if (model, event.endpoint, event.outcome) not in counts:
-            for outcome, _ in catalog.OUTCOMES:
+            for outcome, _ in requests.OUTCOMES:
                 counts[model, event.endpoint, outcome] = 0
         counts[model, event.endpoint, event.outcome] += 1
 
@@ -236,7 +235,7 @@ class Metrics:
         if leg.first_s is not None:
             self._phase("kv" if split else "alone", leg.decode, leg.first_s)
         if leg.overlap_s is not None:
-            self._histogram(catalog.OVERLAP).observe(leg.overlap_s)
+            self._histogram(requests.OVERLAP).observe(leg.overlap_s)
         if leg.decode_s is not None:
             self._phase("decode", leg.decode, leg.decode_s)
         if leg.whole_s is not None:
