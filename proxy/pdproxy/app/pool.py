@@ -182,7 +182,7 @@ class PoolParts:
         comebacks = Comebacks(ledger, clock, observers, limits)
         metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
         is_alive = partial(admin.answers, path="/health")
-        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now)
+        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits)
         observers.add(lost)
         metrics.add_gauges([Gauge(catalog_health.SUSPECTED, lost.counts)])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)

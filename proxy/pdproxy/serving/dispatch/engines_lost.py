@@ -43,7 +43,8 @@ from pdproxy.serving.dispatch.few_first import FewFirst, Permit
 from pdproxy.serving.dispatch.fingerprint import Fingerprint, keyed
 from pdproxy.serving.dispatch.loss import SOON, BrokenLeg, Loss, RequestLosses
 from pdproxy.serving.dispatch.loss_detector import LossDetector
-from pdproxy.serving.dispatch.suspects import REFUSED_AT, Suspects
+from pdproxy.serving.dispatch.suspects import REFUSED_AT, Suspect, Suspects
+from pdproxy.settings.limits import Limits
 from pdproxy.wire.fields import Fields
 
 MOST = 2
@@ -54,8 +55,6 @@ BURST = 10.0
 """Seconds behind the second loss of a request in which others may have been sent that end engines, too."""
 WAITING = 2
 """Requests of a limited client that wait for their turn. Each holds a place that others could have."""
-WAITING_ALIKE = 32
-"""Requests of a fingerprint with a loss that wait for their turn. Mostly, the first answer ends this."""
 _ROLES = frozenset(Role)
 
 
@@ -91,11 +90,13 @@ class EnginesLost:
         tasks: TaskOwner,
         clock: Clock,
         now: Callable[[], float],
+        limits: Limits,
     ) -> None:
         self._engines = engines
         self._observers = observers
         self._clock = clock
         self._now = now
+        self._limits = limits
         self._fingerprint = keyed()
         self._numbers = count()
         self._detector = LossDetector(ledger, engines, is_alive, observers, tasks, clock, now, self._count_abandoned)
@@ -105,6 +106,8 @@ class EnginesLost:
         self._retries = FewFirst(clock)
         """For all requests that have lost an engine."""
         self._burst_until = 0.0
+        self._waiting = 0
+        """Requests that wait for their turn."""
         self.remembers = False
         """Whether any request is treated otherwise than all. An attribute: every request reads it."""
 
@@ -290,29 +293,47 @@ class EnginesLost:
             self._of(sender).protected = roles
 
     async def in_turn(self, sender: Sender, fingerprint: Fingerprint, seconds: float) -> Permit | None:
-        """Wait for the turn of a request whose fingerprint has a loss, or whose client is limited. None: it is neither.
+        """Wait for the turn of a request whose client is limited, or whose fingerprint has a loss. None: it is neither.
 
         The requests of one fingerprint take turns whoever sends them: sent at once, they would all have their engines before the
-        first of these is lost.
+        first of these is lost. The permit is left `SOON` behind the moment at which the request is sent to its last engine:
+        until then, the request may be the cause of a loss.
 
         Raises:
             EnginesLostError: its turn did not come within `seconds`, or too many others wait.
         """
-        suspect, most, whose = self._fingerprints.get(fingerprint), WAITING_ALIKE, "requests like this"
-        if suspect is None or not suspect.losses:
-            suspect, most, whose = self._clients.get(sender.client), WAITING, "requests of this client"
-            if suspect is None or suspect.losses < LIMITED_AT:
-                return None
-        turns = suspect.turns = suspect.turns or FewFirst(self._clock, singly=True)
-        permit = await turns.enter(seconds) if turns.waiting < most else None
-        if permit is None:
-            raise EnginesLostError(f"engines disappeared under {whose}: they are served one after the other")
+        until = self._now() + seconds
+        permit: Permit | None = None
         try:
-            self._limit(sender, fingerprint)  # more may be known now
+            client = self._clients.get(sender.client)
+            if client is not None and client.losses >= LIMITED_AT:
+                permit = await self._turn(client, permit, until, "requests of this client", WAITING)
+            alike = self._fingerprints.get(fingerprint)
+            if alike is not None and alike.losses:
+                permit = await self._turn(alike, permit, until, "requests like this", self._limits.max_inflight)
+            if permit is not None:
+                self._limit(sender, fingerprint)  # more may be known now
         except BaseException:
-            permit.leave()
+            if permit is not None:
+                permit.leave(harmless=False)
             raise
         return permit
+
+    async def _turn(self, suspect: Suspect, permit: Permit | None, until: float, whose: str, most: int) -> Permit:
+        """Wait for one turn, and return a permit with it: `permit`, if there is one. `most`: how many like it may wait.
+
+        As all who wait keep their places, at most half of the places do. Raises as `in_turn`.
+        """
+        turns = suspect.turns = suspect.turns or FewFirst(self._clock, singly=1, moment=None)
+        waits = turns.waiting < most and self._waiting < self._limits.max_inflight // 2
+        self._waiting += 1
+        try:
+            found = await turns.enter(until - self._now(), permit, waits=waits)
+        finally:
+            self._waiting -= 1
+        if found is None:
+            raise EnginesLostError(f"engines disappeared under {whose}: few of them are served at once")
+        return found
 
     # -- a request is answered, while something is remembered
 
