@@ -149,6 +149,15 @@ class EnginesLost:
             one = AbandonedRequest(sender.request_id, sender.client, request, fingerprint, lease.since, until)
             self._abandoned.add(lease.node, one)
 
+    async def look_back(self, sender: Sender) -> None:
+        """Find out which engines are lost where parts of a request were under way that were ended: another part has failed."""
+        (request,) = sender.lost
+        nodes = [engine.node for engine in self._engines.values()]
+        at = [node for node in nodes if any(one.losses is request for one in self._abandoned.at(node, self._now()))]
+        losses = [self._detector.suspect(node, None) for node in at]
+        for known in [self._detector.find_out(loss) for loss in losses if loss is not None]:
+            await known.wait()
+
     only = (NodeChanged,)
     """What `notify` wants."""
 

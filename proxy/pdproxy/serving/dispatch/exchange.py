@@ -276,7 +276,7 @@ class Exchange(PromptRequest):
     # -- where engines were lost under requests
 
     async def _admit(self) -> None:
-        """Look at a request that may be the cause of a loss, and wait for its turn if requests like it, or of its client, have turns.
+        """Look at a request that may be the cause of a loss, and wait for its turn if it has one.
 
         Raises:
             EnginesLostError: it is refused.

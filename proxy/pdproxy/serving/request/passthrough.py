@@ -131,6 +131,8 @@ class _Lost:
     async def admit(self) -> None:
         """As `EnginesLost.admit` and `in_turn`. Raises EnginesLostError also if too many engines were lost under it before."""
         lost, headers = self._resources.lost, self._headers
+        if headers.lost:
+            await lost.look_back(headers)
         if lost.remembers:
             self._fingerprint = lost.admit(headers, fields_of(self._body))
             self._permit = await lost.in_turn(headers, self._fingerprint, self._resources.deadlines.queue)
