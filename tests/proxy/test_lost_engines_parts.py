@@ -17,7 +17,7 @@ from tests.proxy.test_continued_parsed import FACTS, body_of
 from tests.proxy.test_lost_engines import MARK, UNBROKEN, armed, ask, dead, lost_of, refused, sims
 
 BATCH = "/v1/chat/completions/batch"
-KILLS, WRONG = [{"role": "user", "content": MARK}], [{"role": "nobody knows this role", "content": "x"}]
+KILLS, WRONG = [{"role": "user", "content": MARK}], [{"role": "user", "content": 7}]
 
 
 @pytest.fixture(autouse=True)
