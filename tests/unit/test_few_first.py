@@ -142,7 +142,7 @@ async def test_those_that_began_before_a_loss_say_nothing_behind_it() -> None:
     assert len(tried.running) == 1
 
 
-async def test_a_permit_is_left_later_or_held() -> None:
+async def test_a_permit_is_left_later() -> None:
     """It has places in two orders, which are left together, once; what is said last counts."""
     clock = ManualClock()
     of_client, alike = (FewFirst(clock, singly=1, moment=None) for _ in range(2))
@@ -150,10 +150,6 @@ async def test_a_permit_is_left_later_or_held() -> None:
     assert permit is not None
     assert await alike.enter(5.0, permit) is permit
     assert await alike.enter(5.0, waits=False) is None
-    permit.leave_in(1.0)
-    permit.hold()
-    await clock.advance(5.0)
-    assert (of_client.running, alike.running) == (1, 1)
     permit.leave_in(1.0)
     await clock.advance(0.5)
     permit.leave_in(1.0, harmless=False)

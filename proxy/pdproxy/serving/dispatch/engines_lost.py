@@ -11,11 +11,11 @@ The course of one request:
     answered      it is not the cause, nor is its client: both are forgotten as suspects
 
     losses   of a fingerprint                          of a client
-    1        one request at a time; for a minute,      -
-             not the last engine of the role that
-             has lost one
+    1        few requests at a time (`few_first`);     -
+             for a minute, not the last engine of
+             the role that has lost one
     2        one engine, and no role's last one        the same, for each of its requests
-    3        refused for a time, twice as long behind  one request at a time, and only roles of which more than half of the
+    3        refused for a time, twice as long behind  few requests at a time, and only roles of which more than half of the
              each further loss; then as with 2         engines answer
 
 The first loss of a request counts only if the request was the only suspect, and for its client if all suspects were the client's.

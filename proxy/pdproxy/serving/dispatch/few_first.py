@@ -34,24 +34,23 @@ class Permit:
         """Add a place. `left` is called once, with whether the request did no harm."""
         self._left.append(left)
 
-    def hold(self) -> None:
-        """Keep it until it is left: an engine may be lost under the request."""
-        timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-
     def leave_in(self, seconds: float, *, harmless: bool = True) -> None:
-        """Leave it later, unless it is left or held before. The last call counts."""
-        self.hold()
+        """Leave it later, unless it is left before. The last call counts."""
+        self._keep()
         if self._left:
             self._timer = self._clock.after(seconds, partial(self.leave, harmless=harmless))
 
     def leave(self, *, harmless: bool = True) -> None:
         """Let the next request begin; where this one did no harm, perhaps more of them. Doing so again changes nothing."""
-        self.hold()
+        self._keep()
         places, self._left = self._left, []
         for left in places:
             left(harmless)
+
+    def _keep(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
 
 
 class FewFirst(PlacesInOrder):

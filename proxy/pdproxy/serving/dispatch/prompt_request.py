@@ -175,7 +175,7 @@ class PromptRequest:
             # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
             self.slot.permit = None
         if may_be_lost and self.permit is not None:
-            self.permit.hold()
+            self.permit.leave_in(SOON, harmless=False)  # unless it is tried again before
 
     def in_doubt(self) -> DoubtfulFailures:
         """Return the failures that it may have caused, to note another one."""

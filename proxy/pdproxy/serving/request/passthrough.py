@@ -174,7 +174,7 @@ class _Lost:
         lost, headers = self._resources.lost, self._headers
         may_be_lost = lost.broke(headers, lease.node, error, lease.since, streamed=streamed)
         if may_be_lost and self._permit is not None:
-            self._permit.hold()
+            self._permit.leave_in(SOON, harmless=False)  # unless it is tried again before
         if not headers.lost:
             return None
         drop_traceback(error)  # the client may leave while this waits
