@@ -88,7 +88,7 @@ SUSPECTED = Description(
             (
                 ("one_engine", "requests with two such engines: each gets one engine when it comes again"),
                 ("refused", "requests with three or more: they are refused"),
-                ("client", "clients with three or more: their requests run one after the other"),
+                ("client", "clients with three or more: few of their requests run at a time"),
             ),
         ),
     ),
