@@ -186,6 +186,50 @@ async def test_the_turn_of_one_that_is_tried_again_goes_on() -> None:
         assert {answer.status for answer in await asyncio.gather(first, *asked)} == {200}
 
 
+async def test_a_turn_lasts_until_the_last_engine_has_the_request() -> None:
+    """Prefill takes long: a request that ends decode engines would come to these with all that have begun meanwhile."""
+    clock = ManualClock()
+    async with world(3, 3, limits=UNBROKEN, leaves=True, clock=clock) as w:
+        engines = armed(sims(w.prefill))
+        await ask(w, killer())
+        for engine in engines:
+            engine.faults.clear()
+            if engine.life == "down":
+                await engine.restart()
+        await w.probe()
+        prefills: list[asyncio.Event] = []
+        decodes: list[Reply] = []
+        opened = asyncio.Event()
+
+        async def prefill(reply: Reply) -> None:
+            prefills.append(asyncio.Event())
+            await prefills[-1].wait()
+            await reply.serve()
+
+        async def decode(reply: Reply) -> None:
+            decodes.append(reply)
+            await opened.wait()
+            await reply.serve()
+
+        for one in w.prefill:
+            one.default = prefill
+        for one in w.decode:
+            one.default = decode
+        asked = asked_by(w, 3, killer())
+        await until(lambda: prefills)
+        await clock.advance(3 * SOON)
+        await later()
+        assert len(prefills) == 1
+        prefills[0].set()
+        await until(lambda: decodes)
+        await clock.advance(SOON)
+        await until(lambda: len(prefills) == 3)
+        for gate in prefills:
+            gate.set()
+        opened.set()
+        assert {answer.status for answer in await asyncio.gather(*asked)} == {200}
+
+
 async def test_an_hour_of_one_body() -> None:
     """It comes each 30 s, of a client that has a good answer before each time; engines are back at once."""
     clock = ManualClock()
