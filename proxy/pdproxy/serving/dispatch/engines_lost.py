@@ -391,7 +391,7 @@ class EnginesLost:
         ]
         if limited := self._limited:
             found.append(
-                f"engines disappeared under requests of {limited} clients: each is served one request at a time"
+                f"engines disappeared under requests of {limited} clients: few requests of each are served at a time"
             )
         return found
 
