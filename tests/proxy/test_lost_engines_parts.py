@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
+from pdproxy.kit.errors import ConnectionLostError
 from pdproxy.observe.events import EngineLost
+from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch import engines_lost
+from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.transfer.parsed_events import DERENDER, RENDER
 from tests.fakes.engine import Reply
 from tests.fakes.passed import RESPONSES, everyone, fine, responses
-from tests.fakes.world import CHAT, TEXT, World, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, TEXT, World, completion, until, world
 from tests.proxy.test_continued_parsed import FACTS, body_of
 from tests.proxy.test_lost_engines import MARK, UNBROKEN, armed, ask, dead, lost_of, refused, sims
 
@@ -70,6 +75,28 @@ async def test_a_part_that_was_ended_may_have_ended_its_engine() -> None:
         assert refused(await asked)
         assert not whole
         assert [event.losses for event in w.events(EngineLost)] == [1]
+
+
+async def test_a_part_that_is_ended_as_its_engine_is_found_lost() -> None:
+    """The loss counts for the part's own fingerprint: when it comes again, it is known as what it is."""
+    async with world(0, 0, aggregated=2, leaves=True) as w:
+        lost = lost_of(w)
+
+        async def gone(_: str) -> bool:
+            return False
+
+        lost._detector._is_alive = gone
+        lease = w.proxy.ledger.assign_alone(Ask("tiny", 1, lost._now()))
+        assert lease is not None
+        headers, fields = LegHeaders("x", COMPLETIONS, (), (), client="a"), {"prompt": msgspec.Raw(b"1")}
+        lost.broke(headers, lease.node, ConnectionLostError("x"), lost._now(), streamed=False)
+        await lost._detector.find_out(headers.lost[0].broken[0].loss).wait()
+        assert not lost.remembers
+        lost.left(headers, [lease], fields, None)
+        assert [event.losses for event in w.events(EngineLost)] == [1]
+        assert await lost.judge(headers, {}, None) is None
+        assert len(w.events(EngineLost)) == 1
+        resources_of(w).close(lease, Verdict.NEUTRAL)
 
 
 def resources_of(w: World) -> Any:

@@ -148,6 +148,9 @@ class EnginesLost:
         for lease in leases:
             one = AbandonedRequest(sender.request_id, sender.client, request, fingerprint, lease.since, until)
             self._abandoned.add(lease.node, one)
+            loss = self._detector.at(lease.node)
+            if loss is not None and loss.is_lost:  # it has left as that was found out
+                self._count_abandoned(loss)
 
     async def look_back(self, sender: Sender) -> None:
         """Find out which engines are lost where parts of a request were under way that were ended: another part has failed."""
