@@ -98,16 +98,21 @@ async def test_half_of_the_places_wait_for_a_turn() -> None:
 
 async def test_known_bodies_of_a_limited_client_take_turns() -> None:
     """Its own turn comes first, so that no two of them are at engines at once."""
-    async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True) as w:
-        armed(sims(w.aggregated))
-        await asyncio.gather(*[ask(w, killer(number)) for number in range(8)])
-        await again(w)
+    async with world(0, 0, aggregated=8, limits={**UNBROKEN, "attempts": 1}, leaves=True, clock=ManualClock()) as w:
+        held = Held(w)
+        first = [asyncio.ensure_future(ask(w, killer(number))) for number in range(8)]
+        await until(lambda: len({reply.engine.url for reply in held.under_way}) == 8)
+        await asyncio.gather(*[engine.kill() for engine in sims(w.aggregated)])
+        assert all(answer.status >= 500 for answer in await asyncio.gather(*first))
+        assert [suspect.losses for suspect in lost_of(w)._fingerprints.values()] == [1] * 8
         assert lost_of(w)._limited == 1
-        assert len(lost_of(w)._fingerprints) == 8
-        before = len(w.events(EngineLost))
+        await again(w)
+        for engine in w.aggregated:
+            engine.sim.scripts.default = None
+        armed(sims(w.aggregated))
         answers = await asyncio.gather(*[ask(w, killer(number)) for number in range(8)])
         assert dead(sims(w.aggregated)) == 3, "one, and two that waited"
-        assert len(w.events(EngineLost)) == before + 3
+        assert len(w.events(EngineLost)) == 8 + 3
         assert all(refused(answer) for answer in answers)
 
 
