@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +12,14 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
 from pdproxy.scheduling.nodes import Node, NodeSpec, Role
-from pdproxy.serving.dispatch.in_turn import MOST, first_answer
+from pdproxy.serving.dispatch.in_turn import MOST, AskedFor, first_answer
+
+NOBODY = AskedFor(
+    cast("Any", SimpleNamespace(forbidden=lambda _: (), broke=lambda *_, **__: False)),
+    cast("Any", SimpleNamespace(lost=[])),
+    None,
+)
+"""A request under which no engine is lost."""
 
 
 class Passed:
@@ -58,7 +67,7 @@ async def test_the_first_answer(names: str, answer: str | None, asked: list[str]
     """An engine that hangs takes only its part of the time, and of very many engines only the first are asked."""
     nodes = [Node(NodeSpec(f"http://{name}", Role.DECODE)) for name in names.split()]
     engines, passed = Engines(), Passed()
-    found = await first_answer(nodes, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]))
+    found = await first_answer(nodes, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]), NOBODY)
     assert found == answer
     assert engines.asked == asked
     assert len(engines.asked) <= MOST

@@ -176,7 +176,7 @@ class PoolParts:
         late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
         comebacks = Comebacks(ledger, clock, observers, limits)
         is_alive = partial(admin.answers, path="/health")
-        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now)
+        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits)
         observers.add(lost)
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(

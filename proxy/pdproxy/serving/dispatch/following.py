@@ -201,15 +201,15 @@ class Following:
                     return Reason.RETRY_BUDGET
                 self._report(failed, will_retry=True)
                 self._continuation = found
-                self._exchange = exchange_of(*found.take_request(), failed.url, slot, silent=silent)
+                exchange = self._exchange = exchange_of(*found.take_request(), failed.url, slot, silent=silent)
 
                 def begin(_relay: Relay) -> ResponseWriter:
                     within.disarm()
                     self._pause = resources.now() - since
                     self._notify("continued", self._cause, self._pause)
-                    return found.writer()
+                    return found.writer(exchange.times().decode)
 
-                if await self._exchange.run(begin) is not None:
+                if await exchange.run(begin) is not None:
                     return Reason.REFUSED
                 await found.end()
                 return None
