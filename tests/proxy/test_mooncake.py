@@ -18,9 +18,9 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
+from tests.proxy.faults import usage
 from tests.proxy.test_both_legs import SLOW, Gate, fails, text_of
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, chat, completion, same
-from tests.proxy.test_mooncake_faults import usage
 
 MOONCAKE = "mooncake"
 

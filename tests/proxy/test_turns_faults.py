@@ -24,9 +24,8 @@ from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import Pair
 from tests.fakes.several import WORKERS
 from tests.fakes.world import until
-from tests.proxy import test_registered_faults as registered
+from tests.proxy.faults import SILENT, cases, expected, left_to_the_lease, revive, seen
 from tests.proxy.test_connectors import CHAT, TEXT
-from tests.proxy.test_faults_by_moment import SILENT, cases, expected, left_to_the_lease
 from tests.proxy.test_turns import drops, keeps, kept_ids, quiet, talking, turns_of, user
 
 SHARE = 1 if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else 4
@@ -43,14 +42,6 @@ def mine() -> list[tuple[str, str, Moment, bool]]:
         for number, (role, kind, moment, stream) in enumerate(cases())
     ]
     return found[::SHARE]
-
-
-def seen(answer: Answer, text: str) -> str:
-    """Which of the three it is; anything else fails. A stream that is right ends with `[DONE]`."""
-    what = registered.seen(answer, text)
-    if what == "right" and answer.header("content-type") != "application/json":
-        assert answer.events[-1] == b"data: [DONE]\n\n"
-    return what
 
 
 class Talk:
@@ -114,12 +105,7 @@ class Talk:
 
     async def goes_on(self) -> None:
         """Bring every engine back to life. The next turn is right."""
-        for sim in self.engines:
-            sim.faults.clear()
-            if sim.life == "frozen":
-                await sim.thaw()
-            if sim.life != "up" or sim.engine.dead:
-                await sim.restart()
+        await revive(self.engines)
         await self.pair.world.probe()
         await self.quiet()
         answer, text = await self.turn()
