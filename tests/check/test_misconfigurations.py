@@ -1,4 +1,4 @@
-"""Engines that are wrong in one way each: the check names it, and what to do. The engines are simulated, the requests real."""
+"""Engines that are wrong in one way each: the check of simulated engines names it, and what to do."""
 
 import asyncio
 import socket

@@ -1,8 +1,7 @@
-"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md. Needs `nginx`, `haproxy`, `envoy`.
+"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md: streams, rates and ends pass them."""
 
-`long_balancers.py` has restarts behind them. Where one of the programs is missing, its tests are skipped, but for
-PDPROXY_REQUIRE_BALANCERS=1: then they fail.
-"""
+# Needs `nginx`, `haproxy`, `envoy`: where one of the programs is missing, its tests are skipped, but for
+# PDPROXY_REQUIRE_BALANCERS=1: then they fail. `long_balancers.py` has restarts behind them.
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Many clients, four engines, and everything going wrong at random, by a seed.
+"""Many clients, four engines, and everything going wrong at random by a seed: each request ends once, and nothing is left."""
 
-The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance.
-
-Each request ends once: right, or with a well-formed error, or its client left. Then no block, lease, task or socket is left.
-PDPROXY_TEST_CHAOS_SECONDS says for how long, PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
-"""
+# The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance. A request
+# ends right, or with a well-formed error, or its client left; no block, lease, task or socket is left.
+# PDPROXY_TEST_CHAOS_SECONDS says for how long, PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whatever the contract, the fault, its moment and the shape of the request: the client sees the right answer, an error or an
-error event behind what was right, and all is well once the engines are."""
+"""Whatever the contract, the fault, its moment and the shape: clients see a right answer or an honest error, and all recovers."""
 
 from __future__ import annotations
 

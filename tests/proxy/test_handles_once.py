@@ -1,9 +1,8 @@
-"""A handle is given away once, whatever happens to the connection that its request was sent on.
+"""A handle is given away once, whatever happens to the connection that its request was sent on."""
 
-An engine that has read KV has it freed, and its blocks hold another prompt's KV then. So no leg is sent twice: behind a kept
-connection that has closed, the next attempt begins anew, with another handle. Each test forces one moment: it holds up the next
-connect, or a notice, until what must not matter has happened.
-"""
+# An engine that has read KV has it freed, and its blocks hold another prompt's KV then. So no leg is sent twice: behind a kept
+# connection that has closed, the next attempt begins anew, with another handle. Each test forces one moment: it holds up the
+# next connect, or a notice, until what must not matter has happened.
 
 from __future__ import annotations
 

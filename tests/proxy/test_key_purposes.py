@@ -1,4 +1,4 @@
-"""A key has one purpose: a client's opens no admin API, whatever is combined and reloaded. Operators that may only read."""
+"""A key has one purpose: a client's opens no admin API and an operator's may only read, whatever is combined and reloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client's key is good for: models, pools, routes, tenants, tokens, answers and time. Nothing gets around it."""
+"""What a client's key is good for: nothing gets around its models, pools, routes, tenants, tokens, answers and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests at which every engine fails: they take nothing from other clients, and are paid. Engines that fail are still found."""
+"""Requests at which every engine fails take nothing from other clients and are paid, and engines that fail are still found."""
 
 from __future__ import annotations
 

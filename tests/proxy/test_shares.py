@@ -1,4 +1,4 @@
-"""Shares of what all clients use: places, memory for bodies, connections. They apply only while others wait."""
+"""Shares of what all clients use (places, memory for bodies, connections) apply only while others wait."""
 
 from __future__ import annotations
 

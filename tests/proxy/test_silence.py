@@ -1,7 +1,6 @@
-"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every route.
+"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every route."""
 
-The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence take seconds here.
-"""
+# The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence take seconds here.
 
 from __future__ import annotations
 

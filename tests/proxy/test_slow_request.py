@@ -1,7 +1,6 @@
-"""A request whose step takes longer than `health.stalled_after`: it pays itself, and the requests beside it are all served.
+"""A request whose step takes longer than `health.stalled_after`: it pays itself, and the requests beside it are all served."""
 
-The step is a core that is stopped for a time of the manual clock, whenever an engine has the slow request.
-"""
+# The step is a core that is stopped for a time of the manual clock, whenever an engine has the slow request.
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Every fault at every moment of a conversation's second turn, whose prefill engine is given KV that a decode engine kept.
+"""Every fault at every moment of a conversation's second turn: the client sees what it may see, and the conversation goes on."""
 
-A client sees one of three things: the right answer; an error with a status and an OpenAI body; a stream that was right as far as
-it came and ends in an error event. After it the conversation goes on, and no block is held that the proxy does not know, but for
-those that only their own time frees.
-"""
+# The turn's prefill engine is given KV that a decode engine kept. At the end no block is held that the proxy does not know, but
+# for those that only their own time frees.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a request has used, on every route that runs a model: what engines count is reported, charged to the key, and no more.
+"""What a request has used, on every route that runs a model: what engines count is reported, charged to the key, and no more."""
 
-Each row of `ROUTES` is asked in all its forms. A route of the table without a row fails the first test.
-"""
+# Each row of `ROUTES` is asked in all its forms. A route of the table without a row fails the first test.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""kill -9 of a worker with streams, at moments of chance: the others don't notice, its KV is released, its load counts no more.
+"""kill -9 of a worker with streams, by chance: the others don't notice, its KV is released, its load counts no more."""
 
-PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
-"""
+# PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
 
 from __future__ import annotations
 

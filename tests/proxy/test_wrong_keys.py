@@ -1,4 +1,4 @@
-"""Wrong keys: counted, and answered with 429 where an address sends too many. Right ones are always served."""
+"""Wrong keys are counted, and answered with 429 where an address sends too many, while right ones are always served."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The simulated core schedules, caches and samples as vLLM does: tokens depend on prompt and weights alone, time on the work."""
+
 from typing import Any
 
 import msgspec

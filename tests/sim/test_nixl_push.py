@@ -1,4 +1,4 @@
-"""What real engines do when P pushes: who gets whose KV, what waits for it, and for how long. In virtual time."""
+"""What real engines do when P pushes, in virtual time: who gets whose KV, what waits for it, and for how long."""
 
 import pytest
 from hypothesis import given, settings

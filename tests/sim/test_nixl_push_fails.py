@@ -1,4 +1,4 @@
-"""What real engines do when P pushes and something is wrong: keys, engines, addresses, workers. In virtual time."""
+"""What real engines do when P pushes and something is wrong (keys, engines, addresses, workers), in virtual time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A source that follows a name: which answers change the pool, and which do not. Without name servers and engines that answer."""
+"""A source that follows a name: which answers change the pool, and which do not."""
 
 from __future__ import annotations
 

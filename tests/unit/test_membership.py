@@ -1,4 +1,4 @@
-"""Membership: who wants an engine, how it drains, and what a source may do. Without engines that answer."""
+"""Membership: who wants an engine, how it drains, and what a source may do."""
 
 from __future__ import annotations
 

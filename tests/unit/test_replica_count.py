@@ -1,4 +1,4 @@
-"""How many replicas there are, by the addresses of a name: which answers count. Without name servers."""
+"""How many replicas there are, by the addresses of a name: which answers count."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The Mooncake contract: what each leg is sent, and what becomes of a prefill answer.
+"""The Mooncake contract: what each leg is sent, and what becomes of a prefill answer."""
 
-The cases are those of vLLM's own tests of its connector (which params make it send, keep, hang or die) and of vllm-omni's tests
-of its orchestrator, seen from the proxy.
-"""
+# The cases are those of vLLM's own tests of its connector (which params make it send, keep, hang or die) and of vllm-omni's
+# tests of its orchestrator, seen from the proxy.
 
 from __future__ import annotations
 
