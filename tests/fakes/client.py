@@ -157,6 +157,16 @@ class Client:
         self.writer.transport.abort()
 
 
+async def exchange(port: int, data: bytes) -> Answer:
+    """Send bytes to a port of this machine, on a connection of their own. Return the answer."""
+    client = await Client.connect(port)
+    try:
+        client.send(data)
+        return await client.answer()
+    finally:
+        client.close()
+
+
 def request(
     method: str, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1"
 ) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -93,21 +92,14 @@ async def pools(
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         found = Pools(world, engines)
         proxy.start()
-        server = await _serve(proxy, world)
-        world.servers = [server]
+        world.servers = [await _serve(proxy, world)]
         try:
             await until(lambda: all(node.probed for pool in proxy.pools for node in pool.ledger.nodes))
             await until(lambda: all(n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.nodes))
             yield found
             await until(lambda: not any(node.requests for pool in proxy.pools for node in pool.ledger.nodes))
         finally:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-            for client in world._clients:
-                client.close()
-            await asyncio.sleep(0)
+            await world.disconnect()
             for pool in proxy.pools:
                 await pool.custodian.settle(0)
             await proxy.stop()

@@ -181,9 +181,13 @@ class World:
         self, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = (), *, method: str = "POST"
     ) -> Answer:
         """One request on a connection of its own, its whole answer."""
-        client = await self.client()
-        client.send(request(method, path, body, headers))
-        answer = await client.answer(head_only=method == "HEAD")
+        return await self.exchange(request(method, path, body, headers), head_only=method == "HEAD")
+
+    async def exchange(self, data: bytes, *, head_only: bool = False, address: str = "127.0.0.1") -> Answer:
+        """Send bytes on a connection of their own, from an address of this machine; return the answer."""
+        client = await self.client(address=address)
+        client.send(data)
+        answer = await client.answer(head_only=head_only)
         client.close()
         return answer
 
@@ -256,6 +260,17 @@ class World:
             await until(lambda: not self.books.held())
         except TimeoutError:
             raise AssertionError(f"held: {self.books.held()}, of {self.books.history}") from None
+
+    async def disconnect(self) -> None:
+        """Have all clients leave, and let nobody come any more."""
+        for server in self.servers:
+            for listener in server.servers:
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+        for client in self._clients:
+            client.close()
+        await asyncio.sleep(0)
 
     def forget_events(self) -> None:
         """Forget the events that have been seen so far."""
@@ -371,14 +386,7 @@ async def world(
         if not leaves:
             await made.settled()
     finally:
-        for server in servers:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-        for client in made._clients:
-            client.close()
-        await asyncio.sleep(0)
+        await made.disconnect()
         for worker, share in zip(made.workers, shares, strict=True):
             await worker.custodian.settle(0)
             share.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -127,19 +126,12 @@ async def proxy_before(settings: Settings, library: Library = TRANSFORMERS) -> A
     proxy.observers.add(recorder)
     world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
     proxy.start()
-    server = await _serve(proxy, world)
-    world.servers = [server]
+    world.servers = [await _serve(proxy, world)]
     try:
         await until(lambda: all(node.up for node in proxy.ledger.nodes))
         yield world
         await until(lambda: not world.busy())
     finally:
-        for listener in server.servers:
-            listener.close()
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
-        for client in world._clients:
-            client.close()
-        await asyncio.sleep(0)
+        await world.disconnect()
         await proxy.custodian.settle(0)
         await proxy.stop()

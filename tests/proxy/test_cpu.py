@@ -44,11 +44,8 @@ async def test_both_legs_carry_one_id_that_no_client_chooses() -> None:
         alone = [json.loads((await pair.asked_plain(COMPLETIONS, completion(prompt=text))).body) for text in texts]
 
         async def ask(text: str) -> dict[str, object]:
-            client = await Client.connect(pair.world.port)
-            client.send(request("POST", COMPLETIONS, completion(prompt=text), [("x-request-id", "mine")]))
-            answer = await client.answer()
-            client.close()
-            return dict(json.loads(answer.body))
+            answer = await pair.ask(COMPLETIONS, completion(prompt=text), [("x-request-id", "mine")])
+            return dict(answer.json)
 
         answers = await asyncio.gather(*(ask(text) for text in texts))
         assert [answer["choices"] for answer in answers] == [one["choices"] for one in alone]

@@ -169,9 +169,7 @@ async def test_a_route_is_refused_before_the_body(tmp_path: Path) -> None:
     """Nothing of the body is waited for, on both kinds of routes."""
     async with world(auth=auth(tmp_path, "routes=chat"), deadlines={"client_body": 30}) as w:
         for path in (COMPLETIONS, EMBED):
-            client = await w.client()
-            client.send(head(path, 64 * 2**20, *bearer(KEY)))
-            answer = await client.answer()
+            answer = await w.exchange(head(path, 64 * 2**20, *bearer(KEY)))
             assert (answer.status, answer.header("connection")) == (403, "close")
         assert w.metric("pdproxy_early_refusals_total", reason="not_allowed") == 2
 

@@ -172,11 +172,8 @@ def head(path: str, length: int, *headers: tuple[str, str]) -> bytes:
 async def test_without_a_key_a_request_is_refused_before_its_body() -> None:
     """No byte of the body is waited for; the connection closes, and the request is reported as any other."""
     async with world(auth={"api_keys": ("one",)}, deadlines={"client_body": 30}) as w:
-        client = await w.client()
-        client.send(head(COMPLETIONS, 64 * 2**20, *bearer("wrong")))
-        answer = await client.answer()
-        assert answer.status == 401
-        assert answer.header("connection") == "close"
+        answer = await w.exchange(head(COMPLETIONS, 64 * 2**20, *bearer("wrong")))
+        assert (answer.status, answer.header("connection")) == (401, "close")
         ended = await w.ended()
         assert (ended.status, ended.outcome, ended.model) == (401, "client", None)
 
@@ -184,9 +181,7 @@ async def test_without_a_key_a_request_is_refused_before_its_body() -> None:
 async def test_without_a_key_a_client_is_not_asked_to_continue() -> None:
     """`Expect: 100-continue` is answered by the 401 alone."""
     async with world(auth={"api_keys": ("one",)}) as w:
-        client = await w.client()
-        client.send(head(COMPLETIONS, 100, ("expect", "100-continue")))
-        assert (await client.answer()).status == 401
+        assert (await w.exchange(head(COMPLETIONS, 100, ("expect", "100-continue")))).status == 401
 
 
 async def test_a_body_without_a_key_is_not_held_and_its_answer_not_lost() -> None:

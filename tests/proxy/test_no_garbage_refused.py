@@ -19,10 +19,7 @@ GENERATING, PASSED = COMPLETIONS.encode(), b"/v1/embeddings"
 
 
 async def sent(w: World, data: bytes, status: int) -> None:
-    client = await w.client()
-    client.send(data)
-    assert (await client.answer()).status == status
-    client.close()
+    assert (await w.exchange(data)).status == status
 
 
 async def no_key(w: World) -> None:

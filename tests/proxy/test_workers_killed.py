@@ -10,12 +10,11 @@ import random
 import re
 import signal
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from tests.fakes import answers, scripts
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Answer, Client, exchange, request
 from tests.fakes.engine import serve
 from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.scripts import WORD
@@ -184,7 +183,4 @@ async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path
             assert "released" in proxy.books.history[held]
             assert next(one.kv["remote_request_id"] for one in proxy.decode.releases if one.kv) == held
             assert await _load(proxy) == 0
-            client = await Client.connect(urlsplit(proxy.decode.url).port or 0)
-            client.send(request("GET", "/health", b""))
-            assert (await client.answer()).status == 200
-            client.close()
+            assert (await exchange(proxy.decode.port, request("GET", "/health", b""))).status == 200

@@ -84,6 +84,11 @@ class Engines(VirtualCluster):
         return self.answer(engine, prompt, 1, dict(PREFILL)).handle
 
 
+def external(engine: VirtualEngine) -> int:
+    """Prompt tokens that an engine had from elsewhere."""
+    return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
+
+
 def plain(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8, **facts: Any) -> list[int]:
     """What an engine alone says to a prompt."""
     engines = Engines()
