@@ -24,6 +24,7 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
+from tests.proxy import leaving
 from tests.proxy.test_connectors import COMPLETIONS, TEXT, bare, completion, events
 from tests.proxy.test_quotas import A, keys, left
 
@@ -534,18 +535,7 @@ async def test_two_hundred_clients_of_which_many_leave() -> None:
     async with pool(PUSH, prefills=2, decodes=2, p=SLOW, d={"num_gpu_blocks": 2048}) as pair:
         await known(pair)
         engines = (pair.p, pair.d, *pair.more)
-
-        async def one(number: int) -> None:
-            body: dict[str, Any] = completion(prompt=f"{number} {TEXT}", stream=number % 2 == 0)
-            if number % 3:
-                assert (await pair.ask(COMPLETIONS, body)).status == 200
-                return
-            client = await pair.world.client()
-            client.send(request("POST", COMPLETIONS, body))
-            await asyncio.sleep(number % 17 / 50)
-            client.close()
-
-        await asyncio.gather(*(one(number) for number in range(200)))
+        await leaving.every_third(pair, 200)
         await pair.world.quiet()
         await until(lambda: not any(engine.engine.awaited for engine in engines))
         assert pair.world.metric("pdproxy_kv_stuck") == 0

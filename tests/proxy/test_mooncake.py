@@ -18,6 +18,7 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
+from tests.proxy import leaving
 from tests.proxy.faults import usage
 from tests.proxy.test_both_legs import SLOW, Gate, fails, text_of
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, chat, completion, same
@@ -236,18 +237,7 @@ async def test_kv_that_no_decode_engine_has_asked_for_is_released_once() -> None
 async def test_two_hundred_clients_of_which_many_leave() -> None:
     async with pool(MOONCAKE, prefills=2, decodes=2, p=SLOW, d={"num_gpu_blocks": 2048}) as pair:
         engines = (pair.p, pair.d, *pair.more)
-
-        async def one(number: int) -> None:
-            body: dict[str, Any] = completion(prompt=f"{number} {TEXT}", stream=number % 2 == 0)
-            if number % 3:
-                assert (await pair.ask(COMPLETIONS, body)).status == 200
-                return
-            client = await pair.world.client()
-            client.send(request("POST", COMPLETIONS, body))
-            await asyncio.sleep(number % 17 / 50)
-            client.close()
-
-        await asyncio.gather(*(one(number) for number in range(200)))
+        await leaving.every_third(pair, 200)
         await pair.world.quiet()
         assert pair.world.metric("pdproxy_kv_stuck") == 0
         await until(lambda: nothing_left(pair.d, pair.more[1]))
