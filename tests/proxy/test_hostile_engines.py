@@ -89,8 +89,6 @@ AS_ASKED = {
     "lines of an event",
 }
 """What its request may have asked for: bytes of bodies. Heads, and what holds nothing, are the engine's doing."""
-SLOWLY = {"comments"}
-"""What an engine may say in small amounts for ever is refused where it comes in masses: how soon depends on how it is read."""
 
 
 def room(w: World) -> AnswerBudget:

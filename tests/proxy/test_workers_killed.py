@@ -24,8 +24,6 @@ KILLS = int(os.environ.get("PDPROXY_TEST_KILLS", "2"))
 STREAMS = 50
 LEASE = 3600.0
 """Seconds: a prefill engine that frees KV within a test does so because it was told."""
-PROCESSED = 0.25
-"""Seconds. What a worker has read from a connection for so long, it has processed, too."""
 _WORKER = re.compile(rb'"id":"cmpl-(\d\d)')
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
+from pdproxy_lab.sim.watched import WatchedEngine
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPT = tuple(range(300, 400))
@@ -84,7 +85,7 @@ class Engines(VirtualCluster):
         return self.answer(engine, prompt, 1, dict(PREFILL)).handle
 
 
-def external(engine: VirtualEngine) -> int:
+def external(engine: VirtualEngine | WatchedEngine) -> int:
     """Prompt tokens that an engine had from elsewhere."""
     return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
 
