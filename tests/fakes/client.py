@@ -177,3 +177,8 @@ def request(
         lines.append("content-type: application/json")
     lines += [f"{name}: {value}" for name, value in headers]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + content
+
+
+def bearer(key: str) -> list[tuple[str, str]]:
+    """The headers of a client with a key."""
+    return [("authorization", f"Bearer {key}")]

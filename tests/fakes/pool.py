@@ -26,9 +26,10 @@ from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.several import built
 from tests.fakes.tokenizer import Shelf, SimTokenizer
-from tests.fakes.world import DEADLINES, LONG, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, LONG, World, _serve, until
 
 FAST = Hardware(speed=0)
 CHUNK = 32
@@ -180,7 +181,7 @@ async def pool(
             health=Health(**{"stalled_after": 0, **(health or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
-        recorder = _Recorder()
+        recorder = Recorder()
         library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
         made = built(settings, library, clock)
         proxy, *others = made.proxies

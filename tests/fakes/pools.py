@@ -19,8 +19,9 @@ from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts, MooncakeFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.tokenizer import Shelf
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, World, _serve, until
 
 
 @dataclass
@@ -86,7 +87,7 @@ async def pools(
             probes=Probes(interval=probes, scrape_interval=probes),
             **more,
         )
-        recorder = _Recorder()
+        recorder = Recorder()
         watch = Watch(observers=[recorder]) if chance is None else Watch(observers=[recorder], chance=chance)
         proxy = Proxy.build(settings, Shelf(), watch)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]

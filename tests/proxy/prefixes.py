@@ -17,8 +17,9 @@ from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import KvEventsConfig
 from pdproxy_lab.sim.server import SimServer
+from tests.fakes.recorder import Recorder
 from tests.fakes.tokenizer import Shelf, SimTokenizer
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, World, _serve, until
 from tests.proxy.kv_events import ANY, facts
 
 
@@ -121,7 +122,7 @@ async def knowing(
 @asynccontextmanager
 async def proxy_before(settings: Settings, library: Library = TRANSFORMERS) -> AsyncIterator[World]:
     """Run a proxy whose engines are up."""
-    recorder = _Recorder()
+    recorder = Recorder()
     proxy = Proxy.build(settings, library)
     proxy.observers.add(recorder)
     world = World(proxy, None, (), recorder)  # type: ignore[arg-type]

@@ -23,8 +23,9 @@ from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.several import built
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, World, _serve, until
 
 FAST = Hardware(speed=0)
 INTERVAL = 0.02
@@ -126,7 +127,7 @@ async def fleet(
             registration=Registration(**{"port": port, "timeout": 1.0, **(registration or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
-        recorder = _Recorder()
+        recorder = Recorder()
         made = built(settings, clock=clock)
         proxy, *others = made.proxies
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]

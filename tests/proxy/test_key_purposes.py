@@ -17,9 +17,9 @@ from pdproxy.settings.keys import Auth
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from tests.fakes.admin import BASE, admin
-from tests.fakes.client import request
+from tests.fakes.client import bearer, request
+from tests.fakes.files import renewed
 from tests.fakes.world import COMPLETIONS, completion, world
-from tests.proxy.test_keys import bearer, renewed
 from tests.proxy.test_unwanted_bodies import answered, kept
 
 assert kept  # a fixture

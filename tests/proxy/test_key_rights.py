@@ -13,11 +13,11 @@ from pdproxy.serving.access.routes import TABLE
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Overload
 from pdproxy.settings.schema import Settings
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, bearer
 from tests.fakes.passed import everyone, fine
 from tests.fakes.pools import PoolOf, pools
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
-from tests.proxy.test_keys import bearer, head
+from tests.proxy.test_keys import head
 
 BATCH, INVOCATIONS, EMBED = "/v1/chat/completions/batch", "/invocations", "/v1/embeddings"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -19,25 +19,15 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.keys import Keys, ValidKey, digest
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.schema import Settings
-from tests.fakes.client import request
+from tests.fakes.client import bearer, request
 from tests.fakes.engine import Reply
+from tests.fakes.files import renewed
 from tests.fakes.ports import free_port
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
 
-def bearer(key: str) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {key}")]
-
-
 async def status(w: World, key: str) -> int:
     return (await w.ask(COMPLETIONS, completion(), bearer(key))).status
-
-
-def renewed(path: Path, text: str) -> None:
-    """Replace a file as a careful operator does it."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:

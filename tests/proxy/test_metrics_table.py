@@ -13,10 +13,10 @@ from pdproxy.serving.kv.custody import End, State
 from pdproxy.wire.notices import NoticeEvent
 from pdproxy.wire.request import Alone
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, completion, until, world
 from tests.proxy.test_engines_come_and_go import add
-from tests.proxy.test_keys import bearer
 
 
 async def _rest(reply: Reply) -> None:

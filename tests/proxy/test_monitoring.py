@@ -13,10 +13,11 @@ from pdproxy.observe.logs import access_fields
 from pdproxy.settings.listen import Cors
 from pdproxy.web.wrong_keys import AT_ONCE
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
-from tests.proxy.test_keys import bearer, head
+from tests.proxy.test_keys import head
 
 MESSAGES = "/v1/messages"
 

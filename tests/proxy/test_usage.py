@@ -16,7 +16,7 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers, scripts
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
@@ -25,7 +25,6 @@ from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion
 from tests.proxy.test_batches import BATCH, batch
 from tests.proxy.test_connectors import CONNECTORS, SHAPES, same
 from tests.proxy.test_continued import TOKENS, UNBROKEN, cut
-from tests.proxy.test_keys import bearer
 from tests.proxy.test_quotas import keys, left
 
 TPM = 60_000

@@ -9,8 +9,8 @@ import pytest
 from pdproxy.kit.errors import LimitError, UnauthorizedError
 from pdproxy.web.wrong_keys import AT_ONCE, MAX_ADDRESSES, PER_SECOND, WrongKeys
 from tests.fakes.admin import BASE, admin
+from tests.fakes.client import bearer
 from tests.fakes.world import COMPLETIONS, completion, world
-from tests.proxy.test_keys import bearer
 
 WRONG = UnauthorizedError("wrong", code="invalid_api_key")
 

@@ -14,7 +14,7 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError
-from pdproxy.observe.events import DeadlinePassed, Event, Evicted, KvCounted, KvShortfall, Observers
+from pdproxy.observe.events import DeadlinePassed, Evicted, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
@@ -23,18 +23,9 @@ from pdproxy.serving.request.place import Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 from tests.unit.test_transfer_nixl import recorded
-
-
-class Recorder:
-    """Remembers events."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
 
 def books() -> tuple[Auditor, Engine, Recorder]:
