@@ -1,5 +1,4 @@
-"""Requests that may end engines take turns: who ends an engine takes no more of them by coming often or leaving early, and honest
-requests are hardly late."""
+"""Requests that may end engines begin one at a time at first, then more and more."""
 
 from __future__ import annotations
 

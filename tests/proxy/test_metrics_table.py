@@ -16,10 +16,10 @@ from pdproxy.serving.kv.ready import NOTICES
 from pdproxy.wire.notices import NoticeEvent
 from pdproxy.wire.request import Alone
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, completion, until, world
 from tests.proxy.test_engines_come_and_go import add
-from tests.proxy.test_keys import bearer
 from tests.reference.metrics import METRICS
 
 

@@ -1,4 +1,4 @@
-"""Wrong keys: counted, and answered with 429 where an address sends too many. Right ones are always served."""
+"""Wrong keys are counted, and answered with 429 where an address sends too many, while right ones are always served."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pdproxy.kit.errors import LimitError, UnauthorizedError
 from pdproxy.observe.events import Observers
 from pdproxy.web.wrong_keys import AT_ONCE, MAX_ADDRESSES, PER_SECOND, WrongKeys
 from tests.fakes.admin import BASE, admin
+from tests.fakes.client import bearer
 from tests.fakes.world import COMPLETIONS, completion, world
-from tests.proxy.test_keys import bearer
 
 WRONG = UnauthorizedError("wrong", code="invalid_api_key")
 
