@@ -34,7 +34,8 @@ async def test_attributes_of_the_protocol() -> None:
     config.load()
     made = HttpToolsProtocol(config, ServerState(), {}, asyncio.get_running_loop())
     for name in ("parser", "cycle", "pipeline", "scope", "transport", "flow", "logger", "access_logger", "app", "url",
-                 "server_state", "expect_100_continue", "tasks", "timeout_keep_alive_task"):  # fmt: skip
+                 "server_state", "expect_100_continue", "tasks",
+                 "timeout_keep_alive_task"):  # fmt: skip
         assert hasattr(made, name) or name == "url", name
     made.on_message_begin()
     assert made.url == b""
