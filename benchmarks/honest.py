@@ -1,7 +1,10 @@
 """Honest clients of a proxy in front of mock engines: every answer is checked. Or one client that measures how late `/health` is.
 
-Usage: honest.py URL --seconds N [--clients 16] [--chunks 32] [--key KEY]    results of requests, gaps and times to first tokens
-       honest.py URL --seconds N --late                          delays of /health every 20 ms, on a kept connection
+Usage: honest.py URL --seconds N [--clients 16] [--chunks 32] [--key KEY]
+       honest.py URL --seconds N --late
+
+The first one shows the results of requests, gaps, and times to first tokens; `--late` the delays of
+/health every 20 ms, on a kept connection.
 
 Prints one line of JSON.
 """

@@ -78,7 +78,7 @@ def test_the_transfers_and_the_stalls_of_a_pair_come_back(terms: tuple[float, fl
     assert found.kv_bytes_per_token == 131_072
 
 
-def test_the_stalls_come_back_from_times_that_are_late_and_do_not_say_when_a_prompt_was_prefilled() -> None:
+def test_the_stalls_come_back_from_late_times_that_do_not_say_when_a_prompt_was_prefilled() -> None:
     hardware, chance = with_pulls(0.0, 0.002, 5e-6), random.Random(7)
 
     def late(seen: Seen) -> Seen:

@@ -55,6 +55,13 @@ def test_a_text_that_is_not_there_once_fails(tmp_path: Path, old: str) -> None:
     assert "def mint2" not in (package / "kit" / "ids.py").read_text(), "nothing is changed then"
 
 
+def test_where_lines_are_broken_is_no_matter() -> None:
+    change = Change("kit/ids.py", "    mint(one, two)\n    end()\n", "    mint()\n")
+    assert change.of("    mint(\n        one,\n        two,\n    )\n    end()\n") == "    mint()\n"
+    with pytest.raises(GoneError):
+        change.of("    remint(one, two)\n    end()\n")
+
+
 def test_a_copy_is_what_runs(tmp_path: Path) -> None:
     """A copy that can't run is no bug that was caught."""
     package = copy_package(tmp_path)

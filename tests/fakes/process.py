@@ -46,7 +46,8 @@ SERVE = textwrap.dedent(
         pools=(Pool(nodes=nodes),),
         deadlines=Deadlines(drain=5),
         probes=Probes(interval=float(interval)),
-        observe=Observe(log_format=log_format, core_dumps=True),  # or only root could see which files it has open
+        # Without core dumps only root could see which files it has open.
+        observe=Observe(log_format=log_format, core_dumps=True),
     )))
     """
 )

@@ -139,7 +139,8 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.pools import Pool
     port, prefill, decode = sys.argv[1:]
     nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
-    sys.exit(run(Settings(listen=Listen(port=int(port), linger=0), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))
+    listen, deadlines = Listen(port=int(port), linger=0), Deadlines(drain=5)
+    sys.exit(run(Settings(listen=listen, pools=(Pool(nodes=nodes),), deadlines=deadlines)))
     """
 )
 

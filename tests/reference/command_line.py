@@ -12,9 +12,10 @@ _HEAD = f"""# The command line
 
 {NOTE}
 
-Options of all commands that read settings mean the same in each. An option that is a setting overrides its
-`PDPROXY_*` variable, and that overrides the file of `--config`: [settings](settings.md). Options can't be abbreviated.
-The exit code is 2 if arguments or settings are wrong.
+Options of all commands that read settings mean the same in each. An option that is a setting
+overrides its `PDPROXY_*` variable, and that overrides the file of `--config`:
+[settings](settings.md). Options can't be abbreviated. The exit code is 2 if arguments or settings
+are wrong.
 """
 
 

@@ -14,17 +14,20 @@ _WIDTH = 130
 _EXAMPLES = {"url": ("http://127.0.0.1:8200", "http://127.0.0.1:8300"), "role": ("prefill", "decode")}
 """What the two engines have of the settings without a default."""
 _HEAD = """\
-Every setting of pdproxy with its default: a setting that you leave out has the value in this file. Only `nodes` is an example.
+Every setting of pdproxy with its default: a setting that you leave out has the value in this file.
+Only `nodes` is an example.
 
   pdproxy config init --out pdproxy.yaml   writes this file
   pdproxy serve --config pdproxy.yaml
   pdproxy config print      shows the settings from all sources together
   pdproxy config validate   checks whether `serve` would accept them
 
-Flags override environment variables, and variables override this file. A variable's name is the key's path in capitals, with two
-underscores between its parts: PDPROXY_DEADLINES__FIRST_TOKEN=5, PDPROXY_AUTH__API_KEYS=key1,key2. A list is comma separated, as
-here, or JSON: ["key1", "key2"]. An unknown key or variable is an error. PDPROXY_CONFIG names this file if --config is not given;
-PDPROXY_TEST_*, PDPROXY_ENGINES_*, PDPROXY_REQUIRE_ENGINES and PDPROXY_TORCH_INDEX belong to tests and tools and are ignored.
+Flags override environment variables, and variables override this file. A variable's name is the
+key's path in capitals, with two underscores between its parts: PDPROXY_DEADLINES__FIRST_TOKEN=5,
+PDPROXY_AUTH__API_KEYS=key1,key2. A list is comma separated, as here, or JSON: ["key1", "key2"]. An
+unknown key or variable is an error. PDPROXY_CONFIG names this file if --config is not given;
+PDPROXY_TEST_*, PDPROXY_ENGINES_*, PDPROXY_REQUIRE_ENGINES and PDPROXY_TORCH_INDEX belong to tests
+and tools and are ignored.
 """
 
 

@@ -184,7 +184,7 @@ def test_read_takes_the_last_of_p_s_blocks(change, dies):
     assert dies or run.tokens == plain(PROMPT)
 
 
-def test_read_without_a_block_of_a_short_prompt_releases_it_and_answers_from_what_its_memory_holds():
+def test_read_without_a_block_of_a_short_prompt_releases_it_and_answers_from_its_memory():
     engines, p, d = pair("READ", block_size=64)
     handle = engines.answer(p, PROMPT[:20], 1, to_p(), id=name()).handle
     assert engines.answer(d, PROMPT[:20], 8, handle | {"remote_block_ids": [[]]}, id=name()).over == "length"

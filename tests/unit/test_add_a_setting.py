@@ -13,7 +13,9 @@ import pdproxy
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pdproxy.__file__).parent
 FIELDS = '''
-    max_bananas: Annotated[AtOnce[Count], Option("fruit that is held at once", "N", "--max-bananas")] = 7
+    max_bananas: Annotated[
+        AtOnce[Count], Option("fruit that is held at once", "N", "--max-bananas")
+    ] = 7
     """Fruit that is held at once.
       ripe    what can be eaten
     """
@@ -65,7 +67,8 @@ assert "  ripeness: 3\\n" in printed("--ripeness", "3")[1]
 os.environ[name] = "0"
 code, _, wrong = printed()
 assert code == 2
-assert "limits.max_bananas: expected a whole number >= 1 and <= 2147483647, got \\"0\\" (environment " in wrong, wrong
+bounds = "expected a whole number >= 1 and <= 2147483647"
+assert f"limits.max_bananas: {bounds}, got \\"0\\" (environment " in wrong, wrong
 del os.environ[name]
 
 # pages
@@ -74,7 +77,8 @@ assert row == (
     "| `max_bananas` | a whole number, 1 or more | `7` | at once | `--max-bananas` "
     "| Fruit that is held at once. <br>`ripe`: what can be eaten |"
 ), row
-assert "  # Fruit that is held at once.\\n  #   ripe    what can be eaten\\n  max_bananas: 7\\n" in reference_file.page()
+comment = "  # Fruit that is held at once.\\n  #   ripe    what can be eaten\\n"
+assert comment + "  max_bananas: 7\\n" in reference_file.page()
 assert "fruit that is held at once (default: 7)" in command_line.page()
 
 # a running proxy
@@ -92,7 +96,8 @@ async def reload():
         assert (wanted.at_once, wanted.restart) == (at_once, restart), wanted
         LiveSettings(proxy, lambda level: None).use(old, wanted.used)
         for name, value in fields.items():
-            assert getattr(proxy.settings.limits, name) == (value if at_once else getattr(old.limits, name)), name
+            wanted_value = value if at_once else getattr(old.limits, name)
+            assert getattr(proxy.settings.limits, name) == wanted_value, name
         old = wanted.used
     await proxy.stop()
 asyncio.run(reload())

@@ -53,7 +53,7 @@ class Auditor:
         observers.show(KV_MISSING, lambda: [((url,), tokens) for url, tokens in self.missing().items()])
 
     def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
-        """Count a prompt whose KV a decode engine was given. It may count the KV at once, long before it sends data."""
+        """Count a prompt whose KV a decode engine was given. The engine may count the KV long before it sends data."""
         if (account := self._account(decode)) is not None:
             account.loading += self._blocks(prompt_tokens)
 

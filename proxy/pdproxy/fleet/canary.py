@@ -36,7 +36,7 @@ logger = logging.getLogger("pdproxy.fleet")
 AGAIN = 5.0
 """Seconds until an engine that was too busy to answer is asked again."""
 MAX_BASES = 16
-"""Base models of an engine whose prompts may be tokenized here: an engine has one, under some names."""
+"""Base models of an engine whose prompts may be tokenized here: an engine has one base model, under some names."""
 MAX_ANSWER = 64 << 10
 """Bytes of an engine's ids of one canary."""
 MAX_NAMES = 16_384

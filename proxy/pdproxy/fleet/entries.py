@@ -189,7 +189,7 @@ class Entries:
                     yield self._entry(pool, url, found)
 
     def plain(self) -> list[str]:
-        """Return the URLs of the engines that serve, of which there is nothing else to say."""
+        """Return the URLs of the engines that serve, and that no entry says more of."""
         now = self._now()
         every = [(pool, url, member) for pool in self.pools for url, member in pool.membership.members.items()]
         return [url for pool, url, member in every if _is_plain(member, pool.engines[url].node, now)]

@@ -21,7 +21,7 @@ from pdproxy.transfer.turns import DecodeHandle
 
 
 class _Named(msgspec.Struct):
-    """`remote_hosts`: those of MoRIIO's ranks on several machines. Anything may be there: vLLM makes texts of it."""
+    """`remote_hosts`: the hosts of MoRIIO's ranks on several machines. Values of any type: vLLM makes texts of them."""
 
     remote_host: str | None = None
     remote_hosts: Any = None
@@ -34,7 +34,7 @@ MAX_KNOWN = 4096
 _MAX_HOSTS = 256
 """Hosts of one handle."""
 _MAX_HOST = 255
-"""Characters of a host: those of the longest name (RFC 1035). A longer one is not remembered."""
+"""Characters of a host: as many as the longest name has (RFC 1035). A longer host is not remembered."""
 
 
 class HandleHosts:

@@ -28,7 +28,7 @@ _IDS = 4
 
 
 class HealthCanary:
-    """Asks engines for one token. `roles`: those whose engines may be asked; `health`: how long each answer may take."""
+    """Asks engines for one token. `roles`: engines of which roles may be asked; `health`: how long each answer may take."""
 
     def __init__(self, admin: EngineAdmin, observers: Observers, roles: Collection[str], health: Health) -> None:
         self._admin = admin

@@ -70,7 +70,7 @@ class ReplayResult(enum.Enum):
 
 @dataclass(slots=True)
 class SourceParts:
-    """What all sources share. `deadlines`: that of the next message of a replay. `slots` limits the number of replays."""
+    """What all sources share. `deadlines`: has the deadline of a replay's next message. `slots` limits the number of replays."""
 
     feed: Feed
     counts: SourceCounts

@@ -148,7 +148,7 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Entry:
-    """One engine. `run`: the run whose sources are known, None while it is down; `trouble`: why it has none."""
+    """One engine. `run`: the run whose sources are known, None while the engine is down; `trouble`: why it has no source."""
 
     ranks: dict[int, _Rank] = field(default_factory=dict)
     run: int | None = None
@@ -208,7 +208,7 @@ class KvEventSources:
 
     @property
     def places(self) -> Mapping[tuple[str, int], int]:
-        """The places of the index by engine (its URL) and rank: of those whose sources are known. Read only."""
+        """The places of the index by engine (its URL) and rank, for engines whose sources are known. Read only."""
         return self._places
 
     def connected(self, url: str) -> bool:

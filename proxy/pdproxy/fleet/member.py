@@ -6,7 +6,7 @@ Membership is not health: an engine that is down stays a member. What can be rea
        |                         |                             |                                  |
        +-------------------------+------------ drain ----------+----------------------------------+
                                                v
-              (as before) <--undrain-- draining --nothing is left--> drained, or gone: it is no member any more
+              (as before) <--undrain-- draining --nothing is left--> drained, or no member any more
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
     entries: list[EngineEntry]
 
     def of(self) -> dict[str, EngineEntry | None]:
-        """Return all engines by their URLs: their entries, None for those of which there is nothing to say."""
+        """Return the entries of all engines by URL; None for an engine that only serves."""
         return {**dict.fromkeys(self.plain), **{entry.url: entry for entry in self.entries}}
 
 

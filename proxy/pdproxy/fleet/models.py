@@ -75,7 +75,7 @@ def page(cards: Cards) -> bytes:
 
 
 def alias_card(name: str, card: msgspec.Raw) -> msgspec.Raw:
-    """Return the card of another name for a model: that of the model, with this name, the model's as its root, and no parent."""
+    """Return the card of another name for a model: the model's card with this name, the model as root, and no parent."""
     fields = msgspec.json.decode(card, type=dict[str, msgspec.Raw])
     fields |= {"id": msgspec.Raw(msgspec.json.encode(name)), "root": fields["id"], "parent": msgspec.Raw(b"null")}
     return msgspec.Raw(msgspec.json.encode(fields))

@@ -9,7 +9,7 @@ from pdproxy.scheduling.pace import LARGE, Pace
 
 
 class OpenLeg(Protocol):
-    """A leg that was sent to an engine, until its end. Times are those of the clock, in seconds."""
+    """A leg that was sent to an engine, until its end. Times are the clock's, in seconds."""
 
     since: float
     """When it was sent."""
@@ -33,10 +33,10 @@ class OpenLeg(Protocol):
 
     @property
     def waits_for(self) -> str | None:
-        """The URL of the engine whose KV it may still wait for, None where it waits for none."""
+        """The URL of the engine whose KV the leg may still wait for, None where it waits for no KV."""
 
     def source_lost(self, why: str) -> None:
-        """End it: the engine whose KV it waits for stands still. An engine that has its data already is not affected."""
+        """End the leg: the engine whose KV it waits for stands still. A leg whose engine has sent data is not affected."""
 
     def fail(self, error: EngineError) -> None:
         """End it: its engine stands still. One that is over is not affected."""
@@ -75,7 +75,7 @@ class OpenLegs:
         self.suspects = 0
         """Requests without data under which another engine has stood still, perhaps because of them."""
         self.doubted = 0.0
-        """When it has last failed with a request like another engine, so that nobody knows whose doing that was."""
+        """When the engine has last failed with a request with which another engine failed, too: either may be the cause."""
         self.life = 0.0
         """When the engine has shown last that its core works. Written by the watch over it."""
         self.shows_nothing = False

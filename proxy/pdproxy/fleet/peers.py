@@ -35,6 +35,6 @@ class Peers:
         return self._known.get(rank) or Peer(rank, self.ranks)
 
     def take_turn(self) -> Peer:
-        """Return the rank whose turn it is: the next leg to the engine goes to it."""
+        """Return the rank whose turn it is: the engine's next leg goes to this rank."""
         self._turn = (self._turn + 1) % self.ranks
         return self.get(self._turn)

@@ -149,7 +149,7 @@ class Registrations:
             cancel(entry.owned)
 
     def notify(self, event: Event) -> None:
-        """An engine that restarted has peers of a new run: they are those of its registration."""
+        """An engine that restarted has a new run, whose peers come from its registration."""
         if isinstance(event, NodeChanged) and event.up:
             for entry in self._entries.values():
                 if entry.engine.url == event.node:

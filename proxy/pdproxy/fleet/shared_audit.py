@@ -23,7 +23,7 @@ KEPT = frozenset({ARRIVED})
 
 
 class SharedAuditor(Auditor):
-    """The `Auditor` of one of several workers. `column`: its own part of the table of moved KV, `others`: those of the others."""
+    """The `Auditor` of one of several workers. `column`: its own part of the table of moved KV, `others`: other parts."""
 
     def __init__(
         self, engines: EngineRegistry, ledger: Ledger, observers: Observers, column: Column, others: Others

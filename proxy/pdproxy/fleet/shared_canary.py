@@ -129,6 +129,6 @@ class SharedCanaries(Canaries):
 
 
 def _untold(answers: Answers) -> Answers:
-    """Return answers without the ids, of which there are too many."""
+    """Return answers without their ids, where these are too many."""
     why = f"its answers to canaries have more than {MAX_TOLD} bytes: other workers compare nothing"
     return Answers(answers.cards, {model: ModelAnswers(one.root, why=why) for model, one in answers.models.items()})

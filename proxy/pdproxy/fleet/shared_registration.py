@@ -34,7 +34,7 @@ WINDOW = 0.1
 MAX_BEATS = 2
 """For an engine, from one IP address. An engine sends one in three seconds."""
 MAX_SENDERS = 1024
-"""Engines and IP addresses of which any are."""
+"""Engines, and IP addresses at which there are any."""
 MAX_KEPT = 16_384
 """Messages that are kept for an answer. With more the worker asks again."""
 

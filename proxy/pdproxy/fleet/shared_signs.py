@@ -15,7 +15,7 @@ _SIGN, _LONGEST, _WINDOW = range(MEASURES)
 
 
 class Signs:
-    """One worker's part. `column`: its own part of the table of signs, `others`: those of the others."""
+    """One worker's part. `column`: its own part of the table of signs, `others`: the other workers' parts."""
 
     def __init__(self, column: Column, others: Others) -> None:
         self._column = column

@@ -79,7 +79,7 @@ class Transfers:
         return f"<Transfers with {len(self.known.faults)} faults>"
 
     def failed(self, prefill: str, decode: str, *, first: bool = True, at: float | None = None) -> None:
-        """Count a prompt whose KV did not get from one engine to the other. `at`: when that was, None: now.
+        """Count a prompt whose KV did not get from one engine to the other. `at`: when the transfer failed, None: now.
 
         `first`: whether it is the first such failure of its request.
         """

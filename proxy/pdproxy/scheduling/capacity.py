@@ -31,7 +31,7 @@ class Load:
 
 
 class Windows:
-    """The windows of all engines. `fixed`: that of each engine that answers clients, in place of what is learned; None: learn."""
+    """The windows of all engines. `fixed`: the window of each engine that answers clients; None: windows are learned."""
 
     def __init__(self, fixed: int | None = None) -> None:
         self.fixed = fixed

@@ -47,7 +47,7 @@ class _Tenant:
     def __init__(self) -> None:
         self.weight = 1.0
         self.places = self.timed = 0
-        """Its places, and those of them whose requests have a time."""
+        """Its places, and how many of them have a request with a time."""
         self.ended = 0
         """Its requests that have ended and had a time."""
         self.needed = 0.0

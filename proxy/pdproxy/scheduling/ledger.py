@@ -90,13 +90,13 @@ class Ledger:
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
         self.releasing = Releasing(self._nodes, self._eligibility, self.breakers)
         self._alone_roles: list[Role] = []
-        """Those of `_alone` that have an engine that is up."""
+        """The roles of `_alone` with an engine that is up."""
         self.block_size: int | None = None
         """The smallest KV block of any engine in tokens, None while unknown. Read only."""
         self.template_tokens = 0
         """The largest number of tokens that an engine's chat template adds to one message. Read only."""
         self.adapters: frozenset[str] = frozenset()
-        """Those of the engines' models that are LoRA adapters. Read only."""
+        """The LoRA adapters among the engines' models. Read only."""
         self._windows = self._has_places = options.windows
         """The second: whether any engine's requests are bounded, by a window or by its places."""
         self._when_lost: Callable[[str], None] = lambda _: None

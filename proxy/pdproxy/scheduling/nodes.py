@@ -146,9 +146,9 @@ class Node:
     prompt_bytes: int = 0
     """The sum of the open leases' prompt bytes."""
     of_replicas: tuple[int, int] = (0, 0)
-    """Those of both numbers that are estimates of other replicas' leases; 0 in a `Ledger`."""
+    """The part of `requests` and of `prompt_bytes` that is an estimate of other replicas' leases; 0 in a `Ledger`."""
     shared: int = 0
-    """Those that are leases of other workers of this proxy, as one number: see `SIZE_BITS`."""
+    """The part that other workers of this proxy have leased, both as one number: see `SIZE_BITS`."""
     slot: int = 0
     """Where this worker's leases are in the memory of all workers, see `scheduling.shared_ledger`."""
     window: float | None = None
@@ -182,7 +182,7 @@ class Node:
     ejected: set[str] = field(default_factory=set)
     """URLs of engines that it must not work with."""
     transfers: TransferFaults | None = field(default=None, repr=False)
-    """What is known of KV that does not move: that of its ledger. None: it is in none."""
+    """What its ledger knows of KV that does not move. None: the engine is in no ledger."""
 
     def __post_init__(self) -> None:
         # Attributes, not properties: every request reads them several times.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LARGE = 64 << 10
-"""Prompt bytes from which on a prefill's time says something about its length: that of smaller ones is mostly the queue's."""
+"""Prompt bytes from which on a prefill's time says something about its length: smaller prompts mostly wait in the queue."""
 MARGIN = 4.0
 """So many times as long as before: a batch may be fuller, and a graph may be compiled again."""
 FALSE_MARGIN = 2.0

@@ -15,7 +15,7 @@ from pdproxy.scheduling.random_choice import shuffled
 
 
 class PowerOfTwo(Policy):
-    """The load is that of `least_load` in this role. Of two with the same load the first drawn is taken."""
+    """The load is what `least_load` compares in this role. Of two engines with the same load the first drawn is taken."""
 
     def __init__(self, role: Role, chance: Callable[[], float]) -> None:
         self._measure = measure_of(role)

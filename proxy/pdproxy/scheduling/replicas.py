@@ -25,7 +25,7 @@ _GAIN = 0.02
 
 
 def others(own: int, replicas: int, reported: float | None = None, then: int = 0) -> int:
-    """Return how many requests of an engine are those of other replicas. `own`: ours now; `replicas`: 1 or more, with us.
+    """Return how many requests of an engine came from other replicas. `own`: ours now; `replicas`: 1 or more, with us.
 
     `reported`: how many it had at its last report, None if there is none that counts; `then`: ours at that time.
     """

@@ -328,7 +328,7 @@ class TransferFaults:
         return known
 
     def _forget_streaks(self, fault: TransferFault) -> None:
-        """Forget the failures that a fault explains. Those of its partners are no fault of theirs."""
+        """Forget the failures that a fault explains: they are no faults of the engine's partners."""
         for link in [link for link in self._links if fault.prefill in ("", link[0]) and fault.decode in ("", link[1])]:
             failed = self._links.pop(link).failed
             for streaks, name in ((self._prefills, link[0]), (self._decodes, link[1])):

@@ -38,7 +38,7 @@ class _Times:
         """Of the logarithms of seconds."""
         self._began = -math.inf
         self._now = self._before = math.inf
-        """The shortest time since `_began`, and that of as many seconds before."""
+        """The shortest time since `_began`, and the shortest one of as many seconds before."""
 
     def add(self, now: float, seconds: float, weight: int, *, late: bool) -> float:
         """Learn from a request that stands for `weight`. Return the logarithm of its time, as a part of what others took."""
@@ -69,7 +69,7 @@ class _Times:
 
 
 class Waits:
-    """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
+    """Estimates for all requests. `now` is monotonic seconds, costs are as in `kit.fair_queue`."""
 
     __slots__ = ("_began", "_cost", "_counted", "_ended", "_learned", "_rate", "_times", "_unlearned", "seconds")
 

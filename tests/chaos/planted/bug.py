@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +18,16 @@ class GoneError(Exception):
     """A bug's old text is not in the package exactly once: the bug must follow the package."""
 
 
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+_CLOSES = frozenset(")]}")
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One text of one file of the package, and what it becomes. `path`: in the package."""
+    """One text of one file of the package, and what it becomes. `path`: in the package.
+
+    Where the old text has its lines broken is no matter: the formatter may break them elsewhere.
+    """
 
     path: str
     old: str
@@ -31,9 +39,18 @@ class Change:
         Raises:
             GoneError: the old text is not in it exactly once.
         """
-        if (count := text.count(self.old)) != 1:
-            raise GoneError(f"{self.path} has {count} times the text {self.old.strip()[:80]!r}")
-        return text.replace(self.old, self.new)
+        places = [place.span() for place in _without_spaces(self.old).finditer(text)]
+        if len(places) != 1:
+            raise GoneError(f"{self.path} has {len(places)} times the text {self.old.strip()[:80]!r}")
+        ((start, stop),) = places
+        return text[:start] + self.new.strip() + text[stop:]
+
+
+def _without_spaces(text: str) -> re.Pattern[str]:
+    """Return a pattern for the tokens of a text with any spaces between them; the last one of a list may have a comma."""
+    tokens = _TOKEN.findall(text)
+    ends = [r",?\s*" * (token in _CLOSES) + re.escape(token) for token in tokens]
+    return re.compile(r"(?<!\w)" * tokens[0].isidentifier() + r"\s*".join(ends) + r"(?!\w)" * tokens[-1].isidentifier())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import msgspec
 from pdproxy.scheduling.auto.times import Times
 
 _REQUESTS = 200
-"""How many requests make an average; those of the last seconds, as the bounds say."""
+"""How many requests make an average: the requests of the last seconds, as the bounds say."""
 _LEAST_S, _MOST_S = 2.0, 6.0
 _KNOWN_S = 0.5
 """Seconds from which a rate is known."""
@@ -37,7 +37,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of its answer."""
 
     def of_all(self, replicas: int) -> Demand:
-        """Return that of so many replicas, of which each has as much."""
+        """Return the demand of so many replicas with as much demand each."""
         return msgspec.structs.replace(self, rate=self.rate * replicas)
 
 
@@ -67,7 +67,7 @@ class Meter:
         self._pairs = self._squares = self._outputs = 0.0
 
     def add(self, now: float, tokens: int, cached: int, output: float) -> None:
-        """Note a request. `cached`: those of its prompt's tokens that its engine has; `output`: the answer's expected tokens."""
+        """Note a request. `cached`: how many of its prompt's tokens its engine has; `output`: the answer's expected tokens."""
         if not self._begun:
             self._begun, self._at = True, now
         new = tokens - cached

@@ -60,7 +60,7 @@ class Leg:
         self.seconds, self.plain_s = seconds, plain_s
         """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
         self.steps = steps
-        """Those of its prefill."""
+        """Steps that its prefill takes."""
         self.pull_s = pull_s
         """How long the pull of its KV stops the engine's sequences."""
         self.residual_s = 0.0
@@ -137,7 +137,7 @@ class EngineLoad:
         self.expected_tokens = 0
         """Of their prompts."""
         self.pulls = 0
-        """Those of them whose KV comes from elsewhere."""
+        """The leases whose first token is to come, and whose KV comes from another engine."""
         self.decoding = 0
         self.prompts = 0
         """Tokens of their prompts."""

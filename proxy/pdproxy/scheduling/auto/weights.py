@@ -21,7 +21,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     kept: float = 0.15
     """An answer at an engine that is kept for prefill."""
     engine_s: float = 2.0
-    """A second of an engine, in seconds of which others would make use."""
+    """What a second of an engine is worth: the seconds that other requests would use of it."""
     ttft_width: float = 0.1
     """How far around the limit a prediction of TTFT is uncertain, as a part of it."""
     tpot_width: float = 0.07

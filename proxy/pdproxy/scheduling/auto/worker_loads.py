@@ -106,7 +106,7 @@ class WorkerLoad(EngineLoad):
             self._take(found)
 
     def mark(self, at: int, head: Sequence[float]) -> None:
-        """Note that the worker has changed it whose column is at this place. `head`: the first numbers of its row."""
+        """Note a change by the worker whose column is at this place. `head`: the first numbers of its row."""
         version, prefill_order, decode_order, number, kept, _ = head
         self._changed_in.add(at)
         if version > self._version and version > self._marked:

@@ -52,7 +52,7 @@ class AutoMemory:
 
 @dataclass(frozen=True, slots=True)
 class AutoShare:
-    """A worker's part of an `AutoMemory`: its own rows, and those of the others."""
+    """A worker's part of an `AutoMemory`: its own rows, and the other workers' rows."""
 
     leads: Callable[[], bool]
     loads: tuple[OwnRows, OtherRows]

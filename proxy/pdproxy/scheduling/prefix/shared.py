@@ -58,7 +58,7 @@ class SharedKnowledge(Knowledge):
 
     due: Callable[[], None] = lambda: None
     untold: int = 0
-    """Prompts of which the others know nothing, for there was no space. Read only."""
+    """Prompts that the other workers were not told of, since there was no space. Read only."""
     _waiting: deque[tuple[float, Sent]] = field(default_factory=deque)
     _keys: int = 0
 

@@ -31,7 +31,7 @@ class SpeculativeIndex:
         """Bits of places that were removed, in the present generation and in the one before."""
 
     def __len__(self) -> int:
-        """The number of keys, those of several places several times."""
+        """The number of keys; a key that several places hold counts at each."""
         return self._size + self._old_size
 
     def routed(self, place: int, steps: Steps, now: float) -> None:

@@ -14,7 +14,7 @@ from pdproxy.settings.keys import AUTO, SEPARATE, TenantSettings
 from pdproxy.wire.cache_salt import TenantSalt
 
 MAX_KNOWN = 4096
-"""Tenants whose salts are kept, those used last. One more costs two hashes."""
+"""Tenants whose salts are kept: those whose salts were used last. A salt that is not kept costs two hashes."""
 
 
 class CacheSalts:

@@ -17,7 +17,7 @@ from pdproxy.wire.continuable import Continuable, Reason
 _MAX_PARTS = 4
 """Ids that one letter may be made of: it has as many bytes."""
 _WINDOW = 24
-"""Ids at the end of an answer whose text is asked for, besides those of what is held back."""
+"""Ids at the end of an answer whose text is asked for, besides the ids of text that is held back."""
 _IDS_PER_CHARACTER = 4
 _REPLACEMENT = "\ufffd"
 

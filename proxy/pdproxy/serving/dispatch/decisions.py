@@ -73,7 +73,7 @@ class Decisions:
         self.last.append(decision)
 
     def kept(self, *others: Decisions) -> Kept:
-        """Return them with those of other pools."""
+        """Return the decisions of this pool and of other pools."""
         all_of_them = [Kept(one.placement, 0.0, list(one.last)) for one in (self, *others)]
         return together(all_of_them, self._now())
 

@@ -16,7 +16,7 @@ AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[
 
 
 class Detokenizing:
-    """Asks for texts. `deadlines`: that of one text, whatever fails meanwhile."""
+    """Asks for texts. `deadlines`: has the deadline of one text, whatever fails meanwhile."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class ParsedStream(BegunWriter):
         self._calls: asyncio.Task[None] | None = None
         self._why_broken: str | None = None
         self._is_engines = False
-        """Whether the engine whose answer it is has broken it, not those that parse it."""
+        """Whether the engine that makes the answer has broken it, not an engine that parses it."""
 
     @property
     def is_broken(self) -> bool:

@@ -61,7 +61,7 @@ class Suspect(msgspec.Struct, eq=False):
 
 
 class Suspects(Expiring[K, Suspect]):
-    """Those of one kind."""
+    """The suspects of one kind."""
 
     def __init__(self) -> None:
         super().__init__(MOST_KEPT)

@@ -87,7 +87,7 @@ class Trust(Protocol):
 
 
 class Tokenizing:
-    """Makes prompts' ids. `required`: the contract needs them. `deadlines`: that of one prompt in all."""
+    """Makes prompts' ids. `required`: the contract needs them. `deadlines`: has the deadline of one prompt in all."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.wire.request import Alone
 
 BYTES_PER_TOKEN = 4
-"""Of a prompt whose tokens are not known."""
+"""Assumed for a prompt whose tokens are not known."""
 _ALWAYS = frozenset({Alone.SHORT_PROMPT, Alone.PREFILL_REFUSED})
 """A short prompt takes no time. One that a prefill engine has refused would be refused again: only the answer to the client's own
 request can say what is wrong with that."""

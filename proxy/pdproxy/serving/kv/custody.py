@@ -208,7 +208,7 @@ class Custody:
 
     @property
     def awaits_push(self) -> bool:
-        """Whether a decode leg is under way whose engine may wait for its KV: it has sent no data."""
+        """Whether a decode leg is under way whose engine may wait for KV: the engine has sent no data."""
         return self._decode_waits and self.state is not None and self.on_gone is not None
 
     def push_lost(self) -> None:

@@ -80,6 +80,9 @@ def describe(app: FastAPI) -> None:
         made = make()
         if "EngineEntry" not in made.setdefault("components", {}).setdefault("schemas", {}):
             _, schemas = msgspec.json.schema_components(_STRUCTS, ref_template=_TEMPLATE)
+            for schema in schemas.values():
+                if "description" in schema:  # a docstring, with its lines and their indent
+                    schema["description"] = " ".join(schema["description"].split())
             made["components"]["schemas"] = {**schemas, "Error": _ERROR}
             made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             made["security"] = [{"key": []}, {}]
