@@ -100,7 +100,7 @@ TABLE: dict[str, tuple[list[View], list[View]]] = {
     ),
     "readable_files": ([View(Settings(), exposed=[("listen.tls.key", "/k.pem")])], [View(Settings())]),
     "plain_engines": (
-        [of(node("http://10.0.0.1:1")), of(Pool(dns_nodes=(Node(url="dns://e:1", role="aggregated"),)))],
+        [of(node("http://10.0.0.1:1")), of(Pool(nodes=(Node(url="dns://e:1", role="aggregated"),)))],
         [of(node("https://10.0.0.1:1")), of(node("http://127.0.0.1:1")), of(node("http://localhost:1"))],
     ),
     "unverified_engines": (

@@ -15,9 +15,8 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import Demand
-from pdproxy.serving.request.place import Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork

@@ -23,7 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "serving/dispatch/decode_leg": ("proxy/test_decode_fails.py", "proxy/test_client_leaves.py", "proxy/test_handles_once.py"),
     "serving/dispatch/decode_": ("proxy/test_connectors.py", "proxy/test_decode_fails.py", "proxy/test_client_leaves.py"),
     "serving/dispatch/exchange": ("proxy/test_slow_request.py", "proxy/test_prefill_fails.py", "proxy/test_decode_fails.py"),
-    "serving/dispatch/orders/co": ("proxy/test_both_legs.py", "proxy/test_both_legs_races.py", "proxy/test_client_leaves.py"),
+    "serving/dispatch/orders": ("proxy/test_both_legs.py", "proxy/test_both_legs_races.py", "proxy/test_client_leaves.py"),
     "serving/dispatch/prefix": ("proxy/test_prefixes.py",),
     "serving/dispatch/turn": ("proxy/test_turns.py", "proxy/test_turns_faults.py"),
     "serving/dispatch/": ("proxy/test_decode_fails.py", "proxy/test_prefill_fails.py", "proxy/test_client_leaves.py"),

@@ -12,8 +12,8 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
-from pdproxy.serving.dispatch.both_legs import REFUSAL_GRACE
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
+from pdproxy.serving.dispatch.orders import REFUSAL_GRACE
 from pdproxy.settings.keys import Auth
 from pdproxy.wire.request import Route
 from pdproxy_lab.sim.faults.book import Fault

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdproxy.app.dns import follow_names
 from pdproxy.cli.main import main
 from pdproxy.fleet import membership, prober
 from pdproxy.settings.dns import Dns
@@ -36,7 +35,7 @@ def named(server: NameServer, *nodes: Node) -> Callable[[Settings], Settings]:
     """Settings with nodes that DNS names, and a server to ask, often."""
 
     def adjust(settings: Settings) -> Settings:
-        pool = msgspec.structs.replace(settings.pool, dns_nodes=nodes)
+        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *nodes))
         dns = Dns(servers=(server.address,), min_ttl=0.02, max_ttl=0.05)
         return msgspec.structs.replace(settings, pools=(pool,), dns=dns)
 
@@ -57,7 +56,7 @@ async def test_engines_come_and_go_with_their_name() -> None:
     ):
         new = [await started(w, "decode") for _ in range(2)]
         has(server, *new)
-        follow_names(w.proxy)
+        w.proxy.sources.start()
         for engine in new:
             await until(lambda: all(one.url in w.proxy.engines for one in new))
             await up(w, engine)
@@ -92,7 +91,7 @@ async def test_a_pool_of_names_alone() -> None:
         assert (answer.status, answer.json["state"]) == (503, "not_ready")
         engine = await _aggregated(w)
         has(server, engine)
-        follow_names(w.proxy)
+        w.proxy.sources.start()
         await until(lambda: engine.url in w.proxy.engines)
         await up(w, engine)
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
@@ -112,7 +111,8 @@ async def test_addresses_of_a_name() -> None:
         node = Node(url="dns://engines.example:9", role="decode")
         server.records = {("engines.example", "A"): (0, ("127.0.0.8", "127.0.0.9"))}
         async with world(adjust=named(server, node)) as w:
-            (source,) = follow_names(w.proxy).sources
+            w.proxy.sources.start()
+            (source,) = w.proxy.sources.found
             wanted = {"http://127.0.0.8:9", "http://127.0.0.9:9"}
             await until(lambda: wanted <= set(w.proxy.membership.members))
             assert {w.proxy.membership.members[url].source for url in wanted} == {node.url}
@@ -130,7 +130,7 @@ async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
             return msgspec.structs.replace(settings, dns=msgspec.structs.replace(settings.dns, timeout=0.1))
 
         async with world(adjust=soon) as w:
-            follow_names(w.proxy)
+            w.proxy.sources.start()
             await until(lambda: w.metric("pdproxy_deadline_total", wait="dns"))
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
             details = (await w.get("/ready")).json["details"]
@@ -142,12 +142,14 @@ async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
 
 
 def test_flags_and_files_name_them(tmp_path: Path) -> None:
-    """They are kept apart from engines with addresses, and the settings are the same when they are printed and read again."""
+    """They stand among the engines, and the settings are the same when they are printed and read again."""
     path = tmp_path / "x.yaml"
     path.write_text("pools:\n- nodes:\n  - {url: 'DNS://Prefill.example:8200', role: prefill, api_key: hidden-key}\n")
     settings = load(path, {}, (), [EngineFlag("decode", "srv://_vllm._tcp.x"), EngineFlag("decode", "a:1")])
-    assert [node.url for node in settings.pool.nodes] == ["http://a:1"]
-    assert [node.url for node in settings.pool.dns_nodes] == ["dns://prefill.example:8200", "srv://_vllm._tcp.x"]
+    urls = ["dns://prefill.example:8200", "srv://_vllm._tcp.x", "http://a:1"]
+    assert [node.url for node in settings.pool.nodes] == urls
+    assert [node.url for node in settings.pool.fixed_nodes] == urls[2:]
+    assert [node.url for node in settings.pool.source_nodes] == urls[:2]
     from pdproxy.settings.dump import dump
 
     text = dump(settings)
@@ -155,6 +157,38 @@ def test_flags_and_files_name_them(tmp_path: Path) -> None:
     printed = tmp_path / "printed.yaml"
     printed.write_text(text.replace(MASK, "hidden-key"))
     assert load(printed, {}) == settings
+
+
+def test_a_file_that_has_them_apart_is_read(tmp_path: Path) -> None:
+    """As `pdproxy config print` wrote it before they stood among the engines. What is wrong there is named."""
+    path = tmp_path / "x.yaml"
+    nodes = "nodes: [{url: 'http://a:1', role: decode}]"
+    for text, urls in [
+        (f"{{{nodes}, dns_nodes: [{{url: 'dns://x:1', role: decode}}]}}", ["http://a:1", "dns://x:1"]),
+        ("{nodes: , dns_nodes: [{url: 'dns://x:1', role: decode}]}", ["dns://x:1"]),
+        (f"{{{nodes}, dns_nodes: []}}", ["http://a:1"]),
+    ]:
+        path.write_text(f"pools: [{text}]\n")
+        assert [node.url for node in load(path, {}).pool.nodes] == urls
+    for text, why in [
+        (f"[{{{nodes}, dns_nodes: [{{url: 'dns://x', role: decode}}]}}]", r"pools\[0\].nodes\[1\].url: \"dns://x\""),
+        ("[{nodes: 7, dns_nodes: []}]", r"pools\[0\].nodes: expected a list"),
+        (f"[{{{nodes}, dns_nodes: 7}}]", "dns_nodes"),
+        ("[7]", r"pools\[0\]: expected a mapping"),
+    ]:
+        path.write_text(f"pools: {text}\n")
+        with pytest.raises(SettingsError, match=why):
+            load(path, {})
+
+
+def test_a_mistake_behind_a_name_has_its_place_in_the_list(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    first = "{url: 'http://p:1', role: prefill, facts: {tensor_parallel_size: 2}}"
+    second = "{url: 'http://a:1', role: decode, facts: {tensor_parallel_size: 3}}"
+    nodes = f"{{url: 'dns://x:1', role: prefill}}, {first}, {second}"
+    path.write_text(f"pools: [{{nodes: [{nodes}]}}]\n")
+    with pytest.raises(SettingsError, match=r"pools\[0\].nodes\[2\].facts.tensor_parallel_size: 3, but"):
+        load(path, {})
 
 
 @pytest.mark.parametrize(
@@ -188,10 +222,10 @@ async def test_a_decode_engine_names_its_prefill_engines() -> None:
         async with world() as w:
             url = w.prefill[0].url
             settings = load(None, {}, (), [EngineFlag("prefill", url), EngineFlag("decode", "dns://engines.example:9")])
-            (node,) = settings.pool.dns_nodes
-            adjusted = named(server, msgspec.structs.replace(node, sources=(url,)))(w.proxy.settings)
-            w.proxy.settings = adjusted
-            (source,) = follow_names(w.proxy).sources
+            (node,) = settings.pool.source_nodes
+            w.proxy.settings = named(server, msgspec.structs.replace(node, sources=(url,)))(w.proxy.settings)
+            w.proxy.sources.start()
+            (source,) = w.proxy.sources.found
             await until(lambda: source.counts["same"] >= 2)
             assert source.counts["changed"] == 1
             assert w.metric("pdproxy_member_changes_total", change="replaced") == 0

@@ -178,6 +178,58 @@ async def test_a_query_is_paid_with_each_document(tmp_path: Path, documents: lis
         assert (await asked).status == 200
 
 
+QUERY, TEXTS = json.dumps("word " * 4000), json.dumps(["x"] * 500)
+PAIRED = {
+    "documents": f'"query": {QUERY}, "documents": {TEXTS}',
+    "items": f'"queries": {QUERY}, "items": {TEXTS}',
+    "other fields before": f'"text_1": {QUERY}, "text_2": {TEXTS}, "query": "", "documents": []',
+    "quotation marks in a list of one": f'"text_1": [{json.dumps("word " * 4000 + """ "hi" """)}], "text_2": {TEXTS}',
+    "white space": f'"query": {QUERY}, "documents": [{" " * (1 << 20)}{TEXTS[1:]}',
+    "read in another process": f'"query": {QUERY}, "documents": {TEXTS}, "pad": {json.dumps(["x"] * 200_000)}',
+}
+
+
+@pytest.mark.parametrize("fields", PAIRED.values(), ids=PAIRED)
+async def test_however_a_query_is_written_it_is_paid_with_each_document(tmp_path: Path, fields: str) -> None:
+    reported = 500 * 4001
+    usage = {"total_tokens": reported, "prompt_tokens": reported}
+    whole = scripts.whole(json.dumps({"id": "1", "model": "tiny", "usage": usage}).encode())
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=10000"), clock=ManualClock()) as w:
+        everyone(w, "/score", whole)
+        assert (await w.ask("/score", f'{{"model": "tiny", {fields}}}'.encode(), A)).status == 200
+        assert 10_000 - left(w) == reported
+
+
+@pytest.mark.parametrize("text", ["plain words " * 100, json.dumps({f"key {i}": f"value {i}" for i in range(60)})])
+async def test_what_a_query_reserves_depends_on_the_number_of_texts_alone(tmp_path: Path, text: str) -> None:
+    """A text of many quotation marks is one text: its client needs no more of its minute for it."""
+    go_on, minute, query = asyncio.Event(), 1_000_000, "some words " * 200
+    body = {"model": "tiny", "query": query, "documents": [text] * 50}
+    async with world(auth=keys(tmp_path, f"a:sk-a tpm={minute}"), clock=ManualClock()) as w:
+        everyone(w, "/rerank", scripts.gate(go_on, scripts.whole(b"{}")))
+        asked = asyncio.create_task(w.ask("/rerank", body, A))
+        await until(lambda: w.inflight == 1)
+        size = len(json.dumps(body)) + 49 * len(query)
+        assert minute - left(w) < size / 4 + 100
+        go_on.set()
+        assert (await asked).status == 200
+
+
+async def test_a_query_with_many_texts_is_let_in_beside_others(tmp_path: Path) -> None:
+    """Engines read a few of its pairs at once: where tokens are limited, nobody waits until all other requests are over."""
+    hold = asyncio.Event()
+    body = {"model": "tiny", "query": "q " * 20_000, "documents": ["x"] * 900}
+    async with world(0, 0, aggregated=2, limits={"max_inflight": 100, "max_inflight_tokens": 4_000_000}) as w:
+        for engine in w.aggregated:
+            engine.default = scripts.gate(hold, Reply.serve)
+        everyone(w, "/rerank", scripts.whole(b"{}"))
+        long = asyncio.create_task(w.ask(COMPLETIONS, completion()))
+        await until(lambda: w.inflight == 1)
+        assert (await w.ask("/rerank", body)).status == 200
+        hold.set()
+        assert (await long).status == 200
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, BATCH])
 @pytest.mark.parametrize("split", [0, 1])
 async def test_a_wrong_prompt_at_the_end_of_a_list_makes_no_answer_free(tmp_path: Path, path: str, split: int) -> None:

@@ -234,6 +234,90 @@ async def test_a_stream_that_its_client_did_not_read_is_paid(tmp_path: Path) -> 
         assert most <= minute - left(w) < most + 100
 
 
+@pytest.mark.parametrize("limit", [None, 50_000])
+async def test_a_stream_that_was_read_before_its_client_stopped_is_paid(tmp_path: Path, limit: int | None) -> None:
+    """What the client has read counts, also if that is more than the engine may have made in a minute of its key."""
+    minute, read = 1000, 2000
+    stopped = asyncio.Event()
+
+    async def flood(reply: Reply) -> None:
+        await reply.start()
+        for _ in range(read):
+            await reply.piece(answers.piece(False, "x"))
+        await stopped.wait()
+        while True:
+            await reply.piece(answers.piece(False, "x" * 30_000))
+
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(prefill=1, decode=1, auth=auth, leaves=True, clock=ManualClock()) as w:
+        w.decode[0].default = flood
+        client = await w.client(receive_buffer=16384)
+        body = completion(stream=True, max_tokens=limit)
+        client.post(COMPLETIONS, body, bearer("sk-a"))
+        await client.head()
+        seen = 0
+        while seen < read - 200:  # some are cut by the ends of reads
+            seen += (await client.reader.read(1 << 16)).count(b"data: ")
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        stopped.set()
+        legs = w.proxy.pools[0].resources.engines[w.decode[0].url].open_legs.legs
+        await until(lambda: any(isinstance(leg, DecodeLeg) and leg.relay.paused for leg in legs))
+        client.close()
+        await until(lambda: w.events(RequestEnded))
+        assert minute - left(w) >= read
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        (COMPLETIONS, completion(max_tokens=500, logprobs=20), 500),
+        ("/v1/embeddings", {"model": "tiny", "input": ["a text"] * 32}, 0),
+    ],
+)
+async def test_an_answer_without_space_costs_no_more_than_was_asked_for(
+    tmp_path: Path, path: str, body: dict[str, Any], most: int
+) -> None:
+    """Others' answers may take the space, and an answer may have many bytes for each token, or none at all."""
+    minute, large = 1_000_000, LARGE[:400_000]
+    limits = {"max_answer_bytes": 1 << 20, "max_buffered_answer_bytes": 1 << 20}
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(prefill=1, decode=3, auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+        w.proxy.answer_budget.held += (1 << 20) - 300_000
+        for engine in (*w.prefill, *w.decode):
+            engine.admin = {**engine.admin, path: scripts.whole(large)}
+        for engine in w.decode:
+            engine.default = scripts.whole(large)
+        answer = await w.ask(path, body, bearer("sk-a"))
+        assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
+        await until(lambda: w.events(RequestEnded))
+        w.proxy.answer_budget.held -= (1 << 20) - 300_000
+        assert most <= minute - left(w) < most + 200
+
+
+async def test_an_answer_without_space_makes_no_others_of_its_list_free(tmp_path: Path) -> None:
+    """Those that engines have reported before are paid as well."""
+    minute, made, count = 10_000_000, 5000, 64
+    one = json.dumps(
+        {
+            "id": "x",
+            "object": "text_completion",
+            "created": 1,
+            "model": "tiny",
+            "choices": [{"index": 0, "text": "x" * 6000, "logprobs": None, "finish_reason": "length"}],
+            "usage": {"prompt_tokens": 20, "completion_tokens": made, "total_tokens": made + 20},
+        }
+    ).encode()
+    limits = {"max_answer_bytes": 300_000, "max_buffered_answer_bytes": 300_000}
+    auth = keys(tmp_path, f"a:sk-a tpm={minute}")
+    async with world(auth=auth, limits=limits, leaves=True, clock=ManualClock()) as w:
+        w.decode[0].default = scripts.whole(one)
+        prompts = [f"prompt {number} " * 8 for number in range(count)]
+        answer = await w.ask(COMPLETIONS, completion(prompt=prompts, max_tokens=made), bearer("sk-a"))
+        assert (answer.status, answer.json["error"]["reason"]) == (503, "answers")
+        await until(lambda: w.events(RequestEnded))
+        assert minute - left(w) > 40 * made
+
+
 async def test_an_answer_without_space_is_paid_as_far_as_it_had_come(tmp_path: Path) -> None:
     """The client itself may be whose answers take all the space."""
     minute, size = 1_000_000, len(LARGE)

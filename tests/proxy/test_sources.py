@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdproxy.app.dns import follow_names
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.server import follow
 from pdproxy.engine_model.hardware import Hardware
@@ -52,7 +51,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def _settings(*servers: NameServer) -> Callable[[Settings], Settings]:
     def adjust(settings: Settings) -> Settings:
         nodes = tuple(Node(url=_name(role), role=role) for role in ROLES)  # type: ignore[arg-type]
-        pool = msgspec.structs.replace(settings.pool, dns_nodes=nodes if servers else ())
+        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *(nodes if servers else ())))
         return msgspec.structs.replace(
             settings,
             pools=(pool,),
@@ -132,7 +131,7 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
         by_hand = [await started(w, role, **FACTS) for role in ROLES * 2]
         originals = w.engines[:8]
         file, names, done = File(tmp_path / "x.yaml", w, api, originals), Names(server), Counter[str]()
-        follow_names(w.proxy)
+        w.proxy.sources.start()
 
         def spared(engine: FakeEngine) -> bool:
             """Whether enough others of its role serve."""

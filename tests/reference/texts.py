@@ -31,8 +31,6 @@ def texts() -> dict[str, list[str]]:
 
 def item_of(field: Field) -> tuple[Any, str]:
     """Return what a field holds, and `[]` if it is a list of sections."""
-    if field.name == "dns_nodes":
-        return field.type, ""  # each is as one of `nodes`
     if get_origin(field.type) is tuple and is_section(get_args(field.type)[0]):
         return get_args(field.type)[0], "[]"
     return field.type, ""

@@ -86,22 +86,12 @@ async def machines() -> AsyncIterator[Machines]:
 
 
 @pytest.fixture
-def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that a test adds to the loop's time, as the addresses see it."""
+async def passed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that a test adds to the loop's time."""
     added = [0.0]
-    real = asyncio.get_running_loop
-
-    class Later:
-        def __init__(self) -> None:
-            self._loop = real()
-
-        def time(self) -> float:
-            return self._loop.time() + sum(added)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._loop, name)
-
-    monkeypatch.setattr("pdproxy.upstream.addresses.asyncio.get_running_loop", Later)
+    loop = asyncio.get_running_loop()
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + sum(added))
     return added
 
 

@@ -18,8 +18,7 @@ from pdproxy.observe.events import DeadlinePassed, Event, Evicted, KvCounted, Kv
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.place import Place
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse

@@ -19,6 +19,7 @@ from pdproxy.serving.request.demand import (
 )
 from pdproxy.wire.body_bounds import DEFAULT
 from pdproxy.wire.fields import lenient_integer
+from pdproxy.wire.passthrough_body import Pairs
 from pdproxy.wire.reader_process import Question, answer, request_in
 from pdproxy.wire.request import Route, parse
 
@@ -162,7 +163,7 @@ def test_bodies_for_one_engine() -> None:
     assert without_longest(passed_demand(400, 7, generates=True)) == Demand(100, 1, 7)
     assert without_longest(passed_demand(0, None, generates=False)) == Demand(1, 0)
     assert passed_demand(2**40, None, generates=False).prompt == MOST_TOKENS
-    ranked = passed_demand(40_000, None, generates=False, pairs=2000, paired=30_000)
+    ranked = passed_demand(40_000, None, Pairs(2000, 30_000), generates=False)
     assert (ranked.prompt, ranked.longest) == (10_000 + 1999 * 7_500, 40_000 + 1999 * 30_000 + 2000 * MOST_TOKENS)
 
 

@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 
-from pdproxy.fleet import dns_source, membership
+from pdproxy.fleet import membership, sources
 from pdproxy.fleet.dns_source import DnsSource
+from pdproxy.fleet.sources import FoundEngines
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.dns import Dns, DnsName, dns_name
 from pdproxy.settings.engines import Facts, Node
@@ -50,18 +51,30 @@ def names() -> Names:
     return Names()
 
 
+class Followed(FoundEngines):
+    """The engines of a name, each look of which a test says."""
+
+    def __init__(self, w: World, names: Names, name: DnsName = NAME, template: Node = TEMPLATE) -> None:
+        super().__init__(template, w.members, w.observers, lambda: w.time)
+        self.source = DnsSource(name, names.look_up, Dns(min_ttl=5, max_ttl=60), lambda: 0.5)
+
+    async def look(self) -> float:
+        """Have what is answered. Return in how many seconds it is asked again."""
+        answer, pause = await self.source.look()
+        self.answered(answer)
+        return pause
+
+
 @pytest.fixture
-def source(w: World, names: Names) -> DnsSource:
-    return DnsSource(
-        TEMPLATE, NAME, names.look_up, w.members, w.observers, Dns(min_ttl=5, max_ttl=60), lambda: w.time, lambda: 0.5
-    )
+def source(w: World, names: Names) -> Followed:
+    return Followed(w, names)
 
 
 def urls(*hosts: str) -> set[str]:
     return {f"http://{host}:8000" for host in hosts}
 
 
-async def test_it_follows_the_name(w: World, names: Names, source: DnsSource) -> None:
+async def test_it_follows_the_name(w: World, names: Names, source: Followed) -> None:
     """Engines that stay are not touched, one that is missing once stays, and one that is missing twice goes."""
     assert source.shortcomings() == ["dns://engines:8000: has not been answered yet"]
     names.are("10.0.0.1", "10.0.0.2")
@@ -83,7 +96,7 @@ async def test_it_follows_the_name(w: World, names: Names, source: DnsSource) ->
     assert source.counts == {"changed": 3, "same": 1}
 
 
-async def test_one_that_flaps_is_not_touched(w: World, names: Names, source: DnsSource) -> None:
+async def test_one_that_flaps_is_not_touched(w: World, names: Names, source: Followed) -> None:
     """It is missing in every second answer."""
     for hosts in [("10.0.0.1", "10.0.0.2"), ("10.0.0.1",)] * 4:
         names.are(*hosts)
@@ -91,7 +104,7 @@ async def test_one_that_flaps_is_not_touched(w: World, names: Names, source: Dns
     assert [change for _, change, _ in w.changes()] == ["added", "added"]
 
 
-async def test_one_that_comes_back_before_it_is_gone_serves_on(w: World, names: Names, source: DnsSource) -> None:
+async def test_one_that_comes_back_before_it_is_gone_serves_on(w: World, names: Names, source: Followed) -> None:
     names.are("10.0.0.1", "10.0.0.2")
     await source.look()
     engine = w.engines["http://10.0.0.2:8000"]
@@ -106,7 +119,7 @@ async def test_one_that_comes_back_before_it_is_gone_serves_on(w: World, names: 
     assert w.members.members[engine.url].drain is None
 
 
-async def test_empty_answers_count_twice(w: World, names: Names, source: DnsSource) -> None:
+async def test_empty_answers_count_twice(w: World, names: Names, source: Followed) -> None:
     """Then no engine is left, and that is named."""
     names.are("10.0.0.1")
     await source.look()
@@ -120,7 +133,7 @@ async def test_empty_answers_count_twice(w: World, names: Names, source: DnsSour
     assert source.counts == {"changed": 1, "same": 1, "empty": 1}
 
 
-async def test_failures_keep_the_last_answer(w: World, names: Names, source: DnsSource) -> None:
+async def test_failures_keep_the_last_answer(w: World, names: Names, source: Followed) -> None:
     """However many, with pauses that grow up to a bound; the deadline is counted."""
     names.are("10.0.0.1")
     await source.look()
@@ -136,7 +149,7 @@ async def test_failures_keep_the_last_answer(w: World, names: Names, source: Dns
     assert source.counts["failed"] == 7
 
 
-async def test_a_family_that_never_answers(w: World, names: Names, source: DnsSource) -> None:
+async def test_a_family_that_never_answers(w: World, names: Names, source: Followed) -> None:
     """Servers that know nothing of IPv6 fail for it for ever; one that has known it is missed."""
     names.are("10.0.0.1", six=FAILED)
     await source.look()
@@ -152,12 +165,12 @@ async def test_a_family_that_never_answers(w: World, names: Names, source: DnsSo
 
 
 @pytest.mark.parametrize(("ttl", "wait"), [(0, 5), (1, 5), (20, 20), (86_400, 60)])
-async def test_times_to_live_have_bounds(names: Names, source: DnsSource, ttl: float, wait: float) -> None:
+async def test_times_to_live_have_bounds(names: Names, source: Followed, ttl: float, wait: float) -> None:
     names.are("10.0.0.1", ttl=ttl)
     assert await source.look() == wait
 
 
-async def test_what_another_source_has_does_not_keep_others_out(w: World, names: Names, source: DnsSource) -> None:
+async def test_what_another_source_has_does_not_keep_others_out(w: World, names: Names, source: Followed) -> None:
     """With the same settings both own it; with others it stays as it is, and is named."""
     theirs = Node(url="http://10.0.0.1:8000", role="decode", facts=Facts(block_size=32))
     w.members.add(theirs, "admin")
@@ -175,7 +188,7 @@ async def test_what_another_source_has_does_not_keep_others_out(w: World, names:
     assert source.shortcomings() == []
 
 
-async def test_engines_that_can_not_be_added(w: World, names: Names, source: DnsSource) -> None:
+async def test_engines_that_can_not_be_added(w: World, names: Names, source: Followed) -> None:
     """Nothing changes, and it is named; the next answer tries again."""
     w.setup.broken.add("http://10.0.0.1:8000")
     names.are("10.0.0.1", "10.0.0.2")
@@ -189,16 +202,16 @@ async def test_engines_that_can_not_be_added(w: World, names: Names, source: Dns
 
 
 async def test_both_families_together_have_a_bound(
-    w: World, names: Names, source: DnsSource, monkeypatch: pytest.MonkeyPatch
+    w: World, names: Names, source: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dns_source, "MAX_PLACES", 2)
+    monkeypatch.setattr(sources, "MAX_ENGINES", 2)
     names.are("10.0.0.1", "10.0.0.2", six=Records((("fd00::1", None),), 9))
     await source.look()
     assert not w.members.members
     assert "names 3 engines: 2 at most" in source.shortcomings()[0]
 
 
-async def test_the_engines_of_the_first_answer_are_not_new(w: World, names: Names, source: DnsSource) -> None:
+async def test_the_engines_of_the_first_answer_are_not_new(w: World, names: Names, source: Followed) -> None:
     """They serve from the start, as those of the settings do. Later ones begin slowly."""
     names.are("10.0.0.1", "10.0.0.2")
     await source.look()
@@ -210,22 +223,20 @@ async def test_the_engines_of_the_first_answer_are_not_new(w: World, names: Name
     assert [node.url for node in w.ledger.breakers.opened] == ["http://10.0.0.3:8000"]
 
 
-async def test_many_proxies_do_not_ask_at_once(w: World, names: Names) -> None:
+async def test_many_proxies_do_not_ask_at_once(names: Names) -> None:
     """Times differ by a tenth to both sides."""
     names.are("10.0.0.1", ttl=10)
     waits = []
     for chance in (0.0, 1.0):
-        lately = partial(float, chance)
-        made = DnsSource(TEMPLATE, NAME, names.look_up, w.members, w.observers, Dns(), lambda: w.time, lately)
-        waits.append(await made.look())
+        _, wait = await DnsSource(NAME, names.look_up, Dns(), partial(float, chance)).look()
+        waits.append(wait)
     assert waits == pytest.approx([9, 11])
 
 
 async def test_targets_that_no_engine_can_have(w: World, names: Names) -> None:
     """They keep no other target out, and are named."""
     name = dns_name("srv://_vllm._tcp.x", ("url",))
-    template = Node(url=name.url, role="decode")
-    source = DnsSource(template, name, names.look_up, w.members, w.observers, Dns(), lambda: w.time, lambda: 0.5)
+    source = Followed(w, names, name, Node(url=name.url, role="decode"))
     wrong = ["a\\032b", "x/y", "a@b", "0:0::1", "ö"]
     names.found = {"SRV": Records(tuple((host, 80) for host in [*wrong, "good.example"]), 9)}
     await source.look()
@@ -244,12 +255,12 @@ async def test_an_answer_to_a_name_that_was_given_up(w: World, names: Names) -> 
             await answered.wait()
         return await names.look_up(name)
 
-    source = DnsSource(TEMPLATE, NAME, look_up, w.members, w.observers, Dns(), lambda: w.time, lambda: 0.5)
+    source, found = DnsSource(NAME, look_up, Dns()), FoundEngines(TEMPLATE, w.members, w.observers, lambda: w.time)
     names.are("10.0.0.1")
-    task = w.tasks.keep(source.run, source.name)
+    task = w.tasks.keep(partial(source.run, found.answered), found.name)
     await asked.wait()
     w.tasks.end(task)
-    source.give_up()
+    found.give_up()
     await asyncio.wait([task], timeout=30)
     assert task.done()
     assert not w.members.members

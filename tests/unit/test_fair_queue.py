@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit import fair_queue
-from pdproxy.kit.fair_queue import FairQueue, QueueFullError
-from pdproxy.kit.fair_tenants import Entry
+from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
 
 
 class Served:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from pdproxy.app.compose import Proxy
-from pdproxy.app.dns import follow_names
 from pdproxy.app.live import LiveSettings
 from pdproxy.fleet import membership
+from pdproxy.fleet.dns_source import DnsSource, LookUp
 from pdproxy.fleet.member import MembershipError
-from pdproxy.settings.dns import Dns, DnsName
+from pdproxy.settings.dns import Dns, DnsName, dns_name
 from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.pools import Pool
@@ -46,6 +46,13 @@ def _at(name: str, **fields: Any) -> Node:
     return Node(**{"url": f"dns://{name}:8000", "role": "decode", **fields})
 
 
+def _followed(proxy: Proxy, look_up: LookUp) -> LiveSettings:
+    """Have a proxy follow the names of its settings. Return what puts other settings in force."""
+    proxy.sources.make = lambda url, settings: DnsSource(dns_name(url, ("url",)), look_up, settings.dns)
+    proxy.sources.start()
+    return LiveSettings(proxy, lambda _: None)
+
+
 def _engines(proxy: Proxy) -> list[list[str]]:
     """The hosts of each pool's engines."""
     return [[url[7:-5] for url in parts.engines] for parts in proxy.pools]
@@ -54,25 +61,25 @@ def _engines(proxy: Proxy) -> list[list[str]]:
 async def test_names_follow_the_settings(tmp_path: Path) -> None:
     """One that is new is followed, one that went is given up, one with other settings has its engines use them: or nothing."""
     d, e = D, Node(url="http://e:8000", role="decode")
-    pools = (Pool(name="a", nodes=(d,), dns_nodes=(_at("one"),)), Pool(name="b", nodes=(e,), dns_nodes=(_at("two"),)))
+    pools = (Pool(name="a", nodes=(d, _at("one"))), Pool(name="b", nodes=(e, _at("two"))))
     old = Settings(pools=pools)
     proxy = Proxy.build(old, Shelf())
-    names = follow_names(proxy, Answers(one="10.0.0.1", two="10.0.0.2", three="10.0.0.3").look_up)
-    live = LiveSettings(proxy, lambda _: None, names=names)
+    live = _followed(proxy, Answers(one="10.0.0.1", two="10.0.0.2", three="10.0.0.3").look_up)
     try:
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
-        labelled = changed(old, ("pools", 0, "dns_nodes"), (_at("one", labels={"rack": "1"}), _at("three")))
-        broken = changed(labelled, ("pools", 1, "dns_nodes"), (_at("two", api_key_file=str(tmp_path / "missing")),))
-        more = changed(broken, ("pools", 0, "nodes"), (d, Node(url="http://f:8000", role="decode")))
+        labelled = changed(old, ("pools", 0, "nodes"), (d, _at("one", labels={"rack": "1"}), _at("three")))
+        broken = changed(labelled, ("pools", 1, "nodes"), (e, _at("two", api_key_file=str(tmp_path / "missing"))))
+        f = Node(url="http://f:8000", role="decode")
+        more = changed(broken, ("pools", 0, "nodes"), (f, *broken.pools[0].nodes))
         with pytest.raises(SettingsError, match="missing"):
             live.use(old, more)
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
-        assert [source.name for source in names.sources] == ["dns://one:8000", "dns://two:8000"]
-        assert [source.template.labels for source in names.sources] == [{}, {}]
+        assert [source.name for source in proxy.sources.found] == ["dns://one:8000", "dns://two:8000"]
+        assert [source.node.labels for source in proxy.sources.found] == [{}, {}]
         member = proxy.membership.members["http://10.0.0.1:8000"]
         assert (member.settings.labels, member.drain) == ({}, None)
 
-        new = changed(labelled, ("pools", 1, "dns_nodes"), ())
+        new = changed(labelled, ("pools", 1, "nodes"), (e,))
         live.use(old, new)
         assert proxy.membership.members["http://10.0.0.1:8000"].settings.labels == {"rack": "1"}
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1", "10.0.0.3"], ["e"]])
@@ -90,19 +97,17 @@ async def test_a_name_moves_to_another_pool() -> None:
     """Its engines come once they are gone from the first one, and one that another pool has keeps no other out."""
     d, e = D, Node(url="http://e:8000", role="decode")
     old = Settings(
-        pools=(Pool(name="a", nodes=(d,), dns_nodes=(_at("one"), _at("two"))), Pool(name="b", nodes=(e,))),
+        pools=(Pool(name="a", nodes=(d, _at("one"), _at("two"))), Pool(name="b", nodes=(e,))),
         dns=Dns(min_ttl=0.01, max_ttl=0.01),
     )
     proxy = Proxy.build(old, Shelf())
-    answers = Answers(one="10.0.0.1", two="10.0.0.2")
-    names = follow_names(proxy, answers.look_up)
-    live = LiveSettings(proxy, lambda _: None, names=names)
+    live = _followed(proxy, Answers(one="10.0.0.1", two="10.0.0.2").look_up)
     held = {"http://10.0.0.1:8000"}
     proxy.pools[0].engines.keep_known(lambda: held)
     try:
         await until(lambda: _engines(proxy)[0] == ["d", "10.0.0.1", "10.0.0.2"])
-        moved = changed(old, ("pools", 0, "dns_nodes"), ())
-        live.use(old, changed(moved, ("pools", 1, "dns_nodes"), (_at("one"), _at("two"))))
+        moved = changed(old, ("pools", 0, "nodes"), (d,))
+        live.use(old, changed(moved, ("pools", 1, "nodes"), (e, _at("one"), _at("two"))))
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
         await until(lambda: proxy.readiness().details)
         assert "dns://one:8000: http://10.0.0.1:8000 is an engine of pool a" in proxy.readiness().details
@@ -115,22 +120,42 @@ async def test_a_name_moves_to_another_pool() -> None:
 async def test_engines_of_a_name_and_of_the_file() -> None:
     """Named with the same settings in both, they serve on when one gives them up; with other ones the change is refused."""
     own = Node(url="http://10.0.0.1:8000", role="decode")
-    old = Settings(pools=(Pool(nodes=(D,), dns_nodes=(_at("one"),)),))
+    old = Settings(pools=(Pool(nodes=(D, _at("one"))),))
     proxy = Proxy.build(old, Shelf())
-    names = follow_names(proxy, Answers(one="10.0.0.1").look_up)
-    live = LiveSettings(proxy, lambda _: None, names=names)
+    live = _followed(proxy, Answers(one="10.0.0.1").look_up)
     try:
         await until(lambda: own.url in proxy.engines)
         engine = proxy.engines[own.url]
-        both = changed(old, ("pools", 0, "nodes"), (D, own))
-        without = changed(both, ("pools", 0, "dns_nodes"), ())
-        other = changed(without, ("pools", 0, "nodes"), (D, msgspec.structs.replace(own, labels={"rack": "1"})))
+        without = changed(old, ("pools", 0, "nodes"), (D, own))
+        other = changed(old, ("pools", 0, "nodes"), (D, msgspec.structs.replace(own, labels={"rack": "1"})))
         with pytest.raises(MembershipError, match="was added by dns://one:8000, with other settings"):
             live.use(old, other)
-        assert [source.name for source in names.sources] == ["dns://one:8000"]
+        assert [source.name for source in proxy.sources.found] == ["dns://one:8000"]
         live.use(old, without)
         member = proxy.membership.members[own.url]
         assert (member.source, member.drain, proxy.engines[own.url]) == ("settings", None, engine)
-        assert names.sources == []
+        assert proxy.sources.found == []
+    finally:
+        await proxy.stop()
+
+
+async def test_a_source_that_can_not_be_made_changes_nothing() -> None:
+    """Neither its pool's engines nor other sources."""
+    old = Settings(pools=(Pool(nodes=(D, _at("one"))),))
+    proxy = Proxy.build(old, Shelf())
+    live = _followed(proxy, Answers(one="10.0.0.1").look_up)
+
+    def refuse(url: str, settings: Settings) -> DnsSource:
+        raise SettingsError("its file can't be read")
+
+    try:
+        await until(lambda: _engines(proxy) == [["d", "10.0.0.1"]])
+        proxy.sources.make = refuse
+        e = Node(url="http://e:8000", role="decode")
+        with pytest.raises(SettingsError, match="its file can't be read"):
+            live.use(old, changed(old, ("pools", 0, "nodes"), (D, e, _at("two"))))
+        await until(lambda: _engines(proxy) == [["d", "10.0.0.1"]])
+        assert [found.name for found in proxy.sources.found] == ["dns://one:8000"]
+        assert {member.drain for member in proxy.membership.members.values()} == {None}
     finally:
         await proxy.stop()

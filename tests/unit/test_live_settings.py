@@ -164,11 +164,10 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
         (10, 20.0),
     ),
     "observe.log_level": ("debug", lambda p: p.settings.observe.log_level, "debug"),
-    "pools[0].nodes": (NODES[1:], lambda p: [*p.engines], ["http://d:8000"]),
-    "pools[0].dns_nodes": (
-        (Node(url="dns://e:8000", role="decode"),),
-        lambda p: [name for name, _ in p.tasks.failures() if "://" in name],
-        ["dns://e:8000"],
+    "pools[0].nodes": (
+        (*NODES[1:], Node(url="dns://e:8000", role="decode")),
+        lambda p: ([*p.engines], [name for name, _ in p.tasks.failures() if "://" in name]),
+        (["http://d:8000"], ["dns://e:8000"]),
     ),
     "pools[0].models": (("a*",), lambda p: p.models.choose("abc", None), (0, "abc")),
     "pools[0].aliases": ({"fast": "tiny"}, lambda p: p.pools[0].service.routes.of("fast", None)[1], "tiny"),  # type: ignore[union-attr]
@@ -192,7 +191,6 @@ def paths() -> Iterator[KeyPath]:
     for path, _ in leaves(Pool):
         yield ("pools", 0, *path)
     yield ("pools", 0, "nodes")
-    yield ("pools", 0, "dns_nodes")
 
 
 def changed(tree: Any, path: KeyPath, value: object) -> Any:

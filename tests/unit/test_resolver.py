@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.settings.dns import Dns, DnsName, check_servers, dns_name, is_dns, server_of
+from pdproxy.settings.dns import Dns, DnsName, dns_name, server_of
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.upstream.resolver import MAX_PLACES, LookupFailedError, Records, Resolver
+from pdproxy.settings.schema import source_kind
+from pdproxy.settings.sources import MAX_ENGINES
+from pdproxy.upstream.resolver import LookupFailedError, Records, Resolver
 from tests.fakes.name_server import NameServer, name_server
 
 ENGINES = DnsName("dns", "engines.example", 8300)
@@ -85,12 +87,12 @@ async def test_a_server_that_fails(server: NameServer, fault: str, why: str) -> 
 
 
 async def test_a_long_answer_comes_over_tcp_and_has_a_bound(server: NameServer) -> None:
-    texts = [f"10.0.{n // 250}.{n % 250 + 1}" for n in range(MAX_PLACES)]
+    texts = [f"10.0.{n // 250}.{n % 250 + 1}" for n in range(MAX_ENGINES)]
     server.records = {("engines.example", "A"): (30, texts)}
     server.fault = "truncated"
     found = (await resolver(server).look_up(ENGINES))["A"]
     assert isinstance(found, Records)
-    assert len(found.places) == MAX_PLACES
+    assert len(found.places) == MAX_ENGINES
     assert server.over_tcp
     server.records = {("engines.example", "A"): (30, [*texts, "10.9.9.9"])}
     assert str((await resolver(server).look_up(ENGINES))["A"]) == "names 257 engines: 256 at most"
@@ -112,7 +114,7 @@ async def test_nobody_listens_there() -> None:
     ],
 )
 def test_one_spelling(url: str, spelled: str) -> None:
-    assert is_dns(url)
+    assert source_kind(url) == "dns"
     assert dns_name(url, ("url",)).url == spelled
     assert dns_name(spelled, ("url",)).url == spelled
 
@@ -151,7 +153,7 @@ def test_name_servers(text: str, found: tuple[str, int]) -> None:
 
 def test_wrong_servers_and_times() -> None:
     found = Mistakes()
-    check_servers(Dns(servers=("x", "1.2.3.4:0", "[::1"), min_ttl=9, max_ttl=8), found)
+    Dns(servers=("x", "1.2.3.4:0", "[::1"), min_ttl=9, max_ttl=8).check(found)
     with pytest.raises(SettingsError) as caught:
         found.raise_any()
     assert len(caught.value.mistakes) == 4

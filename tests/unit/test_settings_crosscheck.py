@@ -154,15 +154,15 @@ MORIIO = f"{{name: b, connector: moriio, registration_port: 7500, nodes: [{D}]}}
         (f"[{{name: a, nodes: [{D}]}}, {{name: b}}]", "pools[1].nodes: no engine is configured"),
         (
             f"[{{name: a, nodes: [{NAMED}]}}, {{name: b, nodes: [{OTHER}, {NAMED.replace('dns:', 'DNSS:')}]}}]",
-            "pools[0].nodes and pools[1].nodes: two pools can't share the engine d:1",
+            "pools[0].nodes[0] and pools[1].nodes[1]: two pools can't share the engine d:1",
         ),
         (
             f"[{{name: a, nodes: [{SERVICE}]}}, {{name: b, nodes: [{OTHER}, {SERVICE}]}}]",
-            "pools[0].nodes and pools[1].nodes: two pools can't share the engine _vllm._tcp.x",
+            "pools[0].nodes[0] and pools[1].nodes[1]: two pools can't share the engine _vllm._tcp.x",
         ),
         (
             f"[{{name: a, nodes: [{D}]}}, {{name: b, nodes: [{NAMED}]}}]",
-            "pools[0].nodes[0] and pools[1].nodes: two pools can't share the engine d:1",
+            "pools[0].nodes[0] and pools[1].nodes[0]: two pools can't share the engine d:1",
         ),
         (
             f"[{{name: a, connector: p2p-nccl, nodes: [{D}]}}, {{name: b, connector: p2p-nccl, nodes: [{OTHER}]}}]",

@@ -16,9 +16,8 @@ from pdproxy.kit.shared_places import MEASURES, MORE, SharedPlaces
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import Demand
-from pdproxy.serving.request.place import Place
 from pdproxy.serving.request.shared_admission import SharedAdmission
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from tests.fakes.world import until

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdproxy.kit.fair_queue import FairQueue
-from pdproxy.kit.fair_tenants import Entry
+from pdproxy.kit.fair_queue import Entry, FairQueue
 from pdproxy.serving.request.spaced_places import FASTER, LEAST, SpacedPlaces
 from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.kit.fair_queue import FairQueue
-from pdproxy.kit.fair_tenants import Entry
+from pdproxy.kit.fair_queue import Entry, FairQueue
 from pdproxy.scheduling.waits import Waits
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdproxy.app.front import Front
@@ -12,6 +12,7 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
 from pdproxy.app.revoking import Revoking
 from pdproxy.app.share import ALONE, Alone, Share
+from pdproxy.app.sources import Sources
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.kv_events import Index
@@ -25,6 +26,8 @@ from pdproxy.settings.schema import Settings
 @dataclass(slots=True, kw_only=True)
 class Proxy(Parts):
     """One proxy, made from its settings."""
+
+    sources: Sources = field(init=False)
 
     @classmethod
     def build(
@@ -50,6 +53,7 @@ class Proxy(Parts):
         for at, own in enumerate(settings.pools):
             with naming_pool(at, own.name, pools=len(settings.pools)):
                 proxy.pools.append(PoolParts.of(settings.of_pool(own), proxy, index if at == 0 else None))
+        proxy.sources = Sources(proxy)
         proxy.observers.add(*watch.observers)
         proxy.route()
         credentials, metrics, pools = proxy.credentials, proxy.metrics, proxy.pools

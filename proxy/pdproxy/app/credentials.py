@@ -102,6 +102,8 @@ class Credentials:
         self._engines: dict[str, EngineCredentials] = {}
         for at, pool in enumerate(settings.pools):
             for index, node in enumerate(pool.nodes):
+                if node.is_source:
+                    continue  # those that it finds are read when they are added
                 with found.collecting():
                     self._read_engine(node, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
         self.listen: Callable[[], ListenerTls] | None = None

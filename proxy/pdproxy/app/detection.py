@@ -46,7 +46,7 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return _checked(msgspec.structs.replace(settings, pools=tuple(one.result() for one in asking)))
-    if not any(node.prefills for node in settings.pool.nodes):
+    if not any(node.prefills for node in settings.pool.fixed_nodes):
         return with_connector(settings, registry.names()[0])  # no KV is transferred
     seen, silent = await look(settings, deadline or settings.deadlines.detect, clock)
     if isinstance(seen, Undecided):
@@ -77,7 +77,7 @@ async def look(
         networks=settings.engines.allowed,
     )
     others = EngineAdmin(deadlines=settings.deadlines, networks=settings.engines.allowed)
-    asked = [node for node in settings.pool.nodes if node.role != "aggregated"]
+    asked = [node for node in settings.pool.fixed_nodes if node.role != "aggregated"]
     detection = Detection(
         admin,
         others,

@@ -104,9 +104,10 @@ class EngineSetup:
 
     def add_configured(self) -> tuple[Node, ...]:
         """Add the engines of the settings, which were checked together when the settings were read. Return them."""
-        for node in self._settings.pool.nodes:
+        nodes = self._settings.pool.fixed_nodes
+        for node in nodes:
             self._add(node)
-        return self._settings.pool.nodes
+        return nodes
 
     def add(self, node: Node, *, is_checked: bool = False) -> Engine:
         """Add an engine. It gets requests once it has answered a probe. What fails changes nothing.

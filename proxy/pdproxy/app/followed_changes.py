@@ -201,7 +201,7 @@ class FollowedChanges:
     def notify(self, event: Event) -> None:
         """Tell the parent that another source has an engine serve again: the drain that operators asked for is over.
 
-        It was about to be removed, and came back into the settings or DNS.
+        It was about to be removed, and came back into the settings or a source.
         """
         if not isinstance(event, MemberChanged) or event.change not in ("undrained", "replaced") or event.by == ADMIN:
             return

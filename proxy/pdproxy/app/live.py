@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from pdproxy.app.dns import Names
+from pdproxy.app.compose import Proxy
 from pdproxy.app.ledger import policies_of, slo_of
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
-from pdproxy.fleet.member import MembershipError
-from pdproxy.fleet.membership import SETTINGS
 from pdproxy.settings.changes import put
-from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-
-logger = logging.getLogger("pdproxy.settings")
 
 
 class LiveSettings:
     """The settings of one proxy. `fit` returns settings whose limits fit the machine, `set_log_level` sets that of the log.
-
-    `names`: those of DNS that the proxy follows, None: none.
 
     Of the settings that it is given, those that are marked (`Live`) are read: all others are as they were at the start.
     """
 
     def __init__(
         self,
-        proxy: Parts,
+        proxy: Proxy,
         set_log_level: Callable[[str], None],
         fit: Callable[[Settings], Settings] = lambda one: one,
-        names: Names | None = None,
     ) -> None:
         self._proxy = proxy
         self._set_log_level = set_log_level
         self._fit = fit
-        self._names = names if names is not None else Names(proxy)
-        self._half_applied = False
-        """Whether the last engines failed: what could not be put back is had again with the next ones, also the same."""
 
     def use(self, old: Settings, new: Settings) -> None:
         """Use new settings in place of old ones. If that fails, nothing has changed.
@@ -52,7 +40,7 @@ class LiveSettings:
         """
         proxy = self._proxy
         use_keys = proxy.credentials.prepare(new.auth)
-        self._set_engines(old, new)
+        proxy.sources.use(new.pools)
         use_keys()  # from here nothing fails
         put(proxy.settings, self._fit(new))
         for parts, pool in zip(proxy.pools, new.pools, strict=True):
@@ -61,29 +49,6 @@ class LiveSettings:
         proxy.front.configure()
         if new.observe.log_level != old.observe.log_level:
             self._set_log_level(new.observe.log_level)
-
-    def _set_engines(self, old: Settings, new: Settings) -> None:
-        done: list[tuple[PoolParts, Pool]] = []
-        try:
-            for at, (parts, before, pool) in enumerate(zip(self._proxy.pools, old.pools, new.pools, strict=True)):
-                if pool.nodes != before.nodes or self._half_applied:
-                    with naming_pool(at, pool.name, pools=len(new.pools)):
-                        parts.membership.apply(SETTINGS, pool.nodes)
-                    done.append((parts, before))
-            self._names.use(new.pools)
-        except Exception:
-            self._half_applied = True
-            for parts, before in reversed(done):
-                self._put_back(parts, before)
-            raise
-        self._half_applied = False
-
-    @staticmethod
-    def _put_back(parts: PoolParts, before: Pool) -> None:
-        try:
-            parts.membership.apply(SETTINGS, before.nodes)
-        except (SettingsError, MembershipError) as error:  # a key file was deleted meanwhile, for example
-            logger.error("pool %s keeps its new engines: %s", parts.name, error)  # noqa: TRY400
 
 
 def configure(proxy: Parts) -> None:

@@ -29,7 +29,6 @@ from pdproxy.app.admin import MAX_CONNECTIONS, AdminSocket, admin_socket, serve_
 from pdproxy.app.begin import cant_listen, run_logged
 from pdproxy.app.compose import Proxy
 from pdproxy.app.detection import needs_detection, settled
-from pdproxy.app.dns import Names, follow_names
 from pdproxy.app.first_probes import first_probes
 from pdproxy.app.listening import Listening
 from pdproxy.app.live import LiveSettings
@@ -42,7 +41,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.settings.listen import UNIX
 from pdproxy.settings.schema import Settings
-from pdproxy.upstream.resolver import MAX_PLACES
+from pdproxy.settings.sources import MAX_ENGINES
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -52,10 +51,10 @@ FILES_FOR_ENGINES = 2
 OTHER_FILES = 64
 """Open files for everything else: the listener, the log, refused connections on their way out."""
 INTERRUPTED = 130
-GC_THRESHOLDS = (1000, 5, 400)
+GC_THRESHOLDS = (3000, 5, 133)
 """A request leaves nothing to the garbage collector (there is a test for that), only libraries do. A collection takes
 about a millisecond for every 10,000 objects that it looks at, and blocks the event loop for that time. With these numbers it
-often looks at the newest thousand or five thousand objects, and seldom at all of them; an open stream has 100."""
+often looks at the newest 3,000 or 15,000 objects, and seldom at all of them; an open stream has 100."""
 
 
 class _Server(uvicorn.Server):
@@ -106,7 +105,7 @@ def files_needed(settings: Settings) -> int:
 
 def _other_files(settings: Settings) -> int:
     admin = 2 * MAX_CONNECTIONS if settings.listen.admin is not None else 0  # as many again are refused at a time
-    engines = sum(len(pool.nodes) + MAX_PLACES * len(pool.dns_nodes) for pool in settings.pools)
+    engines = sum(len(pool.fixed_nodes) + MAX_ENGINES * len(pool.source_nodes) for pool in settings.pools)
     return OTHER_FILES + admin + 2 * engines  # probes of each engine, and one more connection
 
 
@@ -177,21 +176,20 @@ async def _serve_until_signalled(
 
     async def started(proxy: Proxy) -> None:
         serve_admin(proxy, admin, log)
-        names = follow_names(proxy)
         follow_replicas(proxy)
         if source is not None and source.paths:
-            reloading = follow(proxy, source, log, names)
+            reloading = follow(proxy, source, log)
             hangups.then = reloading.soon
             if asked_early.is_set():
                 reloading.soon()
-        await first_probes(proxy, names.sources, ending)
+        await first_probes(proxy, ending)
 
     return await serve(settings, listener, ending, log, started)
 
 
-def follow(proxy: Proxy, source: SettingsSource, log: Log, names: Names | None = None) -> Reloading:
-    """Have a proxy that was started follow the files of its settings. `names`: those of DNS that it follows, None: none."""
-    live = LiveSettings(proxy, partial(set_level, log), fit_files, names)
+def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
+    """Have a proxy that was started follow the files of its settings."""
+    live = LiveSettings(proxy, partial(set_level, log), fit_files)
     reloading = Reloading(source, live, lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
     proxy.metrics.add_gauges(reloading.gauges())
@@ -245,6 +243,7 @@ async def serve(
     server = _Server(uvicorn_config(proxy))
     proxy.start()
     share.start(proxy.tasks)
+    proxy.sources.start()
     if (waits := started(proxy)) is not None:
         await waits
     own_warnings = (*proxy.credentials.warnings(), *proxy.front.warnings())

@@ -52,7 +52,7 @@ def kv_events_places(settings: Settings) -> Iterator[Place]:
     """Return where engines connect to publish KV events: a port for each data-parallel rank that an engine may have."""
     own = settings.pool.kv_events
     if own.host is not None:
-        most = max((node.facts.data_parallel_size for node in settings.pool.all_nodes), default=1)
+        most = max((node.facts.data_parallel_size for node in settings.pool.nodes), default=1)
         for at in range(most):
             yield Place("pools[0].kv_events", own.host, own.port + at, at)
 

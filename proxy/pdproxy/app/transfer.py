@@ -43,7 +43,7 @@ def build_transfer(
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
-    if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.all_nodes):
+    if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.nodes):
         # Two engines that are full of blocks which wait for the other one's KV would have none to make that KV in.
         order = "sequential"
     queue = engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines

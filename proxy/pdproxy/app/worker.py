@@ -20,7 +20,6 @@ import uvloop
 from pdproxy.app import uncaught
 from pdproxy.app.admin import AdminSocket, serve_admin
 from pdproxy.app.compose import Proxy
-from pdproxy.app.dns import follow_names
 from pdproxy.app.drain import longest_drain
 from pdproxy.app.first_probes import first_probes
 from pdproxy.app.reloading import SettingsSource
@@ -199,10 +198,9 @@ async def _serve(
 
     async def started(proxy: Proxy) -> None:
         orders.ends_within = lambda: longest_drain(proxy.settings.deadlines, proxy.settings.listen.linger)
-        names = follow_names(proxy)
         follow_replicas(proxy)
         if source is not None and source.paths:
-            reloading = follow(proxy, source, log, names)
+            reloading = follow(proxy, source, log)
             await reloading.catch_up()
             hangups.then = reloading.soon
             if asked_early.is_set():
@@ -211,7 +209,7 @@ async def _serve(
         for pool in proxy.pools:  # those that have come since the start of the first worker
             pool.membership.have_served()
         # A successor takes over connections that wait: they must not be refused because it has not seen the engines yet.
-        await first_probes(proxy, names.sources, ending)
+        await first_probes(proxy, ending)
         orders.send(Message(READY))
 
     code = await serve(settings, listener, ending, log, started, share)

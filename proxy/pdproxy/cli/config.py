@@ -96,6 +96,6 @@ def validate_settings(arguments: argparse.Namespace) -> int:
 
     for warning in Credentials(settings).warnings():  # reads the files that the settings name
         sys.stderr.write(f"{arguments.prog}: warning: {warning}\n")
-    roles = Counter(node.role for pool in settings.pools for node in pool.nodes)
+    roles = Counter(node.role for pool in settings.pools for node in pool.fixed_nodes)
     print("ok: " + ", ".join(f"{count} {role}" for role, count in roles.items()))
     return 0

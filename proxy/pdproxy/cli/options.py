@@ -12,7 +12,7 @@ from pathlib import Path
 from pdproxy.cli.settings_flags import ENGINES, RECEIVER, groups
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import CONFIG, EngineFlag, Flag, ReceiverFlag, load
-from pdproxy.settings.schema import Settings
+from pdproxy.settings.schema import Settings, source_section
 
 
 def add_settings_options(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +49,12 @@ def fixed_settings_from(arguments: argparse.Namespace) -> Settings:
     """Do as `settings_from`, for a command that asks the engines of the settings itself: each must have a URL of its own.
 
     Raises:
-        SettingsError: as there, or DNS names some of them.
+        SettingsError: as there, or a source names some of them.
     """
     settings = settings_from(arguments)
-    for node in (node for pool in settings.pools for node in pool.dns_nodes):
-        raise SettingsError(f"{node.url}: this command takes no engines that DNS names: give their URLs")
+    for url in (node.url for pool in settings.pools for node in pool.nodes):
+        if (section := source_section(url)) is not None:
+            raise SettingsError(f"{url}: this command takes no engines that {section.who} names: give their URLs")
     return settings
 
 

@@ -12,7 +12,7 @@ from pdproxy.settings.engines import Role
 from pdproxy.settings.kv import Receiver
 from pdproxy.settings.load import POOL
 from pdproxy.settings.pools import Pool
-from pdproxy.settings.schema import Settings
+from pdproxy.settings.schema import SOURCES, Settings
 from pdproxy.settings.section import Field, fields_of, is_section
 
 RECEIVER = "receiver."
@@ -44,7 +44,7 @@ class FlagGroup(NamedTuple):
 
 ENGINES: dict[Role, str] = {
     "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http); "
-    "dns://NAME:PORT, srv://NAME: all that DNS names",
+    + "; ".join(section.forms for section in SOURCES.values()),
     "decode": "engines that generate answers from the KV of prefill engines: as for --prefill",
     "aggregated": "engines that compute prompts and generate answers: as for --prefill",
     "any": "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill",

@@ -98,7 +98,7 @@ class EngineEntry(msgspec.Struct, frozen=True):
     pool: Annotated[str, Meta(description="the name of its pool")]
     role: Annotated[str, Meta(description="prefill, decode, aggregated or any")]
     source: Annotated[
-        str, Meta(description="who has added it: settings, admin, or a DNS name; only that one removes it")
+        str, Meta(description="who has added it: settings, admin, or the URL of a source; only that one removes it")
     ]
     also_wanted_by: Annotated[list[str], Meta(description="the first of these owns it if its source gives it up")]
     state: Annotated[str, Meta(description="joining, probing, warming, serving, draining or drained")]

@@ -59,7 +59,8 @@ class Clock:
         self.now = now
         """Returns seconds of a steady clock, for durations. Timers count these seconds less those of hold-ups."""
         self._failed = failed or _log
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The loop of the timers, None before the first. Before Python 3.12, to ask for the running loop is a system call."""
         self._slots: dict[int, dict[Timer, None]] = {}
         self._done = 0
         self._due = 0.0
@@ -78,9 +79,9 @@ class Clock:
 
     def after(self, seconds: float, then: Callable[[], None]) -> Timer:
         """Call `then` after `seconds`, or up to a tick later."""
-        loop = self._loop
+        loop = self.loop
         if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
+            loop = self.loop = asyncio.get_running_loop()
         number = int((loop.time() - self._lost + seconds) / TICK) + 1
         slot = self._slots.get(number)
         if slot is None:
@@ -97,14 +98,14 @@ class Clock:
         return Within(self, seconds)
 
     def _tick_at(self, due: float, *, read: bool) -> None:
-        assert self._loop is not None
+        assert self.loop is not None
         self._due = due
-        self._next = self._loop.call_at(due + self._lost, self._tick, read)
+        self._next = self.loop.call_at(due + self._lost, self._tick, read)
 
     def _tick(self, read: bool) -> None:
         """Call all timers that are due. `read`: the sockets were read since the loop was held up."""
-        assert self._loop is not None
-        now = self._loop.time() - self._lost
+        assert self.loop is not None
+        now = self.loop.time() - self._lost
         if now > self._due + TICK:
             self._lost += now - self._due
             now = self._due
@@ -144,11 +145,11 @@ class Within(msgspec.Struct, eq=False):
     _cancelling: int = 0
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
+        self._timer = self._clock.after(self._seconds, self._interrupt)
+        task = asyncio.current_task(self._clock.loop)
         assert task is not None
         self._task = task
         self._cancelling = task.cancelling()
-        self._timer = self._clock.after(self._seconds, self._interrupt)
 
     def disarm(self) -> None:
         """Wait as long as it takes from now on."""

@@ -7,9 +7,13 @@ import re
 
 _USABLE = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 _OF_WORKER = re.compile(r"[0-9a-f]{2}")
-
+DRAWN = 2048
+"""Bytes that are drawn from the system's random source at once: a system call for each id costs more than the id."""
 
 _worker = ""
+_drawn: list[str] = []
+"""Random numbers of 32 hex digits, each of which is used once."""
+os.register_at_fork(after_in_child=_drawn.clear)  # else two processes would use the same ones
 
 
 def name_worker(number: int) -> None:
@@ -21,7 +25,10 @@ def name_worker(number: int) -> None:
 def mint(digits: int = 32) -> str:
     """Return a fresh request id of so many hex digits, 32 at least."""
     if digits <= 32:
-        return _worker + os.urandom(16).hex()[len(_worker) :]
+        if not _drawn:
+            block = os.urandom(DRAWN).hex()
+            _drawn.extend([block[at : at + 32] for at in range(0, len(block), 32)])
+        return _worker + _drawn.pop()[len(_worker) :]
     return _worker + os.urandom((digits + 1) // 2).hex()[len(_worker) : digits]
 
 

@@ -51,24 +51,38 @@ ADMIN_REQUESTS = Description(
     "requests",
     (Label("result", ADMIN_ENDS),),
 )
-DNS_RESULTS = (
+SOURCE_RESULTS = (
     ("changed", "it names other engines than before"),
     ("same", "it names the same engines"),
     ("empty", "it names no engine"),
     ("failed", "there was no answer that can be used: the last one stays in use"),
 )
-_DNS_NAME = Label("source", text="the URL that names engines, as in the settings")
-DNS_ANSWERS = Description(
-    "pdproxy_dns_answers_total",
-    Kind.COUNTER,
+
+
+def _of_source(name: str, answers: str, engines: str, age: str) -> tuple[Description, Description, Description]:
+    source = Label("source", text="the URL that names engines, as in the settings")
+    result = Label("result", SOURCE_RESULTS)
+    return (
+        Description(f"pdproxy_{name}_answers_total", Kind.COUNTER, answers, "answers", (source, result)),
+        Description(f"pdproxy_{name}_engines", Kind.GAUGE, engines, "engines", (source,)),
+        Description(f"pdproxy_{name}_age_seconds", Kind.GAUGE, age, "seconds", (source,)),
+    )
+
+
+SOURCE_ANSWERS, SOURCE_ENGINES, SOURCE_AGE = _of_source(
+    "source",
+    "Answers of sources of engines, such as DNS",
+    "Engines that a source names",
+    "Time since the last good answer of a source",
+)
+DNS_ANSWERS, DNS_ENGINES, DNS_AGE = _of_source(
+    "dns",
     "Answers of DNS about the names of engines (dns:// and srv://)",
-    "answers",
-    (_DNS_NAME, Label("result", DNS_RESULTS)),
+    "Engines that a name stands for",
+    "Time since the last good answer about a name",
 )
-DNS_ENGINES = Description("pdproxy_dns_engines", Kind.GAUGE, "Engines that a name stands for", "engines", (_DNS_NAME,))
-DNS_AGE = Description(
-    "pdproxy_dns_age_seconds", Kind.GAUGE, "Time since the last good answer about a name", "seconds", (_DNS_NAME,)
-)
+OF_SOURCES = {None: (SOURCE_ANSWERS, SOURCE_ENGINES, SOURCE_AGE), "dns": (DNS_ANSWERS, DNS_ENGINES, DNS_AGE)}
+"""The metrics of sources, by their kind. None: of all kinds."""
 REPLICAS = Description(
     "pdproxy_replicas", Kind.GAUGE, "Proxies in front of the same engines, with this one (replicas.count)", "proxies"
 )

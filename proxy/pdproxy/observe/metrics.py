@@ -281,10 +281,9 @@ class Metrics:
         if event.tenant is not None:
             tokens = (event.prompt_tokens or 0) + (event.completion_tokens or 0)
             self._count(catalog_refusals.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
-        if event.prompt_tokens is not None:
-            self._count(catalog.TOKENS, "prompt", by=event.prompt_tokens)
-        if event.completion_tokens is not None:
-            self._count(catalog.TOKENS, "completion", by=event.completion_tokens)
+        counts = self._counts[catalog.TOKENS.name]
+        counts["prompt",] += event.prompt_tokens or 0
+        counts["completion",] += event.completion_tokens or 0
 
     def _request(self, event: RequestEnded) -> None:
         model = event.model or ""
@@ -300,7 +299,7 @@ class Metrics:
         if (model, event.endpoint, event.outcome) not in counts:
             for outcome, _ in catalog.OUTCOMES:
                 counts[model, event.endpoint, outcome] = 0
-        self._count(catalog.REQUESTS, model, event.endpoint, event.outcome)
+        counts[model, event.endpoint, event.outcome] += 1
 
     def _leg(self, leg: LegTimes) -> None:
         split = leg.prefill is not None

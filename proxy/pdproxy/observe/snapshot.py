@@ -71,6 +71,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "pdproxy_queue": Rule.SUM,
         "pdproxy_replicas": Rule.MOST,
         "pdproxy_retries": Rule.SUM,
+        "pdproxy_source_age_seconds": Rule.MOST,
+        "pdproxy_source_engines": Rule.MOST,
         "pdproxy_tasks": Rule.SUM,
         "pdproxy_suspected": Rule.SUM,
         "pdproxy_time_correction_ratio": Rule.MEAN,

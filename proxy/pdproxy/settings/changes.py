@@ -76,7 +76,7 @@ def _order(pool: Pool) -> str | None:
     if pool.dispatch is not None or pool.connector == registry.AUTO:
         return pool.dispatch
     orders = registry.entry_of(pool.connector).capabilities.orders
-    is_any = any(node.role == "any" for node in pool.all_nodes)
+    is_any = any(node.role == "any" for node in pool.nodes)
     return _SEQUENTIAL if is_any and _SEQUENTIAL in orders else orders[0]
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from pdproxy.settings.conform import conform
-from pdproxy.settings.dns import check_replicas, check_servers, dns_name, is_dns, stand_in_url
+from pdproxy.settings.dns import check_replicas
 from pdproxy.settings.engines import (
     USER,
+    Facts,
     Node,
     check_allowed,
     check_networks,
@@ -28,7 +29,7 @@ from pdproxy.settings.kv import check_kv_events
 from pdproxy.settings.limits import check_limits, check_media_settings
 from pdproxy.settings.listen import check_admin, parsed_networks
 from pdproxy.settings.pools import Pool, check_placing
-from pdproxy.settings.schema import Settings
+from pdproxy.settings.schema import SOURCES, Settings, engine_scheme, source_section
 from pdproxy.settings.tls import refuse_stray_files
 from pdproxy.settings.transfer import check_pairs, check_transfer
 from pdproxy.transfer import registry
@@ -52,8 +53,9 @@ def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True
             check_admin(settings.listen.admin, auth.admin_keys, auth.admin_keys_file, found)
     if not found.within("tenants"):
         check_tenants(settings.tenants, found)
-    if not found.within("dns"):
-        check_servers(settings.dns, found)
+    for name in SOURCES:
+        if not found.within(name):
+            getattr(settings, name).check(found)
     if not found.within("media"):
         check_media_settings(settings.media, found)
     networks = check_allowed(settings.engines, found)
@@ -79,53 +81,52 @@ def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
         path = ("pools", 0, "nodes", index, "url")
         if isinstance(url := node.get("url"), str):
             with found.collecting(*path):
-                (dns_name if is_dns(url) else engine_url)(url, path, found.source(path))
+                _spelled(url, path, found)
+
+
+def _spelled(url: str, path: KeyPath, found: Mistakes) -> str:
+    """Return the URL of a node in its normal spelling: an engine's own, or what a source is asked for. Raises SettingsError."""
+    section, where = source_section(url), found.source(path)
+    return engine_url(url, path, where) if section is None else section.spelled(url, path, where)
+
+
+def _stand_in(node: Node) -> Node:
+    """Return an engine that stands for all that a source will find; an engine itself, if it is one."""
+    section = source_section(node.url)
+    return node if section is None else msgspec.structs.replace(node, url=section.stand_in(node.url))
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
     refuse_stray_files(pool.tls, (*path, "tls"), ("key",), found)
-    nodes, named = [], [(node, (*path, "dns_nodes", at)) for at, node in enumerate(pool.dns_nodes)]
+    nodes: list[Node] = []
     for index, node in enumerate(pool.nodes):
         here = (*path, "nodes", index)
-        if is_dns(node.url):
-            named.append((node, here))
-            continue
         with found.collecting(*here):
-            url = engine_url(node.url, (*here, "url"), found.source((*here, "url")))
-            nodes.append(msgspec.structs.replace(node, url=url))
-        refuse_contradictions(node, here, found)
-    dns_nodes = _checked_names(pool, named, nodes, path, found)
-    if len(nodes) + len(dns_nodes) == len(pool.all_nodes):
-        others = [msgspec.structs.replace(node, url=stand_in_url(node.url)) for node in dns_nodes]
-        check_transfer(pool, [*nodes, *others], path, found)
-        _check_kv_events(pool, nodes, path, found)
+            nodes.append(msgspec.structs.replace(node, url=_spelled(node.url, (*here, "url"), found)))
+        refuse_contradictions(node, here, found, engine_scheme(node.url))
+    if len(nodes) == len(pool.nodes):
+        stand_ins = [_stand_in(node) for node in nodes]
+        check_transfer(pool, stand_ins, path, found)
         refuse_duplicates(nodes, path, found)
         nodes = [with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
-        check_pairs(pool, nodes, path, found)
-        check_placing(pool, [*nodes, *others], path, found)
-    if pool.all_nodes or need_engines:
-        refuse_useless({node.role for node in pool.all_nodes}, (*path, "nodes"), found)
-    return msgspec.structs.replace(pool, nodes=tuple(nodes), dns_nodes=tuple(dns_nodes))
+        # How many engines a source finds is not known, perhaps none: each is compared with others when it is added.
+        known = [_nobody(node) if node.is_source else node for node in nodes]
+        _check_kv_events(pool, known, path, found)
+        check_pairs(pool, known, path, found)
+        check_placing(pool, stand_ins, path, found)
+        who = next((section.who for node in nodes if (section := source_section(node.url)) is not None), None)
+        if who is not None and pool.connector == AUTO and not any(node.prefills for node in known):
+            key = (*path, "connector")
+            text = f"auto: engines that {who} names can't be asked for it: name the connector"
+            found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+    if pool.nodes or need_engines:
+        refuse_useless({node.role for node in pool.nodes}, (*path, "nodes"), found)
+    return msgspec.structs.replace(pool, nodes=tuple(nodes))
 
 
-def _checked_names(
-    pool: Pool, named: Sequence[tuple[Node, KeyPath]], nodes: Sequence[Node], path: KeyPath, found: Mistakes
-) -> list[Node]:
-    """Return the nodes that DNS names with their URLs and sources in their normal spelling."""
-    checked: dict[str, Node] = {}
-    for node, here in named:
-        with found.collecting(*here):
-            url = dns_name(node.url, (*here, "url"), found.source((*here, "url"))).url
-            refuse_contradictions(node, here, found)
-            if url in checked:
-                found.add(here, f"{spell_key(here)}: {url} is given twice{found.source(here)}")
-            node = with_sources(node, nodes, (*here, "sources"), found)
-            checked[url] = msgspec.structs.replace(node, url=url)
-    if checked and pool.connector == AUTO and not any(node.prefills for node in nodes):
-        key = (*path, "connector")
-        text = "auto: engines that DNS names can't be asked for it: name the connector"
-        found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
-    return list(checked.values())
+def _nobody(node: Node) -> Node:
+    """Return a node in the place of another one, with which no rule compares others."""
+    return msgspec.structs.replace(node, role="aggregated", facts=Facts(), sources=())
 
 
 def _check_kv_events(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
@@ -208,12 +209,6 @@ def check_pools(settings: Settings, found: Mistakes) -> None:
         for at, pool in enumerate(settings.pools)
         for place, node in enumerate(pool.nodes)
     ]
-    # Names that DNS has: where in the list they were is not known any more.
-    urls += [
-        (node.url.partition("://")[2], ("pools", at, "nodes"))
-        for at, pool in enumerate(settings.pools)
-        for node in pool.dns_nodes
-    ]
     _refuse_shared(urls, "the engine", found)
     _refuse_shared([*_sockets(settings)], "the port", found)
 
@@ -232,7 +227,7 @@ def _sockets(settings: Settings) -> Iterator[tuple[str, KeyPath]]:
     for at, pool in enumerate(settings.pools):
         key: KeyPath = ("pools", at)
         if pool.kv_events.enabled and pool.kv_events.host is not None:
-            most = max((node.facts.data_parallel_size for node in pool.all_nodes), default=1)
+            most = max((node.facts.data_parallel_size for node in pool.nodes), default=1)
             for port in range(pool.kv_events.port, pool.kv_events.port + most):
                 yield str(port), (*key, "kv_events")
         yield from ((str(port), (*key, name)) for port, name in _of_connector(settings.of_pool(pool), pool))

@@ -1,4 +1,4 @@
-"""What DNS names: engines, by the forms of their URLs, and other proxies. The sections `dns` and `replicas`, and their checks.
+"""What DNS names: engines, as a source of them, and other proxies. The sections `dns` and `replicas`, and their checks.
 
 Owns units, bounds and defaults, and the normal spelling of such a URL.
 """
@@ -15,9 +15,10 @@ from pdproxy.kit.addresses import read_address, read_place
 from pdproxy.scheduling.replicas import MAX_REPLICAS
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.section import Seconds, Section, Text
+from pdproxy.settings.sources import SourceSection
 
 SCHEMES = {"dns": "http", "dnss": "https", "srv": "http", "srvs": "https"}
-"""The schemes of such URLs, with that of the engines."""
+"""See `SourceSection`."""
 _NAME = re.compile(r"(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.?")
 _PORT = 53
 
@@ -25,11 +26,16 @@ AUTO: Literal["auto"] = "auto"
 Replicas = Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] | Literal["auto"]
 
 
-class Dns(Section, frozen=True):
-    """How engines are found whose URLs are dns://NAME:PORT or srv://NAME.
+class Dns(SourceSection, frozen=True):
+    """DNS as a source of engines: dns://NAME:PORT is one at each address of a name, srv://NAME one at each target of its service
+    records; dnss:// and srvs://: with TLS.
 
     What can't be answered changes nothing; an engine that is missing in two answers in a row is drained and removed.
     """
+
+    schemes = SCHEMES
+    who = "DNS"
+    forms = "dns://NAME:PORT, srv://NAME: all that DNS names"
 
     servers: tuple[Text, ...] = ()
     """Name servers to ask, such as [10.0.0.2, 10.0.0.3:5353]. []: those of the system, with its search list."""
@@ -42,6 +48,24 @@ class Dns(Section, frozen=True):
 
     max_ttl: Seconds = 60.0
     """Seconds between two questions at most: an engine that is new or gone is noticed after that."""
+
+    @classmethod
+    def spelled(cls, url: str, path: KeyPath, where: str = "") -> str:
+        """See `SourceSection`."""
+        return dns_name(url, path, where).url
+
+    def check(self, found: Mistakes) -> None:
+        """Check the addresses of name servers, and the bounds of times."""
+        for at, text in enumerate(self.servers):
+            here = ("dns", "servers", at)
+            try:
+                server_of(text)
+            except ValueError:
+                words = "expected an address, such as 10.0.0.2 or 10.0.0.2:5353"
+                found.add(here, f"{spell_key(here)}: {quote(text)}: {words}{found.source(here)}")
+        if self.min_ttl > self.max_ttl:
+            where = found.source(("dns", "min_ttl"))
+            found.add(("dns",), f"dns.min_ttl = {self.min_ttl:g} is more than dns.max_ttl = {self.max_ttl:g}{where}")
 
 
 class ReplicaSettings(Section, frozen=True):
@@ -83,11 +107,6 @@ class DnsName(NamedTuple):
         return f"{SCHEMES[self.scheme]}://{shown}:{self.port if port is None else port}"
 
 
-def is_dns(url: object) -> bool:
-    """Return whether a URL names engines by DNS."""
-    return isinstance(url, str) and url.partition("://")[0].lower() in SCHEMES
-
-
 def dns_name(url: str, path: KeyPath, where: str = "") -> DnsName:
     """Return what a URL asks for. `where`: the source of the URL.
 
@@ -117,26 +136,6 @@ def dns_name(url: str, path: KeyPath, where: str = "") -> DnsName:
     if has_port and read_address(name) is not None:
         raise wrong("is an address: expected http://host:port")
     return DnsName(parts.scheme, name, port)
-
-
-def stand_in_url(url: str) -> str:
-    """Return the URL of an engine that stands for all of a name's, where engines are checked together."""
-    scheme, _, rest = url.partition("://")
-    return f"{SCHEMES[scheme]}://{rest if ':' in rest else f'{rest}:1'}"
-
-
-def check_servers(dns: Dns, found: Mistakes) -> None:
-    """Check the addresses of name servers, and the bounds of times. Mistakes are added to `found`."""
-    for at, text in enumerate(dns.servers):
-        here = ("dns", "servers", at)
-        try:
-            server_of(text)
-        except ValueError:
-            words = "expected an address, such as 10.0.0.2 or 10.0.0.2:5353"
-            found.add(here, f"{spell_key(here)}: {quote(text)}: {words}{found.source(here)}")
-    if dns.min_ttl > dns.max_ttl:
-        where = found.source(("dns", "min_ttl"))
-        found.add(("dns",), f"dns.min_ttl = {dns.min_ttl:g} is more than dns.max_ttl = {dns.max_ttl:g}{where}")
 
 
 def server_of(text: str) -> tuple[str, int]:

@@ -14,10 +14,7 @@ from pdproxy.settings.section import Section, fields_of, is_hidden
 
 def dump(settings: Settings) -> str:
     """Return all settings, defaults included, as YAML that can be loaded again; keys are masked."""
-    replace = msgspec.structs.replace
-    # Nodes that DNS names are shown among the others, as they may be given.
-    pools = tuple(replace(pool, nodes=pool.all_nodes, dns_nodes=()) for pool in settings.pools)
-    tree = msgspec.to_builtins(_masked(replace(settings, pools=pools), Settings), builtin_types=())
+    tree = msgspec.to_builtins(_masked(settings, Settings), builtin_types=())
     return yaml.safe_dump(_lists(tree), sort_keys=False, allow_unicode=True)
 
 

@@ -35,7 +35,7 @@ USER = re.compile(r"//[^/]*@")
 
 
 class EngineSettings(Section, frozen=True):
-    """What holds for all engines, wherever they are named: here, by DNS, by the admin API."""
+    """What holds for all engines, wherever they are named: here, by a source, by the admin API."""
 
     networks: tuple[Text, ...] = ()
     """Networks in which engines may be, such as [10.1.0.0/16]: the proxy connects to no other address, whatever a name resolves
@@ -104,8 +104,7 @@ class Node(Section, frozen=True):
 
     url: str
     """http://host:port or https://host:port without a path; each engine once. Also the engine's name in logs and metrics.
-    dns://NAME:PORT is an engine at each address of a name, srv://NAME one at each target of its service records; dnss:// and
-    srvs://: with TLS. They are followed while the proxy runs (section dns)."""
+    Another scheme names a source of engines, which is followed while the proxy runs (docs/guide/changing-engines.md)."""
 
     role: Role
     """prefill computes prompts, decode generates from them, aggregated does both. any (kv_role kv_both; not with every
@@ -134,6 +133,11 @@ class Node(Section, frozen=True):
 
     tls: EngineTls = EngineTls()
     """Each value overrides that of the pool's tls; certificate and key go together. Only for https:// URLs."""
+
+    @property
+    def is_source(self) -> bool:
+        """Whether it stands for engines that a source finds while the proxy runs (`settings.sources`)."""
+        return self.url.partition("://")[0] not in _PORTS
 
     @property
     def prefills(self) -> bool:
@@ -229,8 +233,8 @@ def with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistak
     return msgspec.structs.replace(node, sources=tuple(sources)) if sources else node
 
 
-def refuse_contradictions(node: Node, path: KeyPath, found: Mistakes) -> None:
-    """Refuse settings of one engine that exclude each other. `path`: its own."""
+def refuse_contradictions(node: Node, path: KeyPath, found: Mistakes, scheme: str | None = None) -> None:
+    """Refuse settings of one engine that exclude each other. `path`: its own; `scheme`: of its URL, None: as it is there."""
     key, where = spell_key(path), found.source(path)
     if node.api_key == MASK:
         text = f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
@@ -240,7 +244,7 @@ def refuse_contradictions(node: Node, path: KeyPath, found: Mistakes) -> None:
     if node.serves_whole and node.role != "prefill":
         text = "only a prefill engine has this setting, other roles say whether an engine serves requests whole"
         found.add((*path, "serves_whole"), f"{key}.serves_whole: {text}{found.source((*path, 'serves_whole'))}")
-    if node.tls != EngineTls() and node.url.startswith(("http:", "dns:", "srv:")):
+    if node.tls != EngineTls() and (scheme or node.url.partition("://")[0]) == "http":
         url = quote(USER.sub("//***@", node.url))
         found.add(path, f"{key}.tls: {url} is without TLS: expected an https:// URL{where}")
     refuse_stray_files(node.tls, (*path, "tls"), ("key",), found)
@@ -250,7 +254,7 @@ def refuse_duplicates(nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> 
     """Refuse engines that are named twice, by URLs in their normal spelling. `path`: of their pool."""
     first: dict[str, int] = {}
     for index, node in enumerate(nodes):
-        place = node.url.partition("://")[2]  # one port is either with TLS or without
+        place = node.url if node.is_source else node.url.partition("://")[2]  # one port is either with TLS or without
         if place in first:
             both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[place], index))
             where = found.source((*path, "nodes", index))
@@ -269,9 +273,9 @@ def refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
 
 
 def check_networks(nodes: Iterable[Node], networks: EngineNetworks, path: KeyPath, found: Mistakes) -> None:
-    """Check all addresses of engines. `path`: of their list."""
+    """Check all addresses of engines. `path`: of their list. What a source finds is looked at when it is added."""
     for at, node in enumerate(nodes):
-        for name, host, why in _refused(node, networks):
+        for name, host, why in () if node.is_source else _refused(node, networks):
             key = (*path, at, *name)
             found.add(key, f"{spell_key(key)}: {host} is {why}{found.source(key)}")
 

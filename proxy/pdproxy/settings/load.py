@@ -26,11 +26,10 @@ from pdproxy.settings.crosscheck import check_urls, crosscheck
 from pdproxy.settings.engines import EngineFlag, with_scheme
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, did_you_mean, quote
 from pdproxy.settings.files import read_yaml, spell_file
-from pdproxy.settings.pools import VLLM_BOOTSTRAP_PORT, Pool
+from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import Host, Port, fields_of
-from pdproxy.settings.stages import read_stages
-from pdproxy.transfer.registry import AUTO
+from pdproxy.settings.stages import add_stages
 
 ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
 
@@ -189,7 +188,7 @@ def load(
     _put_flags(tree, flags, found)
     pool = _first_pool(tree)
     if stage_config is not None:
-        engines = _add_stages(pool, stage_config, engines, found)
+        engines = add_stages(pool, stage_config, engines, found)
     for role, url in engines:
         nodes = pool.setdefault("nodes", [])
         found.read_from(("pools", 0, "nodes", len(nodes)), f" (--{role})")
@@ -216,8 +215,18 @@ def _read_file(config: Path | None, env: Mapping[str, str], found: Mistakes) -> 
         found.add((), *error.mistakes)
         return {}
     where = f" (file {spell_file(config)})" if config is not None else ""
-    tree: dict[str, Any] = collect({} if value is None else value, Settings, where, (), found)
+    tree: dict[str, Any] = collect({} if value is None else _in_one_list(value), Settings, where, (), found)
     return tree
+
+
+def _in_one_list(value: object) -> object:
+    """Return the content of a file with each pool's nodes in one list: `pdproxy config print` once had those of DNS apart."""
+    pools = value.get("pools") if isinstance(value, dict) else None
+    for pool in pools if isinstance(pools, list) else ():
+        if isinstance(pool, dict) and isinstance(pool.get("dns_nodes"), list):
+            nodes = pool.get("nodes") or []
+            pool["nodes"] = [*nodes, *pool.pop("dns_nodes")] if isinstance(nodes, list) else nodes
+    return value
 
 
 def _put_flags(tree: dict[str, Any], flags: Iterable[Flag], found: Mistakes) -> None:
@@ -230,26 +239,6 @@ def _put_flags(tree: dict[str, Any], flags: Iterable[Flag], found: Mistakes) -> 
         path: KeyPath = ("pools", 0, *names) if of_pool else names
         value = collect(parse(text, kind), kind, f" ({option})", path, found)
         _put(_first_pool(tree) if of_pool else tree, names, value)
-
-
-def _add_stages(
-    pool: dict[str, Any], stage_config: Path, engines: Iterable[EngineFlag], found: Mistakes
-) -> Iterable[EngineFlag]:
-    """Add the stages' engines to a pool, and set its contract. Return the engines that belong to no stage."""
-    port, connector = (
-        None if found.within("pools", 0, name) else pool.get(name) for name in ("bootstrap_port", "connector")
-    )
-    if connector == AUTO:  # the file names it
-        connector = None
-    try:
-        stages = read_stages(stage_config, engines, connector, port or VLLM_BOOTSTRAP_PORT)
-    except SettingsError as error:
-        found.add(("pools",), *error.mistakes)
-        return ()
-    if stages.connector is not None:
-        pool["connector"] = stages.connector
-    pool.setdefault("nodes", []).extend(stages.nodes)
-    return stages.engines
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:

@@ -238,13 +238,15 @@ class Pool(Section, frozen=True):
     nodes: AtOnce[tuple[Node, ...]] = ()
     """The engines; --prefill, --decode, --aggregated and --any add to these. Prefill engines need a decode engine."""
 
-    dns_nodes: AtOnce[tuple[Node, ...]] = ()
-    """Nodes that DNS names. Give them in `nodes`: those with such URLs are kept here once the settings are read."""
+    @property
+    def fixed_nodes(self) -> tuple[Node, ...]:
+        """The nodes that are an engine each: the settings have its URL."""
+        return tuple(node for node in self.nodes if not node.is_source)
 
     @property
-    def all_nodes(self) -> tuple[Node, ...]:
-        """The nodes of both kinds."""
-        return (*self.nodes, *self.dns_nodes)
+    def source_nodes(self) -> tuple[Node, ...]:
+        """The nodes that stand for all engines that a source finds."""
+        return tuple(node for node in self.nodes if node.is_source)
 
     @property
     def alone_up_to(self) -> int | None:
@@ -262,7 +264,7 @@ class Pool(Section, frozen=True):
             return policy.placement
         if (policy.prefill, policy.decode) != (usual.prefill, usual.decode):
             return SPLIT
-        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.all_nodes)
+        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.nodes)
         return AUTO if decides else SPLIT
 
     @property

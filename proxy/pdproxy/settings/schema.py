@@ -6,6 +6,8 @@ The docstring below a field says what it means: `configs/reference.yaml` and the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
@@ -18,7 +20,8 @@ from pdproxy.settings.kv import KvReady, Registration
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings, Overload, of_each
 from pdproxy.settings.listen import Listen, Observe
 from pdproxy.settings.pools import Pool
-from pdproxy.settings.section import Section, WhileSame
+from pdproxy.settings.section import Section, WhileSame, fields_of
+from pdproxy.settings.sources import SourceSection
 
 
 class Settings(Section, frozen=True):
@@ -68,6 +71,34 @@ class Settings(Section, frozen=True):
         if pool.registration_port is not None:
             registration = replace(registration, port=pool.registration_port)
         return replace(self, pools=(pool,), kv_ready=kv_ready, registration=registration)
+
+
+SOURCES: Mapping[str, type[SourceSection]] = MappingProxyType(
+    {
+        field.name: field.type
+        for field in fields_of(Settings)
+        if isinstance(field.type, type) and issubclass(field.type, SourceSection)
+    }
+)
+"""The kinds of sources of engines, by the names of their sections."""
+_BY_SCHEME = MappingProxyType({scheme: name for name, section in SOURCES.items() for scheme in section.schemes})
+
+
+def source_kind(url: str) -> str | None:
+    """Return the name of the kind of source that a URL names, None if it names none: it may be an engine's own."""
+    return _BY_SCHEME.get(url.partition("://")[0].lower())
+
+
+def source_section(url: str) -> type[SourceSection] | None:
+    """Return what the settings have of the source that a URL names, None if it names none."""
+    kind = source_kind(url)
+    return None if kind is None else SOURCES[kind]
+
+
+def engine_scheme(url: str) -> str:
+    """Return the scheme of the engines that a URL of a node is for: its own, or that of what its source finds."""
+    scheme, section = url.partition("://")[0].lower(), source_section(url)
+    return scheme if section is None else section.schemes[scheme]
 
 
 def of_worker(settings: Settings, workers: int) -> Settings:

@@ -346,37 +346,35 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-class StageNodes(NamedTuple):
-    """What a stage configuration adds to a pool: its contract (None without pairs), nodes in the schema's form, and the
-    engines of the command line that belong to no stage."""
+def add_stages(
+    pool: dict[str, Any], config: Path, engines: Iterable[EngineFlag], found: Mistakes
+) -> Iterable[EngineFlag]:
+    """Add the engines of a stage configuration to a pool, in the schema's form, and set its contract if there are pairs.
 
-    connector: str | None
-    nodes: list[dict[str, Any]]
-    engines: list[EngineFlag]
-
-
-def read_stages(
-    config: Path, engines: Iterable[EngineFlag], connector: str | None = None, port: int = VLLM_BOOTSTRAP_PORT
-) -> StageNodes:
-    """Read a stage configuration and make engines from it.
-
-    `engines` are those of the command line, `connector` is the operator's choice, `port` the Mooncake bootstrap port of prefill
-    stages for which the file names none.
-
-    Raises:
-        SettingsError: one line that names the key and the file.
+    `engines` are those of the command line. Return those that belong to no stage. Mistakes are added to `found`: each names the
+    key and the file.
     """
-    name = f" (stage config {spell_file(config)})"
-    file = ForeignFile(name)
-    found_twice = Mistakes()
-    tree = read_yaml(config, found_twice)
-    found_twice.raise_any()
-    stages = Reader(file).stages(tree)
-    found = pairs(stages, file)
-    contract = check(found, file, connector)
-    urls, rest = _urls(stages, list(engines), file)
-    bootstraps = contract is not None and entry_of(contract).capabilities.peers_from is PeerSource.BOOTSTRAP
-    return StageNodes(contract, _nodes(stages, found, urls, port if bootstraps else None, file), rest)
+    port, connector = (
+        None if found.within("pools", 0, name) else pool.get(name) for name in ("bootstrap_port", "connector")
+    )
+    file = ForeignFile(f" (stage config {spell_file(config)})")
+    try:
+        found_twice = Mistakes()
+        tree = read_yaml(config, found_twice)
+        found_twice.raise_any()
+        stages = Reader(file).stages(tree)
+        found_pairs = pairs(stages, file)
+        contract = check(found_pairs, file, None if connector == registry.AUTO else connector)  # the file names it
+        urls, rest = _urls(stages, list(engines), file)
+        bootstraps = contract is not None and entry_of(contract).capabilities.peers_from is PeerSource.BOOTSTRAP
+        nodes = _nodes(stages, found_pairs, urls, (port or VLLM_BOOTSTRAP_PORT) if bootstraps else None, file)
+    except SettingsError as error:
+        found.add(("pools",), *error.mistakes)
+        return ()
+    if contract is not None:
+        pool["connector"] = contract
+    pool.setdefault("nodes", []).extend(nodes)
+    return rest
 
 
 def _urls(

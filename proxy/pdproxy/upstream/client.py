@@ -31,6 +31,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.upstream.addresses import Addresses, Resolve, by_system
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
+from pdproxy.upstream.answer_form import AnswerForm
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 from pdproxy.upstream.reach import NotAllowedError, check
 from pdproxy.upstream.sockets import watch_peer
@@ -192,6 +193,7 @@ class EngineClient:
         self._key = key
         self._tls = tls
         self._networks = networks
+        self._form = AnswerForm()
         self._idle: list[EngineConnection] = []
         self._all: OrderedSet[EngineConnection] = OrderedSet()
         self._addresses = Addresses(self._host, self._port, self._close_former, resolve)
@@ -280,7 +282,9 @@ class EngineClient:
             connection.close()
 
     def _kept(self) -> EngineConnection | None:
-        now = asyncio.get_running_loop().time()
+        if not self._idle and self._addresses.is_fixed:
+            return None
+        now = (self._clock.loop or asyncio.get_running_loop()).time()
         if now >= self._addresses.due:
             self._addresses.refresh()
         oldest = now - self._keepalive
@@ -336,7 +340,7 @@ class EngineClient:
             check(self._networks, address)
             with self._clock.within(timeout):
                 transport, connection = await loop.create_connection(
-                    lambda: EngineConnection(self.url, self._free, self._lost),
+                    lambda: EngineConnection(self.url, self._free, self._lost, self._form),
                     address,
                     self._port,
                     ssl=tls,
@@ -373,7 +377,7 @@ class EngineClient:
         if connection.address is not None and self._is_former(connection):
             connection.close()
             return
-        now = asyncio.get_running_loop().time()
+        now = connection.loop.time()
         connection.idle_since = now
         self._idle.append(connection)
         while self._idle and self._idle[0].idle_since < now - self._keepalive:  # the first is the oldest

@@ -2,8 +2,8 @@
 
 Owns the socket, the response parser and, while a request is on it, the sink of the answer. The sink is called once per TCP read
 with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole chunks with the
-usual framing go past the parser. This module limits what an engine sends beside the body (heads, interim answers, chunk
-extensions, trailers); the sink limits the body.
+usual framing, and whole answers of a known form, go past the parser. This module limits what an engine sends beside the body
+(heads, interim answers, chunk extensions, trailers); the sink limits the body.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import httptools
 import msgspec
 
 from pdproxy.kit.errors import ConnectionLostError, EngineError, EngineTlsError, StaleConnectionError
+from pdproxy.upstream.answer_form import AnswerForm
 from pdproxy.wire.chunks import whole_chunks
 
 STALE_WITHIN = 0.25
@@ -87,7 +88,7 @@ class Leg(msgspec.Struct, eq=False):
     def let_finish(self, seconds: float) -> None:
         """Close the connection only if the answer isn't whole within `seconds`: the caller has what it needs of it."""
         if self._connection.carries(self._number):
-            asyncio.get_running_loop().call_later(seconds, self.close)
+            self._connection.loop.call_later(seconds, self.close)
 
     def pause(self) -> None:
         """Stop reading: the engine's writes block once the buffers are full."""
@@ -114,6 +115,7 @@ class EngineConnection(asyncio.Protocol):
         "_complete",
         "_extra",
         "_final",
+        "_form",
         "_forward",
         "_forward_next",
         "_headers",
@@ -133,12 +135,18 @@ class EngineConnection(asyncio.Protocol):
         "_until_eof",
         "address",
         "idle_since",
+        "loop",
     )
 
     def __init__(
-        self, name: str, on_free: Callable[[EngineConnection], None], on_lost: Callable[[EngineConnection], None]
+        self,
+        name: str,
+        on_free: Callable[[EngineConnection], None],
+        on_lost: Callable[[EngineConnection], None],
+        form: AnswerForm | None = None,
     ) -> None:
         self._name = name
+        self._form = form or AnswerForm()
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -185,7 +193,7 @@ class EngineConnection(asyncio.Protocol):
         self._requests += 1
         self._answering = False
         self._extra = 0
-        self._sent_at = asyncio.get_running_loop().time()
+        self._sent_at = self.loop.time()
         if self._paused:  # the request before ended while its client was not reading
             self._paused = False
             self._transport.resume_reading()
@@ -229,6 +237,8 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        # Before Python 3.12, to ask for the running loop is a system call.
+        self.loop = asyncio.get_running_loop()
         # Not made before, since parser and connection refer to each other until the connection is lost.
         self._parser = httptools.HttpResponseParser(self)
 
@@ -254,7 +264,11 @@ class EngineConnection(asyncio.Protocol):
         if sink is None:
             self.close()  # bytes without a request
             return
+        begins = not self._answering
         self._answering = True
+        if begins and (whole := self._form.whole(data)) is not None:
+            self._take_whole(*whole)
+            return
         self._extra += len(data)
         try:
             self._parser.feed_data(data)
@@ -276,12 +290,28 @@ class EngineConnection(asyncio.Protocol):
         self._forward_next = self._forward if self._stopped_between else None
         self._flush()
         if self._complete and self._sink is sink:
+            if begins and self._keep:
+                self._form.learn(data)
             self._finish(keep=self._keep)
+
+    def _take_whole(self, headers: Headers, body: bytes) -> None:
+        """Pass on a whole answer with status 200 that the parser has not seen: it stands before the next one."""
+        sink = self._sink
+        assert sink is not None
+        try:
+            sink.head(200, headers)
+            if body and self._sink is sink:
+                sink.data(body)
+        except EngineError as error:
+            self._fail(error)
+            return
+        if self._sink is sink:
+            self._finish(keep=True)
 
     def _pause_shortly(self) -> None:
         if self._transport is not None and not self._paused and not self._transport.is_closing():
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._resume_unless_paused)
+            self.loop.call_soon(self._resume_unless_paused)
 
     def _resume_unless_paused(self) -> None:
         if self._transport is not None and not self._paused and not self._transport.is_closing():
@@ -354,7 +384,7 @@ class EngineConnection(asyncio.Protocol):
         return EngineError(f"{self._name} sent more than {MAX_HEAD} bytes that are not body")
 
     def _age(self) -> float:
-        return asyncio.get_running_loop().time() - self._sent_at
+        return self.loop.time() - self._sent_at
 
     # -- endings
 

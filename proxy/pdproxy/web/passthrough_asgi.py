@@ -25,7 +25,7 @@ from pdproxy.kit.errors import (
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.request.hints import TIMEOUT
-from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
+from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.settings.keys import KeyRights
 from pdproxy.upstream.connection import Headers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -58,11 +59,19 @@ _PAIRS = (
     ("text_1", "text_2"),
     ("data_1", "data_2"),
     ("queries", "documents"),
+    ("queries", "items"),
 )
 """Fields of scores and rankings: a text that engines read with each of a list, and this list."""
-_SAMPLE = 1 << 20
-"""Bytes of a list whose texts are counted. A longer list has as many in each further part."""
 
+
+class Pairs(NamedTuple):
+    """How often an engine may read one text of a body, with another one each time; and the bytes of this text."""
+
+    times: int = 1
+    size: int = 0
+
+
+NO_PAIRS = Pairs()
 
 Rename = Callable[[str | None, Fields], str | None]
 """Returns the engine's name of a model, for the client's and the body's fields."""
@@ -76,7 +85,6 @@ class PassedBody:
 
     `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine can run a request in the
     background; None if the client did not ask for that. `limit`: the most tokens of the answer, None if the body names none.
-    `pairs`: how often an engine may read one text of it, with another one each time; `paired`: the bytes of this text.
     """
 
     data: bytes
@@ -84,8 +92,7 @@ class PassedBody:
     stream: bool
     unknown_id: str | None = None
     limit: int | None = None
-    pairs: int = 1
-    paired: int = 0
+    pairs: Pairs = NO_PAIRS
     _shared: int = 0
     _own_rest: bytes = b""
 
@@ -118,27 +125,36 @@ def read_if_quick(
     fields = read_fields_if_quick(body)
     if fields is None:
         return None
-    check_lists(dialect, fields, bounds)
+    pairs = check_lists(dialect, fields, bounds)
     check_media(fields, bounds.media)
-    return passed_body(dialect, fields, name, salt)
+    return passed_body(dialect, fields, pairs, name, salt)
 
 
-def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
-    """Refuse lists of more texts or conversations than one request may have.
+def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> Pairs:
+    """Refuse lists of more texts or conversations than one request may have. Return what engines may read in pairs.
 
     Raises:
         TooManyPromptsError: one is longer.
     """
-    if dialect is Dialect.OPENAI:
-        for name, each in _LISTED.items():
-            if name in fields:
-                count_in(fields[name], bounds.prompts, name, each)
+    if dialect is not Dialect.OPENAI:
+        return NO_PAIRS
+    counts = {
+        name: count_in(fields[name], bounds.prompts, name, each) for name, each in _LISTED.items() if name in fields
+    }
+    found = [
+        Pairs(counts[many], memoryview(fields[one]).nbytes)
+        for one, many in _PAIRS
+        if one in fields and many in counts and counts.get(one, 1) <= 1  # else each has its own
+    ]
+    return max(found, key=lambda pairs: pairs.times * pairs.size, default=NO_PAIRS)
 
 
-def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, salt: Salt | None = None) -> PassedBody:
+def passed_body(
+    dialect: Dialect, fields: Fields, pairs: Pairs = NO_PAIRS, name: Rename | None = None, salt: Salt | None = None
+) -> PassedBody:
     """Return the body that the engine gets. `name`: see `Rename`; None: the engine's name is the client's.
 
-    `salt`: see `Salt`; None: no prompt is computed for it.
+    `pairs`: what `check_lists` has found; `salt`: see `Salt`; None: no prompt is computed for it.
 
     Raises:
         BadRequestError: it asks for a stored conversation, or its salt is wrong.
@@ -152,10 +168,7 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
     if dialect is Dialect.OPENAI:
         fields.pop(PROMPT_IDS, None)
     if dialect is not Dialect.RESPONSES:
-        pairs, paired = _paired(fields) if dialect is Dialect.OPENAI else (1, 0)
-        return PassedBody(
-            msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields), pairs=pairs, paired=paired
-        )
+        return PassedBody(msgspec.json.encode(fields), model, stream, limit=_limit(dialect, fields), pairs=pairs)
     if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
         why = "no conversation is stored: send the whole of it as `input`"
         raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
@@ -174,25 +187,6 @@ def passed_body(dialect: Dialect, fields: Fields, name: Rename | None = None, sa
     data = shared + _rest(shared, changed)
     rest = _rest(shared, own) if changed else b""
     return PassedBody(data, model, stream, unknown_id, _limit(dialect, fields), _shared=len(shared), _own_rest=rest)
-
-
-def _paired(fields: Fields) -> tuple[int, int]:
-    """Return how often an engine may read one text with another one each time, and the bytes of this text.
-
-    No less than it is, and not much more: each text has two quotation marks, and those of objects have some more.
-    """
-    for one, many in _PAIRS:
-        if one in fields and many in fields:
-            text, listed = memoryview(fields[one]), memoryview(fields[many])
-            if bytes(text[:1]) == b"[" and _texts(text) > 1:
-                return 1, 0  # each with its own
-            return max(_texts(listed), 1), text.nbytes
-    return 1, 0
-
-
-def _texts(raw: memoryview) -> int:
-    sample = bytes(raw[:_SAMPLE])
-    return sample.count(b'"') // 2 * raw.nbytes // (len(sample) or 1)
 
 
 def _limit(dialect: Dialect, fields: Fields) -> int | None:

@@ -16,7 +16,7 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import LARGE, Body, Bounds, check_values, count_items
 from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_handles
 from pdproxy.wire.media import check_media
-from pdproxy.wire.passthrough_body import check_lists
+from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs, check_lists
 from pdproxy.wire.prompt_lists import Span, conversations_in, part, prompts_in
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route, interpret, lenient_fields_of, unusual_request
 
@@ -79,6 +79,7 @@ class _Refused(msgspec.Struct, frozen=True, array_like=True):
 class _Answer(msgspec.Struct, frozen=True):
     fields: tuple[_Field, ...] = ()
     summary: _Summary | None = None
+    pairs: Pairs = NO_PAIRS
     refused: _Refused | None = None
 
 
@@ -115,9 +116,9 @@ def _answer(question: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
     if fields is None:
         check_values(body, question.bounds.items)
         fields = lenient_fields(body) if question.route is None else lenient_fields_of(question.route, body)
-    summary = None
+    summary, pairs = None, NO_PAIRS
     if question.route is None:
-        check_lists(question.dialect, fields, question.bounds)
+        pairs = check_lists(question.dialect, fields, question.bounds)
         check_media(fields, question.bounds.media)
     else:
         parsed = (
@@ -135,7 +136,7 @@ def _answer(question: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
         else:
             encoded.append(bytes(raw))
             listed.append(_Field(name, size, size := size + len(encoded[-1]), True))
-    return _Answer(tuple(listed), summary), encoded
+    return _Answer(tuple(listed), summary, pairs), encoded
 
 
 def _places(body: bytes, fields: Fields) -> dict[str, Span]:
@@ -184,7 +185,8 @@ def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
 
 def request_in(found: Found, body: Body) -> Parsed:
     """Return the request that a reader's answer describes. Raises what the reader refused it with."""
-    fields, summary = _decoded(found, body)
+    fields, head = _decoded(found, body)
+    summary = head.summary
     assert summary is not None
     listed = fields.get("messages" if summary.route is Route.BATCH else "prompt", _NOTHING)
     prompts = tuple(
@@ -212,12 +214,13 @@ def request_in(found: Found, body: Body) -> Parsed:
     )
 
 
-def fields_in(found: Found, body: Body) -> Fields:
-    """Return the fields that a reader's answer describes. Raises what the reader refused them with."""
-    return _decoded(found, body)[0]
+def fields_in(found: Found, body: Body) -> tuple[Fields, Pairs]:
+    """Return the fields that a reader's answer describes, and their pairs. Raises what the reader refused them with."""
+    fields, head = _decoded(found, body)
+    return fields, head.pairs
 
 
-def _decoded(found: Found, body: Body) -> tuple[Fields, _Summary | None]:
+def _decoded(found: Found, body: Body) -> tuple[Fields, _Answer]:
     whole, rest = memoryview(body), memoryview(found)
     start = _HEAD + int.from_bytes(found[:_HEAD], "big")
     head = _answers.decode(rest[_HEAD:start])
@@ -227,7 +230,7 @@ def _decoded(found: Found, body: Body) -> tuple[Fields, _Summary | None]:
     fields = {
         field.name: msgspec.Raw((rest if field.encoded else whole)[field.begin : field.end]) for field in head.fields
     }
-    return fields, head.summary
+    return fields, head
 
 
 def _error(refused: _Refused) -> BadRequestError:

@@ -151,7 +151,7 @@ def passed(dialect: Dialect) -> Run:
             try:
                 if read_if_quick(dialect, data) is None:
                     assert found is not None
-                    passed_body(dialect, reader_process.fields_in(found, data))
+                    passed_body(dialect, *reader_process.fields_in(found, data))
             except PdproxyError as error:
                 failure_body(dialect, error)
 

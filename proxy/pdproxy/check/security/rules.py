@@ -14,6 +14,7 @@ from pdproxy.kit.addresses import overlap, read_network
 from pdproxy.kit.engine_networks import FORBIDDEN
 from pdproxy.settings.keys import SEPARATE, SHARED
 from pdproxy.settings.listen import UNIX
+from pdproxy.settings.schema import engine_scheme
 from pdproxy.transfer import registry
 
 WIDEST = {4: 8, 6: 32}
@@ -102,7 +103,7 @@ def _readable_files(view: View) -> Iterator[Open]:
 
 def _plain_engines(view: View) -> Iterator[Open]:
     for setting, node in view.nodes:
-        if node.url.startswith(("http:", "dns:", "srv:")) and is_far(node):
+        if engine_scheme(node.url) == "http" and is_far(node):
             yield Open(f"{setting}.url", f"{node.url}: prompts and the engines' key cross a network as they are")
 
 

@@ -51,9 +51,8 @@ class View:
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """All engines of the settings, each with the name of its setting."""
         for at, pool in enumerate(self.settings.pools):
-            for kind, nodes in (("nodes", pool.nodes), ("dns_nodes", pool.dns_nodes)):
-                for index, node in enumerate(nodes):
-                    yield f"pools[{at}].{kind}[{index}]", node
+            for index, node in enumerate(pool.nodes):
+                yield f"pools[{at}].nodes[{index}]", node
 
     @property
     def sockets(self) -> Iterator[tuple[str, str]]:
@@ -107,7 +106,7 @@ def _exposed(settings: Settings) -> Iterator[tuple[str, str]]:
     ]
     for at, pool in enumerate(settings.pools):
         files.append((f"pools[{at}].tls.key", pool.tls.key))
-        for index, node in enumerate((*pool.nodes, *pool.dns_nodes)):
+        for index, node in enumerate(pool.nodes):
             files += [
                 (f"pools[{at}].nodes[{index}].api_key_file", node.api_key_file),
                 (f"pools[{at}].nodes[{index}].tls.key", node.tls.key),

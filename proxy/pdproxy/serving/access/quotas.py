@@ -132,23 +132,24 @@ class Use:
         account.reserved += reserved
         self._reserved = reserved
 
-    def end(self, tokens: int, unseen: float = 0.0) -> None:
-        """End the use. `tokens`: those that the request has used; `unseen`: the part of its answers that nobody has seen.
+    def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
+        """End the use. `tokens`: those that the request has used, as far as they were seen.
 
-        The most that may have been generated for these counts.
+        `unseen`: the part of its answers that nobody has seen to the end. The most that may have been generated for these counts,
+        and not the tokens that were `seen` of these.
         """
         self._account.inflight -= 1
         self._account.reserved -= self._reserved
         if self._account.tokens is not None:
-            self._account.tokens.level -= self._used(tokens, unseen) - self._reserved
+            self._account.tokens.level -= self._used(tokens, unseen, seen) - self._reserved
 
     def add(self, tokens: int) -> None:
         """Charge tokens that became known behind the end."""
         if self._account.tokens is not None:
-            self._account.tokens.level -= self._used(tokens, 0.0)
+            self._account.tokens.level -= self._used(tokens)
 
-    def _used(self, tokens: int, unseen: float) -> float:
-        used = tokens + unseen * self._most if unseen else tokens
+    def _used(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> float:
+        used = tokens + max(unseen * self._most - seen, 0.0)
         bucket = self._account.tokens
         return used if bucket is None else min(used, max(self._own, MOST_MINUTES * bucket.per_minute))
 

@@ -137,17 +137,17 @@ class _SharedUse(Use):
         super().reserve(prompt, most, answers)
         self._show(self._reserved)
 
-    def end(self, tokens: int, unseen: float = 0.0) -> None:
+    def end(self, tokens: int, unseen: float = 0.0, seen: int = 0) -> None:
         """See `Use`."""
         self._quotas.take_over(self._name, self._account)
-        super().end(tokens, unseen)
-        self._show(self._used(tokens, unseen) - self._reserved)
+        super().end(tokens, unseen, seen)
+        self._show(self._used(tokens, unseen, seen) - self._reserved)
 
     def add(self, tokens: int) -> None:
         """See `Use`."""
         self._quotas.take_over(self._name, self._account)
         super().add(tokens)
-        self._show(self._used(tokens, 0.0))
+        self._show(self._used(tokens))
 
     def _show(self, tokens: float) -> None:
         self._name.tokens = _wrapped(self._name.tokens + round(tokens * _SCALE))

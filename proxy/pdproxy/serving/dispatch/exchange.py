@@ -20,8 +20,7 @@ from pdproxy.kit.errors import EngineRefusedError, EnginesLostError, StandstillE
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone, StreamContinued
 from pdproxy.scheduling.split import why_alone
-from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
+from pdproxy.serving.dispatch.attempt import Attempt, begin, begin_placed, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.decisions import decided, spelled
 from pdproxy.serving.dispatch.failure_class import is_doubtful
 from pdproxy.serving.dispatch.few_first import Permit

@@ -13,21 +13,87 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+
+import msgspec
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
-from pdproxy.kit.fair_queue import FairQueue, QueueFullError
-from pdproxy.kit.fair_tenants import Entry
+from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.demand import NO_DEMAND, Demand
+from pdproxy.serving.request.demand import MOST_TOKENS, NO_DEMAND, Demand
 from pdproxy.serving.request.patience import may_wait
-from pdproxy.serving.request.place import Ended, Place
 from pdproxy.serving.request.spaced_places import SpacedPlaces
 from pdproxy.settings.limits import Deadlines, Limits, Overload
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a request ended its place.
+
+    `seconds`: for how long the place was taken. `prompt`, `completion`: the tokens that the request had, None where no engine has
+    reported any. `late`: whether it missed a deadline. `answered`: whether it got a whole answer.
+    """
+
+    seconds: float = 0.0
+    prompt: int | None = None
+    completion: int | None = None
+    late: bool = False
+    answered: bool = True
+
+
+class Place(msgspec.Struct, eq=False):
+    """A request's place, or its wait for one. Released by one `leave`, which calls `left`."""
+
+    left: Callable[[Place, Ended], None]
+    demand: Demand
+    expected: float
+    """How many tokens its answers are likely to have."""
+    entry: Entry[Place] | None = None
+    """None before it is in the queue, and after its end."""
+    begun: float = 0.0
+    served_before: float = 0.0
+    """When it got its place, and for how many seconds in sum requests had had places until then."""
+    time: float | None = None
+    """The seconds that it had from its arrival on, None if its client named none."""
+    wake: asyncio.Future[None] | None = None
+    """Done once the place is granted or refused. None if it was free."""
+
+    def out_of_queue(self) -> Entry[Place]:
+        """Return its entry, and refer to it no more: they refer to each other."""
+        entry, self.entry = self.entry, None
+        assert entry is not None
+        return entry
+
+    def grant(self) -> bool:
+        """Grant the place to a request that waits for it. Return False if it was cancelled or refused, and has not run since."""
+        if self.wake is None or self.wake.done():
+            return False
+        self.wake.set_result(None)
+        return True
+
+    def refuse(self, error: Exception) -> bool:
+        """Refuse the place to a request that waits for it. Return whether it still waits."""
+        if self.wake is None or self.wake.done():
+            return False
+        self.wake.set_exception(error)
+        return True
+
+    def leave(
+        self,
+        seconds: float = 0.0,
+        prompt: int | None = None,
+        completion: int | None = None,
+        *,
+        late: bool = False,
+        answered: bool = True,
+    ) -> None:
+        """Release the place: it is granted to a request that waits, if there is one. The arguments: see `Ended`."""
+        self.left(self, Ended(seconds, prompt, completion, late, answered))
+
 
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
@@ -121,7 +187,7 @@ class Admission:
         """
         if self._closed:
             raise _shutting_down()
-        prompt = demand.prompt
+        prompt = min(demand.prompt, MOST_TOKENS)  # engines read a text with many others a few at a time
         expected = self._outputs.expected(prompt, demand.limit) * demand.answers
         place, size = Place(self._left, demand, expected), prompt + int(expected)
         cost = prompt + self._output_weight * expected

@@ -102,7 +102,7 @@ class BodyReader:
         if light is not None:
             return light
         question = Question(self._bounds, None, dialect)
-        return passed_body(dialect, fields_in(await self._in_process(question, body, client), body), name, salt)
+        return passed_body(dialect, *fields_in(await self._in_process(question, body, client), body), name, salt)
 
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
         end = self._clock.now() + self._deadlines.read_body

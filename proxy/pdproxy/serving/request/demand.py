@@ -8,6 +8,7 @@ import msgspec
 
 from pdproxy.scheduling.outputs import limit_of
 from pdproxy.wire.fields import lenient_integer
+from pdproxy.wire.passthrough_body import NO_PAIRS, Pairs
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 BYTES_PER_TOKEN = 4
@@ -126,14 +127,12 @@ def prioritized(
     return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
 
 
-def passed_demand(size: int, limit: int | None, *, generates: bool, pairs: int = 1, paired: int = 0) -> Demand:
-    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`.
-
-    `pairs`, `paired`: as in `PassedBody`.
-    """
-    size += (pairs - 1) * paired
-    prompt = min(max(size // BYTES_PER_TOKEN, 1), MOST_TOKENS * pairs)
-    return Demand(prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * pairs)
+def passed_demand(size: int, limit: int | None, pairs: Pairs = NO_PAIRS, *, generates: bool) -> Demand:
+    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`."""
+    times = max(pairs.times, 1)
+    size += (times - 1) * pairs.size
+    prompt = min(max(size // BYTES_PER_TOKEN, 1), MOST_TOKENS * times)
+    return Demand(prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * times)
 
 
 def _number(raw: msgspec.Raw) -> int | None:

@@ -33,9 +33,8 @@ from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import NO_DEMAND
-from pdproxy.serving.request.place import Place
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -216,12 +215,13 @@ class Lifecycle:
             try:
                 request.add_up()
                 if error is not None:
-                    meter.end(error, sent=request.first is not None, own_limit=own_limit)
+                    meter.end(error, request.demand, sent=request.first is not None, own_limit=own_limit)
                 meter.bound(request.demand)
             finally:
                 try:
                     if use is not None:
-                        use.end(meter.prompt + meter.completion, meter.unseen / (request.demand.answers or 1))
+                        unseen = meter.unseen / (request.demand.answers or 1)
+                        use.end(meter.prompt + meter.completion, unseen, meter.seen)
                         for custody in meter.later:
                             custody.when_over(partial(_pay_later, use, custody, request.demand.longest))
                 finally:

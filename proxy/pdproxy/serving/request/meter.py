@@ -27,15 +27,16 @@ class Meter(msgspec.Struct, eq=False):
     """What one request has used, in tokens. Owned by one `RequestTotals`.
 
     `asked`: whether an engine was asked for anything that counts. `measured`: whether an engine has reported its usage, or some
-    of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them
-    was seen. `lost`: those of them that were cut since a later prompt of their list was wrong. `prefilled`: whether a prefill
-    engine has reported a prompt, which it has computed then. `later`: the custody of prompts that prefill engines still compute,
-    though the request has ended.
+    of the answer was seen. `unseen`: how many answers an engine was asked for and that ended before any of them was seen, or
+    whose client did not read what had come; `seen`: the tokens of these that were seen. `lost`: those that were cut since a later
+    prompt of their list was wrong. `prefilled`: whether a prefill engine has reported a prompt, which it has computed then.
+    `later`: the custody of prompts that prefill engines still compute, though the request has ended.
     """
 
     prompt: int = 0
     completion: int = 0
     unseen: int = 0
+    seen: int = 0
     lost: int = 0
     asked: bool = False
     measured: bool = False
@@ -54,12 +55,12 @@ class Meter(msgspec.Struct, eq=False):
         elif exchange.was_asked:
             last = streams.paths[-1] if streams.paths else None
             seen = 0 if last is None else streams.done + (last.tokens or last.events)
-            if exchange.relay is not None and exchange.relay.paused:
-                # Its client has not read what had come, and engines make their tokens also if nobody reads them.
-                seen, answers = 0, answers or most
+            # Engines make their tokens also if nobody reads them.
+            unread = exchange.relay is not None and exchange.relay.paused
             if counted := exchange.prefilled:
                 self.prefilled = True
-            self.see(counted or prompt, seen, answers if exchange.may_be_answered else 0)
+            unseen = (answers or most if unread else answers) if exchange.may_be_answered else 0
+            self.see(counted or prompt, seen, unseen, unread=unread)
 
     def refuse(self, exchange: Exchange) -> None:
         """Add an exchange that an engine has refused as wrong: its prompt, if a prefill engine has computed it before that.
@@ -79,31 +80,37 @@ class Meter(msgspec.Struct, eq=False):
         self.completion += completion
         self.asked = self.measured = True
 
-    def see(self, prompt: int, completion: int, unseen: int = 0) -> None:
-        """Add what is known of a request without a report."""
+    def see(self, prompt: int, completion: int, unseen: int = 0, *, unread: bool = False) -> None:
+        """Add what is known of a request without a report. `unread`: there is more than was seen."""
         self.prompt += prompt
         self.completion += completion
         if completion:
             self.measured = True
-        else:
+        if unread or not completion:
             self.unseen += unseen
+            self.seen += completion
         self.asked = True
 
-    def end(self, error: PdproxyError, *, sent: bool, own_limit: bool) -> None:
-        """Keep what the client pays for. `sent`: whether a part of the answer was sent to it.
+    def end(self, error: PdproxyError, demand: Demand, *, sent: bool, own_limit: bool) -> None:
+        """Keep what the client pays for. `demand`: what it has asked for. `sent`: whether a part of the answer was sent to it.
 
         A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
-        made. So does one whose answer is too large. One whose answer found no space pays for as much of the answer as had come.
-        For a request that is wrong: see `end_wrong`. Of any other failure before the answer, a client pays for the prompt.
+        made. So does one whose answer is too large. One whose answer found no space pays for as much of the answer as had come,
+        by its bytes, and for no more than it has asked for. For a request that is wrong: see `end_wrong`. Of any other failure
+        before the answer, a client pays for the prompt.
         """
         if sent or own_limit or isinstance(error, ClientLeftError | RevokedError | AnswerTooLargeError):
             return
         if error.fault is Fault.CLIENT:
             self.end_wrong()
         else:
-            held = error.held // BYTES_PER_TOKEN if isinstance(error, AnswerBudgetError) else 0
-            self.unseen = self.lost = 0
-            self.completion, self.measured = held, held > 0
+            self.unseen = self.seen = self.lost = 0
+            if isinstance(error, AnswerBudgetError):
+                held, most = error.held // BYTES_PER_TOKEN, demand.most
+                self.completion += held if most is None else min(held, most)
+            else:
+                self.completion = 0
+            self.measured = self.completion > 0
 
     def end_wrong(self) -> None:
         """Keep what the client pays for a request that is wrong: nothing, unless engines have worked on it.
@@ -111,7 +118,7 @@ class Meter(msgspec.Struct, eq=False):
         A prompt that was prefilled is paid, whoever refused it then. If one prompt of a list was refused, so are the others that
         engines were asked for: their prefills go on. So are answers that were begun before: nobody has seen how far they were.
         """
-        self.unseen = self.lost
+        self.unseen, self.seen = self.lost, 0
         if not (self.measured or self.prefilled or self.lost):
             self.prompt = 0
             self.asked = False

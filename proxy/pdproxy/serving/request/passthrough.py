@@ -53,7 +53,7 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import Demand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
-from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
+from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.meter import Meter
 from pdproxy.serving.request.open_leg import OpenPassedLeg
@@ -228,9 +228,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             salt = check if incoming.salt is None else incoming.salt.put_into
         body = await service.bodies.passed(dialect, incoming.body, self.writer.client, name, salt)
         self.model, self.stream = self.model or body.model, body.stream
-        demand = passed_demand(
-            len(body.data), body.limit, generates=incoming.entry.generates, pairs=body.pairs, paired=body.paired
-        )
+        demand = passed_demand(len(body.data), body.limit, body.pairs, generates=incoming.entry.generates)
         allowed = service.keys.priorities(self.key)
         self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)

@@ -35,8 +35,7 @@ from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import demand_of, is_priority_known, prioritized
 from pdproxy.serving.request.hints import DECISION, read_hints, session_in, session_of, timeout_of
-from pdproxy.serving.request.incoming import Incoming
-from pdproxy.serving.request.incoming_passthrough import IncomingPassthrough
+from pdproxy.serving.request.incoming import Incoming, IncomingPassthrough
 from pdproxy.serving.request.lifecycle import STREAM_HEADERS, STREAM_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.meter import Meter

@@ -11,13 +11,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.fair_tenants import Entry
+from pdproxy.kit.fair_queue import Entry
 from pdproxy.kit.shared_places import MORE, MOST_SIZE, SINCE, SIZE, TAKEN, SharedPlaces
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import NO_DEMAND, Demand
-from pdproxy.serving.request.place import Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 
 # For each request: a method of the base class as a function of this module takes half the time of `super()`.

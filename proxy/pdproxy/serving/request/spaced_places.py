@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pdproxy.kit.fair_tenants import Entry
+from pdproxy.kit.fair_queue import Entry
 
 FASTER = 2.0
 """How many times as fast as requests end on average places are granted again at most."""

@@ -1,0 +1,167 @@
+"""The engines of a proxy's settings while it runs: those that stand there, and those that sources find.
+
+Owns which sources are followed. Each worker process follows them by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from pdproxy.app.parts import Parts
+from pdproxy.app.pool import PoolParts
+from pdproxy.fleet.member import MembershipError
+from pdproxy.fleet.membership import SETTINGS
+from pdproxy.fleet.sources import EngineSource, FoundEngines, source_of
+from pdproxy.observe import catalog_fleet
+from pdproxy.observe.metrics import Gauge
+from pdproxy.settings.engines import Node, both_schemes
+from pdproxy.settings.errors import naming_pool
+from pdproxy.settings.pools import Pool
+from pdproxy.settings.schema import Settings
+
+logger = logging.getLogger("pdproxy.settings")
+
+Key = tuple[int, str]
+"""The number of a pool, and the URL of a source."""
+Make = Callable[[str, Settings], EngineSource]
+
+
+class _New(NamedTuple):
+    at: int
+    node: Node
+    source: EngineSource
+
+
+class _Followed(NamedTuple):
+    engines: FoundEngines
+    task: asyncio.Task[None]
+
+
+class Sources:
+    """What the pools of a proxy follow. `make`: makes a source of its URL and the settings."""
+
+    def __init__(self, proxy: Parts) -> None:
+        self.make: Make = source_of
+        self._proxy = proxy
+        self._fixed = [pool.fixed_nodes for pool in proxy.settings.pools]
+        """The engines that stand in the settings, by pool."""
+        self._followed: dict[Key, _Followed] = {}
+        self._is_shown = False
+        self._half_applied = False
+        """Whether the last change failed: what could not be put back is had again with the next one, also the same."""
+
+    def __repr__(self) -> str:
+        return f"<Sources {', '.join(one.name for one in self.found)}>"
+
+    @property
+    def found(self) -> list[FoundEngines]:
+        """What sources find, one for each that is followed."""
+        return [one.engines for one in self._followed.values()]
+
+    def start(self) -> None:
+        """Follow the sources of the settings. Their first engines serve at once, as those do that stand in the settings.
+
+        Raises:
+            SettingsError: a source can't be made.
+        """
+        self._follow(self._made(self._proxy.settings.pools), are_new=False)
+
+    def use(self, pools: Sequence[Pool]) -> None:
+        """Have the engines of these pools' settings, and follow their sources and no others. What fails changes nothing.
+
+        Engines of a source that is given up are drained and removed.
+
+        Raises:
+            SettingsError: an engine can't work in its pool, or a source can't be made.
+            MembershipError: as there.
+        """
+        put_back: list[tuple[str, Callable[[], None]]] = []
+        try:
+            for at, pool in enumerate(pools):
+                with naming_pool(at, pool.name, pools=len(pools)):
+                    self._change(at, pool, put_back)
+            new = self._made(pools)
+        except Exception:
+            self._half_applied = True
+            for otherwise, undo in reversed(put_back):
+                try:
+                    undo()
+                except (ValueError, MembershipError) as error:  # a key file was deleted meanwhile, for example
+                    logger.error("%s: %s", otherwise, error)  # noqa: TRY400
+            raise
+        self._half_applied = False
+        wanted = {(at, node.url) for at, pool in enumerate(pools) for node in pool.source_nodes}
+        for key in [key for key in self._followed if key not in wanted]:  # from here nothing fails
+            engines, task = self._followed.pop(key)
+            self._proxy.tasks.end(task)
+            engines.give_up()
+        self._follow(new, are_new=True)
+
+    def _change(self, at: int, pool: Pool, put_back: list[tuple[str, Callable[[], None]]]) -> None:
+        """Have other engines and other settings of a pool's sources. What undoes it is added to `put_back`.
+
+        With each: what is so if that fails.
+        """
+        fixed = self._fixed[at]
+        if pool.fixed_nodes != fixed or self._half_applied:
+            self._have_fixed(at, pool.fixed_nodes)
+            put_back.append((f"pool {pool.name} keeps its new engines", partial(self._have_fixed, at, fixed)))
+        for node in pool.source_nodes:
+            one = self._followed.get((at, node.url))
+            if one is not None and (one.engines.node != node or self._half_applied):
+                before = one.engines.node
+                one.engines.use(node)
+                put_back.append((f"{node.url} keeps its new settings", partial(one.engines.use, before)))
+
+    def _have_fixed(self, at: int, nodes: tuple[Node, ...]) -> None:
+        self._proxy.pools[at].membership.apply(SETTINGS, nodes)
+        self._fixed[at] = nodes
+
+    def _made(self, pools: Sequence[Pool]) -> list[_New]:
+        """Make the sources of these pools that are not followed yet."""
+        nodes = [(at, node) for at, pool in enumerate(pools) for node in pool.source_nodes]
+        new = [(at, node) for at, node in nodes if (at, node.url) not in self._followed]
+        return [_New(at, node, self.make(node.url, self._proxy.settings)) for at, node in new]
+
+    def _follow(self, new: Sequence[_New], *, are_new: bool) -> None:
+        """Follow these. `are_new`: their first engines begin slowly."""
+        proxy = self._proxy
+        for at, node, source in new:
+            parts = proxy.pools[at]
+            elsewhere = partial(_pool_of, pools=[other for other in proxy.pools if other is not parts])
+            engines = FoundEngines(node, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new)
+            task = proxy.tasks.keep(partial(source.run, engines.answered), engines.name)
+            self._followed[at, node.url] = _Followed(engines, task)
+        if self._followed and not self._is_shown:
+            self._is_shown = True
+            proxy.readiness.show(lambda: [text for one in self.found for text in one.shortcomings()])
+            proxy.metrics.add_gauges(_gauges(self, proxy.now))
+
+
+def _pool_of(url: str, pools: Sequence[PoolParts]) -> str | None:
+    """Return the name of the pool that an engine is in, with or without TLS; None if it is in none of these."""
+    spelled = both_schemes(url)
+    return next((pool.name for pool in pools if any(one in pool.membership.members for one in spelled)), None)
+
+
+def _gauges(sources: Sources, now: Callable[[], float]) -> list[Gauge]:
+    return [gauge for kind in catalog_fleet.OF_SOURCES for gauge in _gauges_of(sources, kind, now)]
+
+
+def _gauges_of(sources: Sources, kind: str | None, now: Callable[[], float]) -> list[Gauge]:
+    """Return the metrics of the sources of one kind. None: of all."""
+    results = [name for name, _ in catalog_fleet.SOURCE_RESULTS]
+
+    def found() -> list[FoundEngines]:
+        return [one for one in sources.found if kind in (None, one.kind)]
+
+    answers, engines, age = catalog_fleet.OF_SOURCES[kind]
+    return [
+        Gauge(answers, lambda: [((one.name, how), one.counts[how]) for one in found() for how in results]),
+        Gauge(engines, lambda: [((one.name,), len(one.urls)) for one in found()]),
+        Gauge(age, lambda: [((one.name,), now() - one.answered_at) for one in found() if one.answered_at is not None]),
+    ]
