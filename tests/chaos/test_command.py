@@ -1,7 +1,6 @@
-"""`python -m tests.chaos`: a seed passes and replays exactly in another process; what was found is shrunk and repeated.
+"""`python -m tests.chaos`: a seed passes and replays exactly in another process; what was found is shrunk and repeated."""
 
-That a defect of the package is found is for `tests.chaos.planted`, of which the gate has a part.
-"""
+# That a defect of the package is found is for `tests.chaos.planted`, of which the gate has a part.
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from pdproxy.observe.catalog import METRICS
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.policy import Ask
 from tests.chaos import counts
@@ -15,6 +14,7 @@ from tests.chaos.trace import Trace
 from tests.chaos.virtual.network import VirtualNetwork
 from tests.chaos.world import World
 from tests.fakes.virtual import run
+from tests.reference.metrics import METRICS
 
 
 def test_the_gauges_exist() -> None:

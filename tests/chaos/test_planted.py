@@ -12,9 +12,9 @@ from tests.chaos.finding import Finding
 from tests.chaos.options import Options
 from tests.chaos.planted import __main__ as script
 from tests.chaos.planted import hunt as hunting
-from tests.chaos.planted.bug import PACKAGE, Bug, Change, GoneError, all_bugs, copy_package
+from tests.chaos.planted.bug import PACKAGE, Bug, Change, GoneError, copy_package
+from tests.chaos.planted.bugs import BUGS
 
-BUGS = all_bugs()
 CHAOS = Path(__file__).parent
 
 
@@ -108,7 +108,7 @@ def test_the_script(
 ) -> None:
     monkeypatch.setattr(hunting, "copy_package", _fake_copy)
     monkeypatch.setattr(hunting, "run_seed", _results(found))
-    monkeypatch.setattr(script, "all_bugs", lambda: {"one": BUG})
+    monkeypatch.setattr(script, "BUGS", {"one": BUG})
     assert script.main(["one", "--seeds", "4"]) == code
     assert said in capsys.readouterr().out
 
@@ -117,7 +117,7 @@ def test_the_script_if_all_is_well(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     """The control gets fewer seeds: it does not reach the one that breaks the rule."""
     monkeypatch.setattr(hunting, "copy_package", _fake_copy)
     monkeypatch.setattr(hunting, "run_seed", _results({3: ["the rule"]}))
-    monkeypatch.setattr(script, "all_bugs", lambda: {"one": BUG})
+    monkeypatch.setattr(script, "BUGS", {"one": BUG})
     assert script.main(["--seeds", "4", "--control", "3"]) == 0
     assert "3 of 3 are as they should be" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:

@@ -14,7 +14,6 @@ from contextvars import Context, copy_context
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
@@ -28,7 +27,6 @@ from pdproxy.settings.kv import KvReady
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.schema import Settings
-from pdproxy.web.app import create_app
 from pdproxy_lab.sim.facts import ConnectorName
 from pdproxy_lab.sim.notice_sender import NoticeSender
 from pdproxy_lab.sim.server import SimServer
@@ -41,6 +39,7 @@ from tests.chaos.virtual.connector import VirtualConnector
 from tests.chaos.virtual.network import HOST, VirtualNetwork
 from tests.chaos.virtual.notices import VirtualNotices
 from tests.chaos.virtual.ports import VirtualPorts
+from tests.fakes.world import _Late
 
 CLIENTS = "10.0.2.1"
 # Each wait of a stream ends long before `total`: a deadline that is missing shows.
@@ -247,19 +246,6 @@ def begin_proxy(
     listening.accept(lambda: make(config=config, server_state=state, app_state={}))  # type: ignore[call-arg]
     proxy.start()
     return proxy
-
-
-class _Late:
-    """The application of all routes outside the data path, made at its first request."""
-
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
-        self._app: ASGIApp | None = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._app is None:
-            self._app = create_app(self._proxy.front.answers())
-        await self._app(scope, receive, send)
 
 
 class _Errors(logging.Handler):

@@ -1,4 +1,4 @@
-"""Engines that are wrong in one way each: the check names it, and what to do. The engines are simulated, the requests real."""
+"""Engines that are wrong in one way each: the check of simulated engines names it, and what to do."""
 
 import asyncio
 import socket
@@ -110,32 +110,69 @@ async def test_swapped_roles(bench):
     assert "swap their URLs" in found.remedy
 
 
-async def test_a_producer_that_decodes(bench):
-    checked = await pair(bench, decode={"kv_role": "kv_producer"})
-    assert "kv_consumer" in checked["decode_is_producer"].remedy
+# -- one fact of a pair that is wrong
+
+SHORT = {"kv_lease_duration": 0.3}
+BOTH = {"kv_role": "kv_both"}
+ALL_THAT_IS_SAID = {"prefill_is_consumer", "policy_recompute", "prompt_details_off"}
+ALL_BUT_NOTES = {"weights_differ", "templates_differ", "tokenizers_differ", "block_sizes_differ"}
+UNTRIED = {"versions_differ", "block_sizes_differ"}
+"""No prompt is sent through such a pair: another block size would kill the decode engine."""
+NOTHING_HELD = {"weights_differ", "policy_recompute"}
 
 
-async def test_kv_both_works_and_is_noted(bench):
-    checked = await pair(bench, {"kv_role": "kv_both"}, {"kv_role": "kv_both"})
-    assert checked.codes == {"prefill_is_consumer"}
-    assert checked["prefill_is_consumer"].level == "note"
+@pytest.mark.parametrize(
+    ("code", "level", "prefill", "decode", "says", "remedy"),
+    [
+        ("decode_is_producer", "error", {}, {"kv_role": "kv_producer"}, "", "kv_consumer"),
+        ("prefill_is_consumer", "note", BOTH, BOTH, "", ""),
+        ("models_differ", "error", {"model": "llama"}, {"model": "qwen"}, "llama on prefill", "--served-model-name"),
+        ("weights_differ", "error", {}, {"weights": 1}, "", "--revision"),
+        ("versions_differ", "error", {"version": "0.31.1"}, {}, "0.31.1 on prefill", "same version"),
+        ("templates_differ", "error", {}, {"template": "plain"}, "", "--chat-template"),
+        ("tokenizers_differ", "error", {}, {"add_bos": True}, "", "--tokenizer"),
+        ("block_sizes_differ", "error", {"block_size": 32}, {}, "", "--block-size"),
+        ("max_model_len_differs", "warning", {"max_model_len": 4096}, {}, "4096 on prefill", "--max-model-len"),
+        ("decode_no_connector", "error", {}, {"connector": "none"}, "no KV moved", '"kv_role":"kv_consumer"'),
+        ("kv_kept", "note", {}, {"connector": "none"}, "", ""),  # nobody could give that KV back
+        ("no_connector", "error", {"connector": "none"}, {}, "no KV handle", '"kv_role":"kv_producer"'),
+        ("policy_recompute", "note", {}, {"kv_load_failure_policy": "recompute"}, "", ""),
+        ("prompt_details_off", "warning", {}, {"enable_prompt_tokens_details": False}, "", "--enable-prompt-tokens"),
+        ("lease_short", "warning", SHORT, {}, "", "kv_lease_duration"),
+    ],
+)
+async def test_one_wrong_fact_is_named_with_what_to_do(bench, code, level, prefill, decode, says, remedy):
+    await bench.start("prefill", **prefill)
+    await bench.start("decode", **decode)
+    watch = 5.0 if code == "lease_short" else QUICK.lease_watch  # over as soon as the lease is
+    checked = await bench.check(options=structs.replace(QUICK, lease_watch=watch))
+    found = checked[code]
+    assert found.level == level
+    assert says in found.says
+    assert remedy in found.remedy
+    assert code not in ALL_THAT_IS_SAID or checked.codes == {code}
+    assert code not in ALL_BUT_NOTES or checked.bad == {code}
+    assert code not in UNTRIED or checked.learned.pairs[0].last.end == "untried"
+    assert code not in NOTHING_HELD or bench.held == 0
+    assert not any(one.engine.dead for one in bench.running)
 
 
-async def test_another_model(bench):
-    checked = await pair(bench, {"model": "llama"}, {"model": "qwen"})
-    found = checked["models_differ"]
-    assert found.level == "error"
-    assert "llama on prefill" in found.says
-    assert "--served-model-name" in found.remedy
+@pytest.mark.parametrize(
+    ("prefill", "decode", "watch"),
+    [
+        ({"max_model_len": 64}, {"max_model_len": 64}, QUICK.lease_watch),  # the prompt that is tried fits
+        (SHORT, {}, 0.0),  # the lease is not watched where that is not wanted
+    ],
+)
+async def test_what_is_not_wrong(bench, prefill, decode, watch):
+    await bench.start("prefill", **prefill)
+    await bench.start("decode", **decode)
+    checked = await bench.check(options=structs.replace(QUICK, lease_watch=watch))
+    assert checked.findings == []
+    assert checked.learned.pairs[0].last.kv_moved
 
 
-async def test_the_same_name_with_other_weights(bench):
-    checked = await pair(bench, decode={"weights": 1})
-    found = checked["weights_differ"]
-    assert found.level == "error"
-    assert "--revision" in found.remedy
-    assert checked.bad == {"weights_differ"}
-    assert bench.held == 0
+# -- what shows in the fleet
 
 
 async def test_one_engine_of_four_with_other_weights_is_the_one_that_is_named(bench):
@@ -143,62 +180,6 @@ async def test_one_engine_of_four_with_other_weights_is_the_one_that_is_named(be
         await bench.start(role, weights=int(len(bench.running) == 2))
     checked = await bench.check()
     assert [one.where[0] for one in checked.findings if one.code == "weights_differ"] == [bench.running[2].url]
-
-
-async def test_another_version(bench):
-    checked = await pair(bench, {"version": "0.31.1"})
-    assert "0.31.1 on prefill" in checked["versions_differ"].says
-    assert "same version" in checked["versions_differ"].remedy
-    assert checked.learned.pairs[0].last.end == "untried"
-
-
-async def test_another_template(bench):
-    checked = await pair(bench, decode={"template": "plain"})
-    assert checked.bad == {"templates_differ"}
-    assert "--chat-template" in checked["templates_differ"].remedy
-
-
-async def test_another_tokenizer(bench):
-    checked = await pair(bench, decode={"add_bos": True})
-    assert checked.bad == {"tokenizers_differ"}
-    assert "--tokenizer" in checked["tokenizers_differ"].remedy
-
-
-async def test_another_block_size_is_not_tried_since_that_would_kill_decode(bench):
-    checked = await pair(bench, {"block_size": 32})
-    assert checked.bad == {"block_sizes_differ"}
-    assert "--block-size" in checked["block_sizes_differ"].remedy
-    assert checked.learned.pairs[0].last.end == "untried"
-    assert not any(one.engine.dead for one in bench.running)
-
-
-async def test_another_max_model_len(bench):
-    checked = await pair(bench, {"max_model_len": 4096})
-    found = checked["max_model_len_differs"]
-    assert found.level == "warning"
-    assert "4096 on prefill" in found.says
-    assert "--max-model-len" in found.remedy
-
-
-async def test_a_short_max_model_len_still_gets_a_prompt_that_fits(bench):
-    checked = await pair(bench, {"max_model_len": 64}, {"max_model_len": 64})
-    assert checked.findings == []
-    assert checked.learned.pairs[0].last.kv_moved
-
-
-async def test_no_connector_on_decode_is_silent_recompute(bench):
-    checked = await pair(bench, decode={"connector": "none"})
-    found = checked["decode_no_connector"]
-    assert found.level == "error"
-    assert "no KV moved" in found.says
-    assert '"kv_role":"kv_consumer"' in found.remedy
-    assert checked["kv_kept"].level == "note", "nobody could give that KV back"
-
-
-async def test_no_connector_on_prefill(bench):
-    checked = await pair(bench, {"connector": "none"})
-    assert "no KV handle" in checked["no_connector"].says
-    assert '"kv_role":"kv_producer"' in checked["no_connector"].remedy
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -212,36 +193,6 @@ async def test_a_wrong_side_channel_host(bench, host, policy, monkeypatch):
     assert f"{host}:" in found.says
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in found.remedy
     assert not bench.running[1].engine.dead
-
-
-async def test_policy_recompute_is_noted(bench):
-    checked = await pair(bench, decode={"kv_load_failure_policy": "recompute"})
-    assert checked.codes == {"policy_recompute"}
-    assert checked["policy_recompute"].level == "note"
-    assert bench.held == 0
-
-
-async def test_prompt_details_off(bench):
-    checked = await pair(bench, decode={"enable_prompt_tokens_details": False})
-    found = checked["prompt_details_off"]
-    assert found.level == "warning"
-    assert "--enable-prompt-tokens-details" in found.remedy
-    assert checked.codes == {"prompt_details_off"}
-
-
-async def test_a_lease_that_is_too_short(bench):
-    await bench.start("prefill", kv_lease_duration=0.3)
-    await bench.start("decode")
-    checked = await bench.check(options=structs.replace(QUICK, lease_watch=5.0))  # over as soon as the lease is
-    found = checked["lease_short"]
-    assert found.level == "warning"
-    assert "kv_lease_duration" in found.remedy
-
-
-async def test_the_lease_is_not_watched_where_that_is_not_wanted(bench):
-    await bench.start("prefill", kv_lease_duration=0.3)
-    await bench.start("decode")
-    assert (await bench.check(options=structs.replace(QUICK, lease_watch=0.0))).findings == []
 
 
 @pytest.mark.parametrize("ours", [None, "another"])

@@ -1,4 +1,4 @@
-"""Each check fails when what it claims to notice is so. The fault is in the engines, or in the proxy itself."""
+"""Each check fails when what it claims to notice is so, in the engines or in the proxy itself."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.differential.alike import difference
 from tests.differential.dialect import Dialect
 from tests.differential.generate import Generated
 from tests.fakes.books import Books
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import exchange, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.world import World, world
 
@@ -50,22 +50,14 @@ class Stage:
         # With several prefill engines, the one that is asked again may not have seen the prompt.
         cached = not wanted.shares_a_block and (wanted.times == 1 or len(self.world.prefill) == 1)
         for _ in range(wanted.times):
-            plain, other = await asyncio.gather(_ask(self.plain.port, wanted), _ask(self.world.port, wanted))
+            sent = request("POST", wanted.path, wanted.body.encode(), wanted.headers)
+            plain, other = await asyncio.gather(*(exchange(port, sent) for port in (self.plain.port, self.world.port)))
             if why := difference(plain, other, cached=cached):
                 return why
             await self.world.settled()
         failed = self.world.events(LegFailed)
         self.world.forget()
         return f"a leg failed that nothing was wrong with: {failed}" if failed else ""
-
-
-async def _ask(port: int, wanted: Generated) -> Answer:
-    client = await Client.connect(port)
-    try:
-        client.send(request("POST", wanted.path, wanted.body.encode(), wanted.headers))
-        return await client.answer()
-    finally:
-        client.close()
 
 
 @asynccontextmanager

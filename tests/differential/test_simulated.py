@@ -1,4 +1,6 @@
-"""Generated requests over simulated engines. `PDPROXY_TEST_GENERATED` says how many in all, drawn anew at each run."""
+"""Generated requests over simulated engines get the answers of one plain engine."""
+
+# `PDPROXY_TEST_GENERATED` says how many in all, drawn anew at each run.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""From a real engine to a prediction: `pdproxy calibrate`, then `pdproxy bench` with the profile beside the engine.
+"""From a real engine to a prediction: `pdproxy calibrate`, then `pdproxy bench` with the profile beside the engine."""
 
-A CPU engine shares two cores with its client, so its own times vary. What is compared are medians.
-"""
+# A CPU engine shares two cores with its client, so its own times vary. What is compared are medians.
 
 import asyncio
 import json

@@ -1,9 +1,8 @@
-"""Streams on real engines whose engines are killed, terminated or stopped at random moments: they go on, word for word.
+"""Streams on real engines whose engines are killed, terminated or stopped at random moments: they go on, word for word."""
 
-Each cell (signal, role, kind) runs `PDPROXY_TEST_CONTINUED_TIMES` times (3). `PDPROXY_TEST_CONTINUED_OUT` names a file: what it
-lists is done already, and each other time of a cell is added to it. So a run can be resumed. Chats with reasoning have engines of
-their own, with a parser and `--enable-scale-out`: all of what random weights say is reasoning, which never ends.
-"""
+# Each cell (signal, role, kind) runs `PDPROXY_TEST_CONTINUED_TIMES` times (3). `PDPROXY_TEST_CONTINUED_OUT` names a file: what
+# it lists is done already, and each other time of a cell is added to it. So a run can be resumed. Chats with reasoning have
+# engines of their own, with a parser and `--enable-scale-out`: all of what random weights say is reasoning, which never ends.
 
 import asyncio
 import json

@@ -1,7 +1,6 @@
-"""A client leaves at once behind a slow connect to a decode engine that is frozen: P's KV is free long before its lease.
+"""A client leaves at once behind a slow connect to a decode engine that is frozen: P's KV is free long before its lease."""
 
-The decode engine never reads the request, so it frees nothing before it goes on; the other decode engine must release the KV.
-"""
+# The decode engine never reads the request, so it frees nothing before it goes on; the other decode engine must release the KV.
 
 import asyncio
 import contextlib

@@ -1,8 +1,8 @@
-"""LMCache's PD mode (contract `lmcache-pd`) on real engines; runs only if this file is named, as in `.ci/full`.
+"""LMCache's PD mode (contract `lmcache-pd`) on real engines."""
 
-Starts two engines, one that pushes KV and one that receives it, with LMCache 0.5.6 and the code that it lacks on a CPU
-(`connectors/cpu_lmcache.py`). At the end it starts two more with unmodified LMCache: those never send a notice.
-"""
+# Runs only if this file is named, as in `.ci/full`. Starts two engines, one that pushes KV and one that receives it, with
+# LMCache 0.5.6 and the code that it lacks on a CPU (`connectors/cpu_lmcache.py`). At the end it starts two more with unmodified
+# LMCache: those never send a notice.
 
 from __future__ import annotations
 

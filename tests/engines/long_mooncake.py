@@ -1,14 +1,13 @@
-"""Mooncake on real engines (contract `mooncake`); runs only if this file is named, in a network namespace of its own.
+"""Mooncake on real engines (contract `mooncake`)."""
 
-Mooncake listens on all addresses of the machine. So engines, proxy and tests run where there is only the loopback, as in
-`.ci/full`:
-
-    python tests/engines/build.py --overlay mooncake
-    unshare -rn sh -c 'ip link set lo up; exec pytest tests/engines/long_mooncake.py'
-
-Starts a prefill and a decode engine with Mooncake 0.3.13, and the code that vLLM lacks on a CPU (`connectors/cpu_mooncake.py`).
-PDPROXY_TEST_SHAPES=all takes every shape and 100 clients that leave in each order.
-"""
+# Runs only if this file is named, in a network namespace of its own: Mooncake listens on all addresses of the machine. So
+# engines, proxy and tests run where there is only the loopback, as in `.ci/full`:
+#
+#     python tests/engines/build.py --overlay mooncake
+#     unshare -rn sh -c 'ip link set lo up; exec pytest tests/engines/long_mooncake.py'
+#
+# Starts a prefill and a decode engine with Mooncake 0.3.13, and the code that vLLM lacks on a CPU
+# (`connectors/cpu_mooncake.py`). PDPROXY_TEST_SHAPES=all takes every shape and 100 clients that leave in each order.
 
 from __future__ import annotations
 

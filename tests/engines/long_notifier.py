@@ -1,8 +1,7 @@
-"""Real engines with the notifier: which notices they send about each request's KV, when, and under which id.
+"""Real engines with the notifier: which notices they send about each request's KV, when, and under which id."""
 
-Starts two engines: P with a short lease and with worker and scheduler in separate processes, so that the worker's data has to be
-transferred; D in one process.
-"""
+# Starts two engines: P with a short lease and with worker and scheduler in separate processes, so that the worker's data has to
+# be transferred; D in one process.
 
 import asyncio
 import contextlib

@@ -1,9 +1,8 @@
-"""The decode engine's API restarts between D's read of the KV and D's first byte: no handle is used twice.
+"""The decode engine's API restarts between D's read of the KV and D's first byte: no handle is used twice."""
 
-Meanwhile other prompts take the blocks that P has freed. A handle that were sent again would have D read their KV: status 200 and
-wrong text. PDPROXY_TEST_RESTARTS (default 40) is the number of restarts, without pdproxy's notifier and as many with it.
-`relay.py` restarts the API: for pdproxy only, since a real one needs a minute.
-"""
+# Meanwhile other prompts take the blocks that P has freed. A handle that were sent again would have D read their KV: status 200
+# and wrong text. PDPROXY_TEST_RESTARTS (default 40) is the number of restarts, without pdproxy's notifier and as many with it.
+# `relay.py` restarts the API: for pdproxy only, since a real one needs a minute.
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
-"""KV in storage that both engines reach (contract `shared`), with vLLM's ExampleConnector; starts two engines.
+"""KV in storage that both engines reach (contract `shared`), with vLLM's ExampleConnector on two real engines."""
 
-The connector stores whole blocks, and looks for blocks before the prompt's last two tokens. The decode engine computes the rest.
-"""
+# The connector stores whole blocks, and looks for blocks before the prompt's last two tokens. The decode engine computes the
+# rest.
 
 from __future__ import annotations
 

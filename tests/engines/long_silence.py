@@ -1,8 +1,7 @@
-"""A parser of tool calls that is silent for a whole argument, on real engines: the answer is whole at deadlines of 2 s.
+"""A parser of tool calls that is silent for a whole argument, on real engines: the answer is whole at deadlines of 2 s."""
 
-The engines have vLLM's parser `qwen3_coder` and a model that always writes one call with an argument of 3 kB
-(`make_writing_model.py`). `PDPROXY_TEST_SILENCE_OUT` names a file to which the measured silences are added.
-"""
+# The engines have vLLM's parser `qwen3_coder` and a model that always writes one call with an argument of 3 kB
+# (`make_writing_model.py`). `PDPROXY_TEST_SILENCE_OUT` names a file to which the measured silences are added.
 
 import dataclasses
 import json

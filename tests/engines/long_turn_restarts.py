@@ -1,8 +1,7 @@
-"""The prefill engine's API restarts when P has pulled the KV of the turn before from D, and before it has answered.
+"""The prefill engine's API restarts when P has pulled the KV of the turn before from D, and before it has answered."""
 
-D has freed that KV by then (`bidirectional_kv_xfer`), and other prompts take its blocks. A handle that were sent again would have
-P read their KV: the text is wrong. PDPROXY_TEST_TURN_RESTARTS (default 20) is the number of restarts.
-"""
+# D has freed that KV by then (`bidirectional_kv_xfer`), and other prompts take its blocks. A handle that were sent again would
+# have P read their KV: the text is wrong. PDPROXY_TEST_TURN_RESTARTS (default 20) is the number of restarts.
 
 import asyncio
 import os

@@ -1,9 +1,7 @@
-"""Conversations whose next turn hands D's KV back to P (`bidirectional_kv_xfer`); starts two engines with the notifier, and two
-without if their version of vLLM has handles in streams.
+"""Conversations whose next turn hands D's KV back to P: texts are a plain engine's, and P computes only what D did not hold."""
 
-Each text equals the plain engine's, and P computes only what D did not hold. PDPROXY_TEST_CONVERSATIONS (default 12) is the
-number of conversations with four turns each.
-"""
+# Starts two engines with the notifier and `bidirectional_kv_xfer`, and two without if their version of vLLM has handles in
+# streams. PDPROXY_TEST_CONVERSATIONS (default 12) is the number of conversations with four turns each.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Engines that die or freeze at the worst times: a client gets the right answer, or soon a correct error.
+"""Engines that die or freeze at the worst times: a client gets the right answer, or soon a correct error."""
 
-Each test restarts what an earlier one killed (a few seconds per engine) and runs its own proxy with short deadlines.
-A prompt that was tried twice may be cached on P, so cached tokens are not compared here.
-"""
+# Each test restarts what an earlier one killed (a few seconds per engine) and runs its own proxy with short deadlines. A prompt
+# that was tried twice may be cached on P, so cached tokens are not compared here.
 
 import asyncio
 import os

@@ -1,7 +1,6 @@
-"""Flags of an engine and fields of a request that change what vLLM answers: through the proxy they change the same.
+"""Flags of an engine and fields of a request that change what vLLM answers: through the proxy they change the same."""
 
-Starts one engine, with `--enable-force-include-usage` and a store of responses; what other tests need of flags is on it, too.
-"""
+# Starts one engine, with `--enable-force-include-usage` and a store of responses; what other tests need of flags is on it, too.
 
 import secrets
 from typing import Any

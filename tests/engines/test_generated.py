@@ -1,8 +1,7 @@
-"""Generated requests on real engines: 1P1D behind the proxy, compared with the plain engine.
+"""Generated requests on real engines: 1P1D behind the proxy answers as the plain engine does."""
 
-`PDPROXY_TEST_GENERATED_REAL` is their number, and each run generates new ones; without it each run sends the same few. The
-generator is that of the simulated engines, where thousands are sent and compared as bytes.
-"""
+# `PDPROXY_TEST_GENERATED_REAL` is their number, and each run generates new ones; without it each run sends the same few. The
+# generator is that of the simulated engines, where thousands are sent and compared as bytes.
 
 import asyncio
 import json

@@ -1,8 +1,6 @@
-"""What the proxy expects of real engines' caches, by their KV events, and what they report; starts two plain engines.
+"""What the proxy expects of real engines' caches by their KV events is what they report: after losses, restarts, when full."""
 
-Through lost messages, an engine that starts again, and caches that are full all the time. PDPROXY_TEST_EXPECTED (default 150) is
-the number of answers, 500 in `.ci/full`.
-"""
+# Starts two plain engines. PDPROXY_TEST_EXPECTED (default 150) is the number of answers, 500 in `.ci/full`.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""NIXL's push on real engines (contract `nixl-push`): both engines are asked at once; starts two engines.
+"""NIXL's push on real engines (contract `nixl-push`): both engines are asked at once, and answer as one does."""
 
-PDPROXY_TEST_SHAPES=all takes every shape and 200 clients that leave, as `.ci/full` does; the gate takes some.
-"""
+# PDPROXY_TEST_SHAPES=all takes every shape and 200 clients that leave, as `.ci/full` does; the gate takes some.
 
 from __future__ import annotations
 

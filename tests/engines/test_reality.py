@@ -1,7 +1,6 @@
-"""One script of requests and faults, for real and for simulated engines: a client must get the same from both.
+"""One script of requests and faults, for real and for simulated engines: a client gets the same from both."""
 
-All other tests rely on the simulator. Here it is compared with real engines directly, without a proxy.
-"""
+# All other tests rely on the simulator. Here it is compared with real engines directly, without a proxy.
 
 import asyncio
 import os

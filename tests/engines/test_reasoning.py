@@ -1,8 +1,7 @@
-"""Engines with a reasoning parser: reasoning, answers and calls are the same through the proxy as from one plain engine.
+"""Engines with a reasoning parser: reasoning, answers and calls are the same through the proxy as from one plain engine."""
 
-Starts three engines, since the parser would change what all other shapes prove: it withholds deltas and starts a grammar
-only after the reasoning.
-"""
+# Starts three engines, since the parser would change what all other shapes prove: it withholds deltas and starts a grammar only
+# after the reasoning.
 
 import secrets
 from collections.abc import Iterator

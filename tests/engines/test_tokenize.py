@@ -1,8 +1,7 @@
-"""Token ids made by the proxy equal the engines', for every shape of the equality suite, and while serving.
+"""Token ids made by the proxy equal the engines', for every shape of the equality suite, and while serving."""
 
-A plain engine reports in its answers which ids it served; the test tokenizes the same body. Then a proxy with `--tokenize always`
-answers shapes as the plain engine does, while P and D get ids instead of texts.
-"""
+# A plain engine reports in its answers which ids it served; the test tokenizes the same body. Then a proxy with `--tokenize
+# always` answers shapes as the plain engine does, while P and D get ids instead of texts.
 
 import json
 import os

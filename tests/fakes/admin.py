@@ -13,7 +13,7 @@ from pdproxy.observe.formats import make_formatter
 from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
 from pdproxy.settings.listen import AdminPlace
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
 from tests.fakes.world import World, until
 
@@ -29,19 +29,11 @@ class Api:
 
     async def ask(self, method: str, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = ()) -> Answer:
         """One request on a connection of its own."""
-        client = await Client.connect(self.port)
-        try:
-            if isinstance(body, (Mapping, list)):
-                body, headers = json.dumps(body).encode(), [JSON, *headers]
-            sent = request(method, path, body, headers)
-            if not any(name.lower() == "host" for name, _ in headers):
-                sent = sent.replace(b"host: proxy", b"host: 127.0.0.1:%d" % self.port, 1)
-            else:
-                sent = sent.replace(b"host: proxy\r\n", b"", 1)
-            client.send(sent)
-            return await client.answer()
-        finally:
-            client.close()
+        if isinstance(body, (Mapping, list)):
+            body, headers = json.dumps(body).encode(), [JSON, *headers]
+        has_host = any(name.lower() == "host" for name, _ in headers)
+        host = b"" if has_host else b"host: 127.0.0.1:%d\r\n" % self.port
+        return await exchange(self.port, request(method, path, body, headers).replace(b"host: proxy\r\n", host, 1))
 
     async def get(self, path: str) -> Any:
         """The JSON of a GET."""

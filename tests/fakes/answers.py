@@ -130,9 +130,6 @@ def error(message: str, kind: str, code: int, param: str | None = None) -> bytes
     return compact({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-MAX_TOKENS_0 = error(
-    "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)", "BadRequestError", 400, "max_tokens"
-)
 SCHEMA_400 = error(
     "1 validation error:\n  {'type': 'int_parsing', 'loc': 'body.top_k', 'msg': 'Input should be a valid integer'}",
     "Bad Request",

@@ -157,6 +157,16 @@ class Client:
         self.writer.transport.abort()
 
 
+async def exchange(port: int, data: bytes) -> Answer:
+    """Send bytes to a port of this machine, on a connection of their own. Return the answer."""
+    client = await Client.connect(port)
+    try:
+        client.send(data)
+        return await client.answer()
+    finally:
+        client.close()
+
+
 def request(
     method: str, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1"
 ) -> bytes:
@@ -167,3 +177,8 @@ def request(
         lines.append("content-type: application/json")
     lines += [f"{name}: {value}" for name, value in headers]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + content
+
+
+def bearer(key: str) -> list[tuple[str, str]]:
+    """The headers of a client with a key."""
+    return [("authorization", f"Bearer {key}")]

@@ -29,7 +29,7 @@ from pdproxy_lab.sim.script import Scripts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers
 from tests.fakes.books import Books
-from tests.fakes.client import Client
+from tests.fakes.client import exchange, request
 from tests.fakes.ports import free_port
 
 _ids = itertools.count(1)
@@ -212,11 +212,7 @@ class FakeEngine:
 
     async def get(self, path: str) -> Any:
         """The JSON that one of its routes answers."""
-        client = await Client.connect(self.port)
-        client.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
-        answer = await client.answer()
-        client.close()
-        return answer.json
+        return (await exchange(self.port, request("GET", path, b""))).json
 
     # -- what it is
 

@@ -206,7 +206,7 @@ class Model:
             found[f"good of {name}"] += 1
 
 
-def modelled(run: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
+def in_virtual_time(run: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
     """Run something in a virtual loop of its own."""
     loop = VirtualLoop(VirtualNetwork())
     try:

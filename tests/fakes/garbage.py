@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import FrameType
+from typing import TypeVar
+
+import uvloop
+
+from tests.fakes.clock import later_turns
+
+_S = TypeVar("_S")
 
 
 @contextmanager
@@ -39,3 +46,28 @@ def _is_ours(one: object) -> bool:
     if isinstance(one, FrameType):
         return str(one.f_globals.get("__name__")).startswith("pdproxy.")
     return type(one).__module__.startswith("pdproxy.")
+
+
+def check(
+    world: AbstractAsyncContextManager[_S],
+    act: Callable[[_S], Awaitable[None]],
+    rest: Callable[[_S], Awaitable[None]],
+    *,
+    before: Callable[[_S], Awaitable[None]] | None = None,
+) -> None:
+    """Act in a world, on uvloop: nothing of pdproxy may be left to the collector.
+
+    `rest` waits until what was begun is over. `before` makes what is made once, None: `act` does.
+    """
+
+    async def run() -> None:
+        async with world as made:
+            await (before or act)(made)
+            await rest(made)
+            with left_to_the_collector() as found:
+                await act(made)
+                await rest(made)
+                await later_turns()  # connections are lost in a later turn of the loop
+        assert not found
+
+    uvloop.run(run())

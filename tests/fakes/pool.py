@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -26,11 +24,12 @@ from pdproxy_lab.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy_lab.sim.facts import LMCache as SimLMCache
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.storage import MemoryStorage
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.several import built
 from tests.fakes.tokenizer import Shelf, SimTokenizer
-from tests.fakes.world import DEADLINES, LONG, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, LONG, World, _serve, until
 
 FAST = Hardware(speed=0)
 CHUNK = 32
@@ -55,12 +54,7 @@ class Pair:
 
     async def asked_plain(self, path: str, body: dict[str, Any]) -> Answer:
         """Ask the plain engine the same."""
-        client = await Client.connect(urlsplit(self.plain.url).port or 0)
-        client.send(request("POST", path, body))
-        try:
-            return await client.answer()
-        finally:
-            client.close()
+        return await exchange(self.plain.port, request("POST", path, body))
 
     async def noticed(self) -> None:
         """Wait until the proxy has read all notices that its engines have sent so far."""
@@ -187,7 +181,7 @@ async def pool(
             health=Health(**{"stalled_after": 0, **(health or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
-        recorder = _Recorder()
+        recorder = Recorder()
         library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
         made = built(settings, library, clock)
         proxy, *others = made.proxies
@@ -208,12 +202,5 @@ async def pool(
             yield Pair(world, sims[0], sims[1], sims[2], tuple(more), headers)
             await until(lambda: not world.busy())
         finally:
-            for server in world.servers:
-                for listener in server.servers:
-                    listener.close()
-                for connection in list(server.server_state.connections):
-                    connection.transport.abort()
-            for client in world._clients:
-                client.close()
-            await asyncio.sleep(0)
+            await world.disconnect()
             await made.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts, MooncakeFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.tokenizer import Shelf
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, World, _serve, until
 
 
 @dataclass
@@ -87,27 +87,20 @@ async def pools(
             probes=Probes(interval=probes, scrape_interval=probes),
             **more,
         )
-        recorder = _Recorder()
+        recorder = Recorder()
         watch = Watch(observers=[recorder]) if chance is None else Watch(observers=[recorder], chance=chance)
         proxy = Proxy.build(settings, Shelf(), watch)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         found = Pools(world, engines)
         proxy.start()
-        server = await _serve(proxy, world)
-        world.servers = [server]
+        world.servers = [await _serve(proxy, world)]
         try:
             await until(lambda: all(node.probed for pool in proxy.pools for node in pool.ledger.nodes))
             await until(lambda: all(n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.nodes))
             yield found
             await until(lambda: not any(node.requests for pool in proxy.pools for node in pool.ledger.nodes))
         finally:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-            for client in world._clients:
-                client.close()
-            await asyncio.sleep(0)
+            await world.disconnect()
             for pool in proxy.pools:
                 await pool.custodian.settle(0)
             await proxy.stop()

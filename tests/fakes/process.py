@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.fakes.books import Books
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.forked import Forked, start
 from tests.fakes.ports import free_port
@@ -88,12 +88,7 @@ class Served:
 
     async def ask(self, method: str, path: str, body: object = b"") -> Answer:
         """One request on a connection of its own."""
-        client = await Client.connect(self.port)
-        try:
-            client.send(request(method, path, body))
-            return await client.answer()
-        finally:
-            client.close()
+        return await exchange(self.port, request(method, path, body))
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""

@@ -20,7 +20,7 @@ from pdproxy.app.server import uvicorn_config
 from pdproxy.app.share import ALONE, Alone, Share
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
-from pdproxy.observe.events import Event, HandleEnded, NodeChanged, RequestEnded
+from pdproxy.observe.events import HandleEnded, NodeChanged, RequestEnded
 from pdproxy.observe.snapshot import _Page, merged, page_of
 from pdproxy.settings.engines import Node
 from pdproxy.settings.health import Health, OutlierSettings, Probes
@@ -35,6 +35,7 @@ from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
+from tests.fakes.recorder import Recorder
 from tests.fakes.samples import total
 from tests.fakes.several import Several, workers_for
 from tests.fakes.tokenizer import Shelf
@@ -86,18 +87,10 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **fields}
 
 
-class _Recorder:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
-
-
 class World:
     """What a test sees of it."""
 
-    def __init__(self, proxy: Proxy, books: Books, engines: Sequence[FakeEngine], recorder: _Recorder) -> None:
+    def __init__(self, proxy: Proxy, books: Books, engines: Sequence[FakeEngine], recorder: Recorder) -> None:
         self.proxy = proxy
         self.books = books
         self.engines = list(engines)
@@ -181,9 +174,13 @@ class World:
         self, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = (), *, method: str = "POST"
     ) -> Answer:
         """One request on a connection of its own, its whole answer."""
-        client = await self.client()
-        client.send(request(method, path, body, headers))
-        answer = await client.answer(head_only=method == "HEAD")
+        return await self.exchange(request(method, path, body, headers), head_only=method == "HEAD")
+
+    async def exchange(self, data: bytes, *, head_only: bool = False, address: str = "127.0.0.1") -> Answer:
+        """Send bytes on a connection of their own, from an address of this machine; return the answer."""
+        client = await self.client(address=address)
+        client.send(data)
+        answer = await client.answer(head_only=head_only)
         client.close()
         return answer
 
@@ -257,6 +254,17 @@ class World:
         except TimeoutError:
             raise AssertionError(f"held: {self.books.held()}, of {self.books.history}") from None
 
+    async def disconnect(self) -> None:
+        """Have all clients leave, and let nobody come any more."""
+        for server in self.servers:
+            for listener in server.servers:
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+        for client in self._clients:
+            client.close()
+        await asyncio.sleep(0)
+
     def forget_events(self) -> None:
         """Forget the events that have been seen so far."""
         self._recorder.events.clear()
@@ -325,7 +333,7 @@ async def world(
     `adjust` says so: canaries would use up scripts. None is compared with its peers: one that fails again and again in a test
     of over ten seconds would be excluded. `operator_routes`: tests ask the clients' port how the proxy is doing, also with keys.
     """
-    books, recorder = Books(), _Recorder()
+    books, recorder = Books(), Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated + ["any"] * anything
     engines = [FakeEngine(role, books, lease, tls=engine_tls, **(facts or {})) for role in roles]
     for engine in engines:
@@ -372,14 +380,7 @@ async def world(
         if not leaves:
             await made.settled()
     finally:
-        for server in servers:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-        for client in made._clients:
-            client.close()
-        await asyncio.sleep(0)
+        await made.disconnect()
         for worker, share in zip(made.workers, shares, strict=True):
             await worker.custodian.settle(0)
             share.stop()

@@ -1,7 +1,7 @@
-"""What inputs of every known shape cost, in counts: steps of Python and bytes of memory per byte. No clock is looked at.
+"""What inputs of every known shape cost stays within bounds, in counts: steps of Python and bytes of memory per byte."""
 
-The search for worse ones is `python -m tests.fuzz.run cost`; the bounds, each with its reason, are in tests/fuzz/cost/bounds.py.
-"""
+# No clock is looked at. The search for worse ones is `python -m tests.fuzz.run cost`; the bounds, each with its reason, are in
+# tests/fuzz/cost/bounds.py.
 
 from __future__ import annotations
 

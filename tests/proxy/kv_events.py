@@ -15,7 +15,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_sources import KvEventSources
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import Event, NodeChanged, Observers
+from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
@@ -27,6 +27,7 @@ from pdproxy_lab.sim.kv_event_log import Log
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.kv_index import Hash, PlainIndex
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import unused_client
 from tests.fakes.samples import total
 from tests.sim.raw import ask, completion, until
@@ -60,7 +61,7 @@ def truth(sim: SimServer, rank: int = 0) -> set[Hash]:
     return set(log._hash_of.values())
 
 
-class Reader:
+class Reader(Recorder):
     """What reads the events of a pool's engines, as the proxy has it."""
 
     def __init__(
@@ -75,7 +76,7 @@ class Reader:
         self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
         self.engines = EngineRegistry(self.ledger)
         self.index = PlainIndex()
-        self.events: list[Event] = []
+        super().__init__()
         self.tasks = TaskOwner("test")
         self.admin = EngineAdmin(deadlines=Deadlines(probe=LONG))
         self.metrics = Metrics()
@@ -86,19 +87,15 @@ class Reader:
             own,
             lambda url: nodes.get(url, NodeKvEvents()),
             self.admin.kv_event_sources,
-            Observers([self]),
+            Observers([self, self.metrics]),
             clock or Clock(),
             self.tasks,
             ports=ports,
             deadlines=Deadlines(kv_replay=deadline),
         )
-        self.metrics.add_gauges(self.sources.gauges())
         self._started = 0.0
         for port, socket in self.sources.bound.items():
             socket.bind("127.0.0.1", port)
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     def add(self, url: str, ranks: int = 1) -> Engine:
         """Add an engine that is not up yet."""

@@ -1,4 +1,6 @@
-"""Rolling restarts behind each balancer: two proxies, one after the other is terminated and replaced. Needs all programs."""
+"""Rolling restarts behind each balancer: two proxies, one after the other, are terminated and replaced, and no client notices."""
+
+# Needs the programs of all balancers.
 
 from __future__ import annotations
 

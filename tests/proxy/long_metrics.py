@@ -1,4 +1,6 @@
-"""Prometheus' own judgement of the metrics page: `promtool check metrics`, after traffic of all sorts. Needs promtool on PATH."""
+"""Prometheus' own judgement of the metrics page: `promtool check metrics`, after traffic of all sorts."""
+
+# Needs promtool on PATH.
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""A schema-driven test of all operations: schemathesis makes requests of `/openapi.json` and judges the answers. Needs `st`."""
+"""A schema-driven test of all operations: schemathesis makes requests of `/openapi.json` and judges the answers."""
+
+# Needs `st`.
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -18,8 +17,9 @@ from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import KvEventsConfig
 from pdproxy_lab.sim.server import SimServer
+from tests.fakes.recorder import Recorder
 from tests.fakes.tokenizer import Shelf, SimTokenizer
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, World, _serve, until
 from tests.proxy.kv_events import ANY, facts
 
 
@@ -122,24 +122,17 @@ async def knowing(
 @asynccontextmanager
 async def proxy_before(settings: Settings, library: Library = TRANSFORMERS) -> AsyncIterator[World]:
     """Run a proxy whose engines are up."""
-    recorder = _Recorder()
+    recorder = Recorder()
     proxy = Proxy.build(settings, library)
     proxy.observers.add(recorder)
     world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
     proxy.start()
-    server = await _serve(proxy, world)
-    world.servers = [server]
+    world.servers = [await _serve(proxy, world)]
     try:
         await until(lambda: all(node.up for node in proxy.ledger.nodes))
         yield world
         await until(lambda: not world.busy())
     finally:
-        for listener in server.servers:
-            listener.close()
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
-        for client in world._clients:
-            client.close()
-        await asyncio.sleep(0)
+        await world.disconnect()
         await proxy.custodian.settle(0)
         await proxy.stop()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,10 +21,11 @@ from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
+from tests.fakes.recorder import Recorder
 from tests.fakes.several import built
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, World, _serve, until
 
 FAST = Hardware(speed=0)
 INTERVAL = 0.02
@@ -60,12 +59,7 @@ class Fleet:
 
     async def asked_plain(self, path: str, body: dict[str, Any]) -> Answer:
         """Ask the plain engine the same."""
-        client = await Client.connect(urlsplit(self.plain.url).port or 0)
-        client.send(request("POST", path, body))
-        try:
-            return await client.answer()
-        finally:
-            client.close()
+        return await exchange(self.plain.port, request("POST", path, body))
 
     async def registered(self, count: int | None = None) -> None:
         """Wait until all engines are registered, or `count` of them."""
@@ -133,7 +127,7 @@ async def fleet(
             registration=Registration(**{"port": port, "timeout": 1.0, **(registration or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
-        recorder = _Recorder()
+        recorder = Recorder()
         made = built(settings, clock=clock)
         proxy, *others = made.proxies
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
@@ -151,12 +145,5 @@ async def fleet(
             yield found
             await until(lambda: not world.busy())
         finally:
-            for server in world.servers:
-                for listener in server.servers:
-                    listener.close()
-                for connection in list(server.server_state.connections):
-                    connection.transport.abort()
-            for client in world._clients:
-                client.close()
-            await asyncio.sleep(0)
+            await world.disconnect()
             await made.stop()

@@ -31,7 +31,7 @@ from pdproxy.transfer.registry import AUTO
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
 from tests.check.engines import listening
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import exchange, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
@@ -315,16 +315,6 @@ async def test_the_question_is_one_token_of_a_base_model_with_the_engines_key() 
 # -- the process
 
 
-async def ask(port: int, data: bytes) -> Answer:
-    """Ask the proxy on a connection of its own."""
-    client = await Client.connect(port)
-    client.send(data)
-    try:
-        return await client.answer()
-    finally:
-        client.close()
-
-
 async def test_the_proxy_serves_what_it_has_found() -> None:
     async with engines({"model": "tiny"}, {"model": "tiny"}) as (p, d):
         from pdproxy.app.listening import listen
@@ -335,8 +325,8 @@ async def test_the_proxy_serves_what_it_has_found() -> None:
             serving = asyncio.create_task(serve(settings([p.url], [d.url]), listener, ending))
             ready = 503
             while ready != 200:
-                ready = (await ask(port, request("GET", "/ready", b""))).status
-            answer = await ask(port, request("POST", COMPLETIONS, completion(prompt="one two three four " * 20)))
+                ready = (await exchange(port, request("GET", "/ready", b""))).status
+            answer = await exchange(port, request("POST", COMPLETIONS, completion(prompt="one two three four " * 20)))
             assert answer.status == 200
             assert d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] > 0
             ending.requested.set()

@@ -1,8 +1,7 @@
-"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md. Needs `nginx`, `haproxy`, `envoy`.
+"""Balancers in front of the proxy, with the configurations of docs/guide/load-balancers.md: streams, rates and ends pass them."""
 
-`long_balancers.py` has restarts behind them. Where one of the programs is missing, its tests are skipped, but for
-PDPROXY_REQUIRE_BALANCERS=1: then they fail.
-"""
+# Needs `nginx`, `haproxy`, `envoy`: where one of the programs is missing, its tests are skipped, but for
+# PDPROXY_REQUIRE_BALANCERS=1: then they fail. `long_balancers.py` has restarts behind them.
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ import pytest
 
 from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
-from tests.fakes.client import Answer, Client
+from tests.fakes.client import Answer, Client, exchange, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import prefill
 from tests.fakes.ports import free_port
@@ -119,11 +118,7 @@ async def balanced(name: str, config: str, proxy: int, folder: Path) -> AsyncIte
 
 
 async def _ask(port: int, **fields: object) -> Answer:
-    client = await Client.connect(port)
-    client.post(COMPLETIONS, completion(**fields))
-    answer = await client.answer()
-    client.close()
-    return answer
+    return await exchange(port, request("POST", COMPLETIONS, completion(**fields)))
 
 
 @pytest.mark.parametrize("name", FRAME)

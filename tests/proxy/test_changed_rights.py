@@ -15,12 +15,11 @@ from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Limits, Overload
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
-from tests.fakes.client import Client, request
+from tests.fakes.client import Client, bearer, request
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.passed import RESPONSES, everyone, fine, responses
 from tests.fakes.pools import PoolOf, pools
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
-from tests.proxy.test_keys import bearer
 from tests.proxy.test_revoked_keys import take_away
 
 EMBED, INVOCATIONS = "/v1/embeddings", "/invocations"

@@ -1,10 +1,8 @@
-"""Many clients, four engines, and everything going wrong at random, by a seed.
+"""Many clients, four engines, and everything going wrong at random by a seed: each request ends once, and nothing is left."""
 
-The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance.
-
-Each request ends once: right, or with a well-formed error, or its client left. Then no block, lease, task or socket is left.
-PDPROXY_TEST_CHAOS_SECONDS says for how long, PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
-"""
+# The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance. A request
+# ends right, or with a well-formed error, or its client left; no block, lease, task or socket is left.
+# PDPROXY_TEST_CHAOS_SECONDS says for how long, PDPROXY_TEST_CHAOS_SEEDS how many seeds are run.
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ import pytest
 from pdproxy.observe.events import LoopBeat, RequestEnded
 from pdproxy.scheduling.placement import Candidates, Placed, pairs_of
 from pdproxy.scheduling.policy import Ask
-from tests.fakes.client import Answer, request
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.placement import Choice, install, placed_world, scripted
 from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, completion, until, world
 
@@ -162,7 +160,7 @@ async def test_everything_goes_wrong_at_random(role: str, seed: int, monkeypatch
         if role == "any":
             scripted(w).usual = by_chance(random.Random(7))
         judge_engine = w.aggregated[0]
-        right = [(await _direct(judge_engine.port, path, body)).text for path, body in requests]
+        right = [(await exchange(judge_engine.port, request("POST", path, body))).text for path, body in requests]
         judge_engine.sim.freeze_now(0.0)  # it was there to know what is right, not to help out
         await w.probe()
         files, tasks = _files(), len(asyncio.all_tasks())
@@ -214,16 +212,6 @@ async def test_everything_goes_wrong_at_random(role: str, seed: int, monkeypatch
         await until(lambda: all(engine.core().pool.usage == 0 for engine in w.engines))
         await until(lambda: len(asyncio.all_tasks()) <= tasks + 8)
         await until(lambda: _files() <= files + 60)  # kept connections, two for each engine and role of the proxy
-
-
-async def _direct(port: int, path: str, body: dict[str, Any]) -> Answer:
-    from tests.fakes.client import Client
-
-    client = await Client.connect(port)
-    client.send(request("POST", path, body))
-    answer = await client.answer()
-    client.close()
-    return answer
 
 
 def _files() -> int:

@@ -13,7 +13,7 @@ from pdproxy_lab.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
 from tests.fakes.clock import ManualClock
-from tests.fakes.engine import Reply, prefill
+from tests.fakes.engine import FakeEngine, Reply, prefill
 from tests.fakes.scripts import WORD
 from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, chat, completion, until, world
 
@@ -45,6 +45,13 @@ async def headers_came(w: World, expected: int = 200) -> None:
     await until(lambda: status() == expected)
 
 
+async def asked(w: World, engine: FakeEngine, **fields: object) -> tuple[Client, Request]:
+    """A client of a completion, and the request that has come of it to an engine."""
+    client = await w.client()
+    client.post(COMPLETIONS, completion(**fields))
+    return client, await engine.asked()
+
+
 def ends(w: World) -> list[str]:
     """How the handles ended, as the proxy saw it."""
     return [event.end for event in w.events(HandleEnded)]
@@ -56,9 +63,7 @@ async def test_before_the_prefill_engine_answers(stream: bool) -> None:
     go = asyncio.Event()
     async with world() as w:
         w.prefill[0].script(scripts.gate(go, prefill))
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=stream))
-        request = await w.prefill[0].asked()
+        client, request = await asked(w, w.prefill[0], stream=stream)
         await leave(client)
         report = await w.ended()
         assert report.outcome == "client_left"
@@ -85,9 +90,7 @@ async def test_before_a_prefill_that_fails(after: str) -> None:
     }[after]
     async with world() as w:
         w.prefill[0].script(scripts.gate(go, then))
-        client = await w.client()
-        client.post(COMPLETIONS, completion())
-        await w.prefill[0].asked()
+        client, _ = await asked(w, w.prefill[0])
         await leave(client)
         await w.ended()
         go.set()
@@ -100,9 +103,7 @@ async def test_before_a_prefill_that_never_answers() -> None:
     clock = ManualClock()
     async with world(deadlines={"abandoned_prefill": 7}, clock=clock) as w:
         w.prefill[0].script(scripts.stall)
-        client = await w.client()
-        client.post(COMPLETIONS, completion())
-        request = await w.prefill[0].asked()
+        client, request = await asked(w, w.prefill[0])
         await leave(client)
         await w.ended()
         assert not request.left.is_set()
@@ -137,9 +138,7 @@ async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_gra
     clock = ManualClock()
     async with world(clock=clock) as w:
         w.decode[0].script(scripts.gate(go, scripts.streams(then="stall")))
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=True))
-        request = await w.decode[0].asked()
+        client, request = await asked(w, w.decode[0], stream=True)
         await leave(client)
         go.set()
         await headers_came(w)
@@ -158,9 +157,7 @@ async def test_a_decode_engine_that_refuses_in_the_grace(status: int) -> None:
     go = asyncio.Event()
     async with world(clock=ManualClock()) as w:
         w.decode[0].script(scripts.gate(go, scripts.whole(answers.SCHEMA_400, status)))
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=True))
-        await w.decode[0].asked()
+        client, _ = await asked(w, w.decode[0], stream=True)
         await leave(client)
         go.set()
         await w.quiet()
@@ -177,9 +174,7 @@ async def test_a_decode_engine_that_refuses_in_the_grace_and_does_not_end_its_re
 
     async with world(clock=ManualClock()) as w:
         w.decode[0].script(script)
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=True))
-        request = await w.decode[0].asked()
+        client, request = await asked(w, w.decode[0], stream=True)
         await headers_came(w, status)
         await leave(client)
         await closed(request)
@@ -209,35 +204,24 @@ async def test_the_kv_is_released_through_another_engine_than_the_one_that_was_a
         assert (len(busy.releases), len(other.releases)) == (1, 1)
 
 
-async def test_after_the_decode_engine_was_asked_unstreamed() -> None:
-    """An unstreamed leg shows nothing before its end: closed after the grace, the KV given back if it was just asked."""
+@pytest.mark.parametrize("long", [False, True])
+async def test_after_the_decode_engine_was_asked_unstreamed(long: bool) -> None:
+    """An unstreamed leg shows nothing before its end: closed after the grace, the KV given back if it was just asked.
+
+    Once time has shown that the engine has the request, closing its leg is enough.
+    """
     clock = ManualClock()
     async with world(clock=clock) as w:
         w.decode[0].script(scripts.stall)
-        client = await w.client()
-        client.post(COMPLETIONS, completion())
-        request = await w.decode[0].asked()
+        client, request = await asked(w, w.decode[0])
+        await clock.advance(2 * ACCEPTED_UNSEEN if long else 0)
         await leave(client)
-        await clock.reach(ACCEPT_GRACE)
+        if not long:
+            await clock.reach(ACCEPT_GRACE)
         await closed(request)
         await w.quiet()
-        assert ends(w) == ["released"]
-
-
-async def test_long_after_the_decode_engine_was_asked_unstreamed() -> None:
-    """Once time has shown that the engine has the request, closing its leg is enough."""
-    clock = ManualClock()
-    async with world(clock=clock) as w:
-        w.decode[0].script(scripts.stall)
-        client = await w.client()
-        client.post(COMPLETIONS, completion())
-        request = await w.decode[0].asked()
-        await clock.advance(2 * ACCEPTED_UNSEEN)
-        await leave(client)
-        await closed(request)
-        await w.quiet()
-        assert ends(w) == ["aborted"]
-        assert not w.decode[0].releases
+        assert ends(w) == ["aborted" if long else "released"]
+        assert bool(w.decode[0].releases) is not long
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
@@ -246,9 +230,7 @@ async def test_after_headers_before_data(how: str) -> None:
     clock = ManualClock()
     async with world(clock=clock) as w:
         w.decode[0].script(scripts.streams(then="stall"))
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=True))
-        request = await w.decode[0].asked()
+        client, request = await asked(w, w.decode[0], stream=True)
         await headers_came(w)
         await leave(client, how)
         assert not request.left.is_set()
@@ -278,9 +260,7 @@ async def test_after_headers_the_first_event_decides(then: bytes, end: str) -> N
 
     async with world(clock=ManualClock()) as w:
         w.decode[0].script(script)
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=True))
-        request = await w.decode[0].asked()
+        client, request = await asked(w, w.decode[0], stream=True)
         await headers_came(w)
         await leave(client)
         go.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
 from pdproxy.settings.errors import SettingsError
 from pdproxy_lab.sim.lmcache_pd import LMCachePD
-from tests.fakes.client import Client, request
+from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
+from tests.proxy import leaving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n        print(name)\n" * 3
@@ -278,23 +278,8 @@ async def test_what_was_pushed_is_read_even_if_nobody_wants_it() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> None:
     """LMCache's sender dies of a leg that is closed before its first token; its receiver keeps what nobody reads."""
-    chance = random.Random(11)
     async with pool("lmcache-pd", ranks=ranks) as pair:
-        pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
-        pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
-
-        async def one(number: int) -> None:
-            client = await Client.connect(pair.world.port)
-            body = completion(prompt=f"{number} {TEXT}", stream=bool(number % 2), max_tokens=20)
-            client.send(request("POST", COMPLETIONS, body))
-            if chance.random() < 0.7:
-                await asyncio.sleep(chance.random() * 0.1)
-            else:
-                await client.answer()
-            client.close()
-
-        for begin in range(0, 80, 16):
-            await asyncio.gather(*(one(number) for number in range(begin, begin + 16)))
+        await leaving.at_random(pair, 80, 16, seed=11)
         await until(lambda: not pair.world.busy())
         assert not pair.p.engine.dead
         await same(pair, COMPLETIONS, completion())

@@ -1,4 +1,4 @@
-"""Streams that nobody goes on with end with the error of their engine, for a reason that is counted. Nothing is left behind."""
+"""Streams that nobody goes on with end with the error of their engine, for a reason that is counted, and leave nothing behind."""
 
 from __future__ import annotations
 

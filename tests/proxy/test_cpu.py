@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 
 import pytest
 
@@ -12,11 +11,12 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, ServedAlone
 from pdproxy_lab.sim.cpu import Cpu
 from pdproxy_lab.sim.facts import CpuBuffer
-from tests.fakes.client import Client, request
+from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.ports import free_port
 from tests.fakes.world import until
+from tests.proxy import leaving
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, chat, completion, same
 
 
@@ -44,11 +44,8 @@ async def test_both_legs_carry_one_id_that_no_client_chooses() -> None:
         alone = [json.loads((await pair.asked_plain(COMPLETIONS, completion(prompt=text))).body) for text in texts]
 
         async def ask(text: str) -> dict[str, object]:
-            client = await Client.connect(pair.world.port)
-            client.send(request("POST", COMPLETIONS, completion(prompt=text), [("x-request-id", "mine")]))
-            answer = await client.answer()
-            client.close()
-            return dict(json.loads(answer.body))
+            answer = await pair.ask(COMPLETIONS, completion(prompt=text), [("x-request-id", "mine")])
+            return dict(answer.json)
 
         answers = await asyncio.gather(*(ask(text) for text in texts))
         assert [answer["choices"] for answer in answers] == [one["choices"] for one in alone]
@@ -99,23 +96,8 @@ async def test_a_client_that_leaves_while_the_decode_engine_works() -> None:
 
 async def test_clients_that_leave_at_any_time_fill_no_buffer() -> None:
     """At random moments, streams and whole answers."""
-    chance = random.Random(5)
     async with pool("cpu", deadlines={"release": 0.5}) as pair:
-        pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
-        pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
-
-        async def one(number: int) -> None:
-            client = await Client.connect(pair.world.port)
-            body = completion(prompt=f"{number} " * 30, stream=bool(number % 2), max_tokens=20)
-            client.send(request("POST", COMPLETIONS, body))
-            if chance.random() < 0.7:
-                await asyncio.sleep(chance.random() * 0.1)
-            else:
-                await client.answer()
-            client.close()
-
-        for begin in range(0, 64, 16):
-            await asyncio.gather(*(one(number) for number in range(begin, begin + 16)))
+        await leaving.at_random(pair, 64, 16, seed=5)
         await until(lambda: not pair.world.busy(), 20)
         await same(pair, COMPLETIONS, completion())
         await empty(pair)

@@ -1,5 +1,7 @@
-"""Every wait has a deadline; each is reached here once and counted once. (Prefill, first token, between tokens, release and
-the abandoned prefill are reached beside what they end: test_prefill_fails, test_decode_fails, test_client_leaves.)"""
+"""Every wait has a deadline; each is reached here once and counted once."""
+
+# Prefill, first token, between tokens, release and the abandoned prefill are reached beside what they end: test_prefill_fails,
+# test_decode_fails, test_client_leaves.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the decode engine fails before its first data: another one with a fresh prefill. After it: an honest end."""
+"""When the decode engine fails: before its first data another one serves with a fresh prefill, after it the end is honest."""
 
 from __future__ import annotations
 

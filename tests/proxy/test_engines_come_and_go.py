@@ -23,19 +23,14 @@ from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.pool import pool
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
+from tests.proxy.test_membership import started
 
 LONG_PROMPT = "def main(argv):\n    for name in argv:\n        print(name)\n" * 5
 
 
 async def add(w: World, role: str = "decode") -> FakeEngine:
     """Start one more engine, add it, and wait until it is up."""
-    engine = FakeEngine(role, w.books)
-    await engine.listen()
-    w.engines.append(engine)
-    (w.prefill if role == "prefill" else w.decode).append(engine)
-    for prefill in w.prefill:
-        for other in w.decode:
-            other.meet(prefill)
+    engine = await started(w, role)
     w.proxy.setup.add(Node(url=engine.url, role=role))  # type: ignore[arg-type]
     await up(w, engine)
     return engine

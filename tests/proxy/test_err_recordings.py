@@ -28,9 +28,7 @@ _SETUP = {
 async def answer_to(w: World, exchange: Exchange) -> Answer:
     sent = exchange.sent
     headers = [(name, value) for name, value in sent.headers.items() if name != "content-length"]
-    client = await w.client()
-    client.send(request(sent.method, sent.path, sent.body, headers))
-    return await client.answer()
+    return await w.exchange(request(sent.method, sent.path, sent.body, headers))
 
 
 def test_recordings_of_refusals_are_there():

@@ -1,164 +1,351 @@
-"""Every fault at every moment, on the prefill and on the decode engine: what the client sees through the proxy.
-
-A client sees one of three things, and never anything else: the right answer; an error with a status and an OpenAI body; a
-stream that was right as far as it came and ends in an error event. After it no block, task or lease is left.
-"""
+"""Whatever the contract, the fault, its moment and the shape: clients see a right answer or an honest error, and all recovers."""
 
 from __future__ import annotations
 
-import json
-import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from pdproxy.scheduling.nodes import Role
 from pdproxy_lab.sim.faults.book import Fault
-from pdproxy_lab.sim.faults.kinds import KINDS
-from pdproxy_lab.sim.faults.moments import MESSAGES, Moment
+from pdproxy_lab.sim.faults.moments import Moment
+from pdproxy_lab.sim.server import SimServer
+from tests.fakes import world as worlds
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
-from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
+from tests.fakes.pool import Pair, pool
+from tests.fakes.world import COMPLETIONS, World, until, world
+from tests.proxy import test_registered as registered
+from tests.proxy.faults import (
+    ALL,
+    SILENT,
+    Kept,
+    cases,
+    expected,
+    half,
+    left_to_the_lease,
+    revive,
+    seen,
+    silent,
+    usage,
+    with_connections,
+)
+from tests.proxy.test_both_legs import known, text_of
+from tests.proxy.test_connectors import completion
+from tests.proxy.test_cpu import connector
 
-PASSING = ("slow", "split", "join", "lease_expiry", "load_failure")
-"""Kinds that delay an answer or cut it elsewhere, or that the proxy can go round."""
-SILENT = ("stall", "freeze", "no_fin")
-ALL = os.environ.get("PDPROXY_TEST_MOMENTS") == "all"
-STREAM_ONLY: tuple[Moment, ...] = ("before_first_token", "mid_stream", "before_done")
-
-
-def cases() -> list[tuple[str, str, Moment, bool]]:
-    """Engine, kind, moment and whether the client streams, as far as they go together; every second, `.ci/full` takes all."""
-    found: list[tuple[str, str, Moment, bool]] = []
-    for kind, facts in KINDS.items():
-        if kind == "core_freeze":
-            continue  # what the API server has already is sent: tests/proxy/test_stalls.py
-        for moment in facts.moments:
-            if moment in MESSAGES:
-                continue  # no answer's: tests/proxy/test_connectors.py, test_notifier.py and test_kv_events.py
-            for stream in (False, True):
-                if not stream and (moment in STREAM_ONLY or facts.streams):
-                    continue
-                if stream and facts.replaces and moment != "queued":
-                    continue  # its head is out by then
-                found.append(("decode", kind, moment, stream))
-            # A prefill leg is never streamed.
-            if moment not in STREAM_ONLY and not facts.streams:
-                found.append(("prefill", kind, moment, True))
-    return found if ALL else found[::2]
+GONE = ("kill", "restart", "no_fin", "dead_core", "refuse")
+"""Kinds after which a prefill engine's worker is gone: who has asked it waits for minutes, and only its own end ends that."""
 
 
-def with_connections() -> list[tuple[str, str, Moment, bool, bool]]:
-    """The cases, and whether the proxy has a kept connection to each engine when the fault comes: in every second one.
+@dataclass
+class Stage:
+    """A proxy and its engines, of which one will fail."""
 
-    `.ci/full` takes both ways. There are faults that only new connections have.
-    """
-    found: list[tuple[str, str, Moment, bool, bool]] = []
-    for number, case in enumerate(cases()):
-        only_new = case[1] == "refuse" or case[2] == "accept"
-        ways = (False,) if only_new else (False, True) if ALL else (number % 2 == 1,)
-        found += [(*case, kept) for kept in ways]
-    return found
-
-
-def half(*, second: bool) -> list[tuple[str, str, Moment, bool, bool]]:
-    """One half of these, of each kind at each engine; `.ci/full` takes all.
-
-    Other orders of the legs have tables of their own, which take half of the cases each.
-    """
-    found = with_connections()
-    if ALL:
-        return found
-    alike = [[case for case in found if case[:2] == one] for one in dict.fromkeys(case[:2] for case in found)]
-    return [case for at, cases in enumerate(alike) for case in (cases[(at + second) % 2 :: 2] or cases)]
+    clock: ManualClock
+    world: World
+    ask: Callable[[bool], Awaitable[Answer]]
+    """Ask for a completion, streamed or whole."""
+    text: str
+    """The right answer."""
+    engines: Sequence[SimServer]
+    fails: SimServer
+    tries: int
+    """After so many requests the engine has had one: ties go round."""
+    pair: Pair | None = None
 
 
-def seen(answer: Answer) -> str:
-    """Which of the three it is; anything else fails."""
-    if answer.status != 200:
-        error = answer.json["error"]
-        assert isinstance(error["message"], str)
-        assert error["message"]
-        assert error["code"] == answer.status
-        assert answer.status in (500, 502, 503, 504), answer.body
-        return "error"
-    assert answer.ended, "a body without its end"
-    if answer.header("content-type") == "application/json":
-        assert answer.text == TEXT
-        return "right"
-    if answer.events[-1] == b"data: [DONE]\n\n" and b'"error"' not in answer.body:
-        assert answer.text == TEXT
-        return "right"
-    error = json.loads(answer.events[-1].removeprefix(b"data: "))["error"]
-    assert isinstance(error["message"], str)
-    before = b"".join(answer.events[:-1])
-    assert b"[DONE]" not in before
-    text = Answer(200, answer.headers, before, [], True).text if before else ""
-    assert TEXT.startswith(text)
-    return "error event"
+class Contract:
+    """Engines of one contract: what its faults differ in from those of others."""
+
+    step = STEP
+    no_trace: tuple[str, ...] = ("refuse",)
+    """Kinds of which engines need not see anything."""
+    at_once = True
+    """Whether the next request is answered before any deadline, once all engines are well."""
+
+    def cases(self) -> list[Kept]:
+        """Which of them there are."""
+        return half(second=False)
+
+    def run(self, case: Kept, clock: ManualClock) -> Any:
+        """Engines that are as the case wants them, as a context manager of a `Stage`."""
+        raise NotImplementedError
+
+    def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
+        """Whether time has to pass for an answer. Only what nobody else ends may wait for a deadline."""
+        return silent(kind, moment)
+
+    def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
+        """What the client may see."""
+        return {expected(role, kind, moment, stream)}
+
+    async def recover(self, stage: Stage, case: Kept) -> None:
+        """Bring every engine back to life, and have the proxy know."""
+        await revive(stage.engines)
+        await stage.world.probe()
+        await stage.clock.through(stage.world.quiet(), self.step)
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        """Nothing is left at the engines but what waits for the end of its lease, or is counted."""
+        raise NotImplementedError
 
 
-async def lives_again(w: World, clock: ManualClock) -> None:
-    """Bring every engine back to life, and see that all is well."""
-    for engine in w.engines:
-        engine.sim.faults.clear()
-        if engine.sim.life == "frozen":
-            await engine.sim.thaw()
-        if engine.sim.life != "up" or engine.sim.engine.dead:
-            await engine.sim.restart()
-    await w.probe()
-    await clock.through(w.quiet(), STEP)
+def sizes(role: str) -> tuple[int, int]:
+    """How many prefill and decode engines there are. The last decode engine would not be risked."""
+    return (2, 1) if role == "prefill" else (1, 3)
 
 
-def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
-    """What the client sees: errors only where nobody says anything."""
-    if role == "prefill" or moment == "after" or kind in PASSING or stream:
-        return "right"  # another engine goes on with a stream
-    # A whole answer has no deadline but the request's own: an engine may think for long.
-    return "error" if kind in SILENT or (kind, moment) == ("garbage", "head") else "right"
+class Nixl(Contract):
+    """P keeps KV until D has pulled it."""
+
+    def cases(self) -> list[Kept]:
+        return with_connections()
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        role, _, _, stream, kept = case
+        async with world(*sizes(role), leaves=True, clock=clock) as w:
+            engine, tries = (w.prefill if role == "prefill" else w.decode)[1].sim, max(sizes(role))
+
+            def ask(streamed: bool) -> Awaitable[Answer]:
+                return w.ask(COMPLETIONS, worlds.completion(stream=streamed))
+
+            for _ in range(tries if kept else 0):
+                assert seen(await ask(stream), worlds.TEXT) == "right"
+                await w.quiet()
+            assert all(one.requests for one in w.engines) == kept
+            yield Stage(clock, w, ask, worlds.TEXT, [one.sim for one in w.engines], engine, tries)
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        if left_to_the_lease(*case[:3]):
+            for one in stage.world.prefill:
+                one.sim.engine.expire_leases()
+        await stage.world.freed()
+        await until(lambda: not any(usage(engine) for engine in stage.engines))
 
 
-def left_to_the_lease(role: str, kind: str, moment: Moment) -> bool:
-    """Whether P's blocks may be freed by nothing but the end of their lease: its answer is lost, or D fell silent with it."""
-    if kind in ("slow", "split", "join", "load_failure") or (moment == "after" and kind != "garbage"):
-        return False
-    lost = role == "prefill" and moment not in ("accept", "queued")
-    return lost or kind in ("lease_expiry", *SILENT) or (kind, moment) == ("garbage", "head")
+class Cpu(Contract):
+    """D serves alone what can't be split, and each P has it alone: a fault of D may be an error."""
+
+    step, at_once = 0.5, False
+    no_trace = ("refuse", "lease_expiry", "load_failure")
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        role, _, _, stream, kept = case
+        deadlines = {"prefill": 5, "total": 60, "first_token": 5, "release": 1}
+        async with pool("cpu", prefills=sizes(role)[0], deadlines=deadlines, clock=clock) as pair:
+            stage = of_pair(pair, clock, pair.more[0] if role == "prefill" else pair.d, 2, await text_of(pair))
+            for _ in range(2 if kept else 0):
+                other = completion(prompt="some other text " * 9, stream=stream)
+                assert (await pair.ask(COMPLETIONS, other)).status == 200
+                await pair.world.quiet()
+            assert bool(stage.fails.requests) == kept
+            yield stage
+
+    def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
+        # The same engine is asked again, or goes on with its stream, once it is there again: it waits for KV that does not come.
+        return role == "prefill" or silent(kind, moment) or (kind == "restart" and (stream or kept))
+
+    def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
+        return {"right"} if role == "prefill" else {"right", "error", "error event"}
+
+    async def recover(self, stage: Stage, case: Kept) -> None:
+        role, _, moment, stream, _ = case
+        if moment == "after":  # it shows at the next request, on the connection that is kept or at the engine's port
+            await stage.clock.through(stage.ask(stream))
+        await revive(stage.engines)
+        assert stage.pair is not None
+        for engine in stage.engines if role == "decode" else ():
+            if engine is not stage.pair.d:  # it writes to the D that was there before
+                await engine.restart()
+        await stage.world.probe()
+        await stage.clock.through(stage.world.quiet())
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        await until(lambda: not any(one.engine.stats.kv_cache_usage for one in stage.engines))
+        assert stage.pair is not None
+        assert not connector(stage.pair.d)._waiting
+
+
+class NixlPush(Contract):
+    """Both engines are asked at once. D's blocks that only a push could free are counted."""
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        prefills, decodes = sizes(case[0])
+        facts = {"side_channel_port": 0, "handshake_timeout": 20.0}
+        async with pool("nixl-push", prefills=prefills, decodes=decodes, everybody=facts, clock=clock) as pair:
+            text = await text_of(pair)
+            await known(pair)
+            stage = of_pair(pair, clock, pair.more[0], max(prefills, decodes), text)
+            close_connections(stage, kept=case[-1])
+            yield stage
+
+    def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
+        return role == "prefill" or silent(kind, moment)  # without a push, D says nothing until its deadline
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        stuck = stage.world.metric("pdproxy_kv_stuck")
+        for one in stage.engines:
+            one.engine.expire_leases()
+        waiting = sum(len(one.engine.awaited) for one in stage.engines if one.engine.facts.role == "decode")
+        assert waiting <= stuck, "what nobody frees is counted"
+        if not waiting:
+            await until(lambda: not any(usage(one) for one in stage.engines))
+
+
+class Mooncake(Contract):
+    """Both engines are asked at once. Each keeps blocks for its own time: P for a D, and D for KV that will not come."""
+
+    def cases(self) -> list[Kept]:
+        return half(second=True)
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        prefills, decodes = sizes(case[0])
+        async with pool("mooncake", prefills=prefills, decodes=decodes, clock=clock) as pair:
+            stage = of_pair(pair, clock, pair.more[0], max(prefills, decodes), await text_of(pair))
+            for _ in range(stage.tries):  # decode engines learn addresses: a retry then takes few turns of the loop
+                assert (await pair.ask(COMPLETIONS, completion(prompt="some other text " * 9))).status == 200
+            close_connections(stage, kept=case[-1])
+            yield stage
+
+    def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
+        return silent(kind, moment) or kind in (*GONE, "lease_expiry")
+
+    def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
+        # A prefill engine that has answered and is gone leaves the decode engine without an end. Unless it has sent the KV by
+        # then, nothing shows the decode engine that it won't come: the client's own deadline does.
+        gone = kind in (*GONE, *SILENT, "lease_expiry") and moment == "after"
+        gone = gone or (kind == "no_fin" and moment in ("handed_over", "last_chunk"))
+        return super().wanted(role, kind, moment, stream) | ({"error"} if role == "prefill" and gone else set())
+
+    async def recover(self, stage: Stage, case: Kept) -> None:
+        await revive(stage.engines)
+        await stage.world.probe()
+        await until(lambda: all(node.kv_not_ready is None for node in stage.world.proxy.ledger.nodes))
+        await stage.clock.through(stage.world.quiet(), STEP)
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        for one in stage.engines:
+            one.engine.expire_leases()
+        left = {one.url for one in stage.engines if stage.world.metric("pdproxy_kv_stuck", node=one.url)}
+        decodes = {node.url for node in stage.world.proxy.ledger.nodes if node.role is Role.DECODE}
+        assert left <= decodes
+        if case[0] == "prefill" and case[1] in GONE:
+            left |= decodes  # until they give up a worker that is gone
+        await until(lambda: not any(usage(one) for one in stage.engines if one.url not in left))
+
+
+class Registered(Contract):
+    """Engines that register, of one kind of `test_registered`; of the cases every fifth, another fifth for each kind."""
+
+    step, at_once = 0.5, False
+    no_trace = ("refuse", "load_failure", "lease_expiry")
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def cases(self) -> list[Kept]:
+        # P2P NCCL has no moment at which KV is handed over: P's answer holds nothing, and D finds it there or waits with all it
+        # has. With READ, the next process at P's address is taken for P: see `transfer.moriio`.
+        some = [case for case in cases() if self._kind != "p2p-nccl" or case[2] != "handed_over"]
+        some = [case for case in some if self._kind != "read" or case[:3] != ("prefill", "restart", "after")]
+        share, offset = 1 if ALL else 5, list(registered.KINDS).index(self._kind)
+        return [(*case, False) for case in some[offset % share :: share]]
+
+    @asynccontextmanager
+    async def run(self, case: Kept, clock: ManualClock) -> AsyncIterator[Stage]:
+        role = case[0]
+        more: dict[str, Any] = {"clock": clock, "registration": registered.FOREVER, "alone": True}
+        async with registered.run(self._kind, *((2, 1) if role == "prefill" else (1, 2)), **more) as f:
+            text = (await f.asked_plain(COMPLETIONS, registered.completion())).text
+
+            def ask(stream: bool) -> Awaitable[Answer]:
+                return f.ask(COMPLETIONS, registered.completion(stream=stream))
+
+            self._fleet = f
+            yield Stage(clock, f.world, ask, text, f.engines, (f.p if role == "prefill" else f.d)[1], 2)
+
+    def waits(self, role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> bool:
+        return True
+
+    def wanted(self, role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
+        right = kind in ("split", "join") or role == "prefill"
+        return {"right"} if right else {"right", "error", "error event"}
+
+    async def recover(self, stage: Stage, case: Kept) -> None:
+        await revive(stage.engines)
+        for engine in stage.engines:  # what waits for ever is restarted, as an operator would do
+            await engine.restart()
+        await stage.clock.advance(stage.world.proxy.settings.limits.breaker_cooldown + 1)
+        await stage.world.probe()
+        await self._fleet.registered()
+
+    async def ends(self, stage: Stage, case: Kept) -> None:
+        """What they hold was lost with their restart."""
+
+
+def of_pair(pair: Pair, clock: ManualClock, fails: SimServer, tries: int, text: str) -> Stage:
+    """The stage of a pool."""
+
+    def ask(stream: bool) -> Awaitable[Answer]:
+        return pair.ask(COMPLETIONS, completion(stream=stream))
+
+    return Stage(clock, pair.world, ask, text, (pair.p, pair.d, *pair.more), fails, tries, pair)
+
+
+def close_connections(stage: Stage, *, kept: bool) -> None:
+    """Close all connections to engines, unless they are to be kept."""
+    for one in () if kept else stage.engines:
+        stage.world.proxy.engines[one.url].client.close()
+
+
+CONTRACTS: dict[str, Contract] = {
+    "nixl": Nixl(),
+    "cpu": Cpu(),
+    "nixl-push": NixlPush(),
+    "mooncake": Mooncake(),
+    **{kind: Registered(kind) for kind in registered.KINDS},
+}
 
 
 @pytest.mark.parametrize("second", [True, False])
 def test_a_half_has_every_kind_and_every_moment(second: bool) -> None:
-    """Whatever the order of the legs is, each of them is seen, on connections that are kept and on new ones."""
+    """Each contract sees each of them, on connections that are kept and on new ones."""
     found, every = half(second=second), with_connections()
     assert {case[:2] for case in found} == {case[:2] for case in every}
     for column in (2, 3, 4):
         assert {case[column] for case in found} == {case[column] for case in every}
 
 
-@pytest.mark.parametrize(("role", "kind", "moment", "stream", "kept"), with_connections())
-async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool, kept: bool) -> None:
-    prefills, decodes = (2, 1) if role == "prefill" else (1, 3)  # the last decode engine would not be risked
+@pytest.mark.parametrize(
+    ("contract", "role", "kind", "moment", "stream", "kept"),
+    [(name, *case) for name, contract in CONTRACTS.items() for case in contract.cases()],
+)
+async def test_what_a_client_sees(
+    contract: str, role: str, kind: str, moment: Moment, stream: bool, kept: bool
+) -> None:
+    own, case = CONTRACTS[contract], (role, kind, moment, stream, kept)
     clock = ManualClock()
-    # Only what nobody else ends may wait for a deadline.
-    waits = kind in SILENT or (kind, moment) == ("garbage", "head")
-    async with world(prefills, decodes, leaves=True, clock=clock) as w:
-        engine = (w.prefill if role == "prefill" else w.decode)[1]
-        for _ in range(max(prefills, decodes) if kept else 0):
-            assert seen(await w.ask(COMPLETIONS, completion(stream=stream))) == "right"
-            await w.quiet()
-        assert all(one.requests for one in w.engines) == kept
-        engine.sim.faults.add(Fault(kind=kind, at=moment))
-        for _ in range(max(prefills, decodes)):  # ties go round: one of these requests is this engine's
-            asked = w.ask(COMPLETIONS, completion(stream=stream))
-            answer = await (clock.through(asked, STEP) if waits else asked)
-            if engine.sim.faults.happened or kind == "refuse":
+    async with own.run(case, clock) as stage:
+        stage.fails.faults.add(Fault(kind=kind, at=moment))
+        for _ in range(stage.tries):
+            asked = stage.ask(stream)
+            answer = await (clock.through(asked, own.step) if own.waits(*case) else asked)
+            if stage.fails.faults.happened or kind == "refuse":
                 break
-            assert seen(answer) == "right"
-        assert seen(answer) == expected(role, kind, moment, stream), (answer.status, answer.body)
-        assert engine.sim.faults.happened or kind == "refuse", "the fault came to nothing"
-        await lives_again(w, clock)
-        assert seen(await w.ask(COMPLETIONS, completion(stream=stream))) == "right"
-        await clock.through(w.quiet(), STEP)
-        if left_to_the_lease(role, kind, moment):
-            for one in w.prefill:
-                one.sim.engine.expire_leases()
-        await w.freed()
-        await until(lambda: all(one.core().pool.usage == 0 for one in w.engines))
+            assert seen(answer, stage.text) == "right"
+        assert seen(answer, stage.text) in own.wanted(role, kind, moment, stream), (answer.status, answer.body)
+        assert stage.fails.faults.happened or kind in own.no_trace, "the fault came to nothing"
+        await own.recover(stage, case)
+        asked = stage.ask(stream)
+        again = await (asked if own.at_once else clock.through(asked, own.step))
+        assert seen(again, stage.text) == "right", (again.status, again.body)
+        await clock.through(stage.world.quiet(), own.step)
+        await own.ends(stage, case)

@@ -1,9 +1,8 @@
-"""A handle is given away once, whatever happens to the connection that its request was sent on.
+"""A handle is given away once, whatever happens to the connection that its request was sent on."""
 
-An engine that has read KV has it freed, and its blocks hold another prompt's KV then. So no leg is sent twice: behind a kept
-connection that has closed, the next attempt begins anew, with another handle. Each test forces one moment: it holds up the next
-connect, or a notice, until what must not matter has happened.
-"""
+# An engine that has read KV has it freed, and its blocks hold another prompt's KV then. So no leg is sent twice: behind a kept
+# connection that has closed, the next attempt begins anew, with another handle. Each test forces one moment: it holds up the
+# next connect, or a notice, until what must not matter has happened.
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -26,7 +24,7 @@ from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.journal import Request
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import scripts
-from tests.fakes.client import Client, request
+from tests.fakes.client import exchange, request
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until, world
@@ -83,12 +81,7 @@ class HeldBack:
 
 async def asked_alone(sim: SimServer, body: dict[str, Any]) -> None:
     """Ask an engine itself."""
-    client = await Client.connect(urlsplit(sim.url).port or 0)
-    client.send(request("POST", COMPLETIONS, body))
-    try:
-        assert (await client.answer()).status == 200
-    finally:
-        client.close()
+    assert (await exchange(sim.port, request("POST", COMPLETIONS, body))).status == 200
 
 
 async def overwritten(sim: SimServer, prompts: int = 12) -> None:

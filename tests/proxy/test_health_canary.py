@@ -15,7 +15,7 @@ import pytest
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import Enquiry, HealthCanary
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
@@ -23,6 +23,7 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy_lab.sim.reply import Reply
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import let_loop_time_pass
+from tests.fakes.recorder import Recorder
 from tests.fakes.world import until
 from tests.sim.moments import FAST
 
@@ -30,19 +31,16 @@ EVIDENCE = Evidence(frozenset({"tiny", "lora"}), "1", 16, ((), (5, 6, 7, 8, 9)),
 TIMEOUT = 60.0
 
 
-class Asked:
+class Asked(Recorder):
     """A canary to one simulated engine."""
 
     def __init__(self, sim: SimServer, timeout: float) -> None:
         self.sim = sim
-        self.events: list[Event] = []
+        super().__init__()
         self.admin = EngineAdmin(deadlines=Deadlines(probe=10))
         self.canary = HealthCanary(self.admin, Observers([self]), {"decode", "any"}, Health(canary_timeout=timeout))
         node = Node(NodeSpec(sim.url, Role.DECODE), EVIDENCE)
         self.engine = Engine(node, SimpleNamespace(), ranks=sim.facts.data_parallel_size)  # type: ignore[arg-type]
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     async def works(self, rank: int | None = None) -> bool | None:
         return await self.canary.works(self.engine, rank)

@@ -1,7 +1,6 @@
-"""Clients that mean harm: each gets an error or meets a deadline, delays nobody, and leaves nothing behind.
+"""Clients that mean harm: each gets an error or meets a deadline, delays nobody, and leaves nothing behind."""
 
-While the hostile connection is open another client asks and is served; that both happen is the proof, not how fast.
-"""
+# While the hostile connection is open another client asks and is served; that both happen is the proof, not how fast.
 
 from __future__ import annotations
 

@@ -16,11 +16,10 @@ from pdproxy.upstream.admin import MAX_MODELS
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.metrics_page import MAX_SAMPLES
 from tests.fakes import answers, scripts
-from tests.fakes.client import request
+from tests.fakes.client import bearer, request
 from tests.fakes.engine import Reply, Script
 from tests.fakes.passed import RESPONSES, everyone, responses
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, TEXT, World, chat, completion, until, world
-from tests.proxy.test_keys import bearer
 
 MIB = 1 << 20
 LIMITS = {"max_answer_bytes": MIB, "max_buffered_answer_bytes": 4 * MIB}
@@ -89,8 +88,6 @@ AS_ASKED = {
     "lines of an event",
 }
 """What its request may have asked for: bytes of bodies. Heads, and what holds nothing, are the engine's doing."""
-SLOWLY = {"comments"}
-"""What an engine may say in small amounts for ever is refused where it comes in masses: how soon depends on how it is read."""
 
 
 def room(w: World) -> AnswerBudget:

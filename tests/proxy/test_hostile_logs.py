@@ -18,7 +18,6 @@ from pdproxy.app.readiness import MAX_DETAIL
 from pdproxy.observe.formats import MAX_LINE, TextFormatter
 from pdproxy.wire.model import MAX_MODEL_NAME
 from tests.fakes import answers, scripts
-from tests.fakes.client import Client
 from tests.fakes.engine import Reply
 from tests.fakes.process import PATIENCE, served
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
@@ -227,10 +226,7 @@ async def test_a_client_that_floods_the_log_forges_nothing(tmp_path: Path) -> No
     with path.open("wb") as log:
         async with served(log) as proxy:
             for model in ("a\nb INFO pdproxy.access request id=x", '"', "\x1b[2J", "\u2028", "x" * 4000, "\x00" * 300):
-                client = await Client.connect(proxy.port)
-                client.post(COMPLETIONS, completion(model=model))
-                assert (await client.answer()).status == 404
-                client.close()
+                assert (await proxy.ask("POST", COMPLETIONS, completion(model=model))).status == 404
             proxy.process.send_signal(signal.SIGTERM)
             await proxy.process.wait()
     lines = path.read_text().split("\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import forked
-from tests.fakes.client import Client, request
+from tests.fakes.client import Client, exchange, request
 from tests.fakes.ports import free_port
 from tests.fakes.world import until
 
@@ -45,10 +45,7 @@ class Serving:
 
     async def healthy(self) -> None:
         """Others are served."""
-        client = await Client.connect(self.port)
-        client.send(request("GET", "/health", b""))
-        assert (await client.answer()).status == 200
-        client.close()
+        assert (await exchange(self.port, request("GET", "/health", b""))).status == 200
 
 
 @asynccontextmanager

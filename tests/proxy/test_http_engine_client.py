@@ -89,7 +89,7 @@ class Engine:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[Engine, EngineClient]]:
-    """An engine and the client of it."""
+    """An engine and the client of it. At the end all of the engine's scripts have run."""
     engine = Engine()
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 16)
     port = listening.sockets[0].getsockname()[1]
@@ -98,6 +98,7 @@ async def pair() -> AsyncIterator[tuple[Engine, EngineClient]]:
     )
     yield engine, client
     client.close()
+    await engine.done()
     listening.close()
 
 
@@ -135,8 +136,6 @@ async def test_an_early_answer_and_the_end_of_the_connection(pair: tuple[Engine,
     engine.scripts = [script, answering(OK)]
     assert await ask(client, LARGE) == b"ok"
     assert await ask(client) == b"ok"
-    client.close()
-    await engine.done()
 
 
 # -- what is kept
@@ -162,8 +161,6 @@ async def test_what_is_used_again(pair: tuple[Engine, EngineClient], said: bytes
     engine.scripts = [answering(said, OK)] if kept else [answering(said), answering(OK)]
     assert await ask(client) in (b"ok", b"hello")
     assert await ask(client) == b"ok"
-    client.close()
-    await engine.done()
 
 
 @pytest.mark.parametrize("said", [b"", HEAD, CHUNKED + LIKE, OK[:-1]])
@@ -174,8 +171,6 @@ async def test_nothing_is_used_again_after_a_time_out(pair: tuple[Engine, Engine
     with pytest.raises(EngineTimeoutError):
         await ask(client, timeout=0.05)
     assert [await ask(client), await ask(client)] == [b"ok", b"ok"]
-    client.close()
-    await engine.done()
 
 
 @pytest.mark.parametrize("said", [b"garbage\r\n\r\n", CHUNKED + b"zz\r\n", HEAD + b"x : y\r\n\r\n"])
@@ -186,8 +181,6 @@ async def test_nothing_is_used_again_after_a_failure(pair: tuple[Engine, EngineC
     with pytest.raises(EngineError, match="sends no valid HTTP"):
         await ask(client)
     assert await ask(client) == b"ok"
-    client.close()
-    await engine.done()
 
 
 @pytest.mark.parametrize("late", [OK, b"x", LIKE])
@@ -209,8 +202,6 @@ async def test_what_comes_unasked_ends_the_connection(pair: tuple[Engine, Engine
     go.set()
     await asyncio.wait_for(gone.wait(), PATIENCE)
     assert await ask(client) == b"ok"
-    client.close()
-    await engine.done()
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -228,8 +219,6 @@ async def test_a_request_that_can_not_be_made(pair: tuple[Engine, EngineClient],
     count = 2 if fresh else 1
     assert repr(client).endswith(f": {count} connections, {count} idle>")
     assert await ask(client) == b"ok"
-    client.close()
-    await engine.done()
 
 
 # -- stale connections
@@ -250,8 +239,6 @@ async def test_a_connection_that_closes_as_it_is_used(
 
     engine.scripts = [script, answering(OK)]
     assert [await ask(client), await ask(client)] == [b"ok", b"ok"]
-    client.close()
-    await engine.done()
 
 
 async def test_a_connection_that_closed_while_it_was_idle(pair: tuple[Engine, EngineClient]) -> None:
@@ -268,8 +255,6 @@ async def test_a_connection_that_closed_while_it_was_idle(pair: tuple[Engine, En
         while "0 connections" not in repr(client):
             await asyncio.sleep(0.001)
     assert await ask(client) == b"ok"
-    client.close()
-    await engine.done()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Where a request begins and ends: all framings, right and wrong, at both entries, however the network cuts them into reads.
+"""Where a request begins and ends: all framings, right and wrong, at both entries, however the network cuts them into reads."""
 
-The socket, the engines and the service are not real here; the protocol class, uvicorn's own cycle and the parser are.
-"""
+# The socket, the engines and the service are not real here; the protocol class, uvicorn's own cycle and the parser are.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A key has one purpose: a client's opens no admin API, whatever is combined and reloaded. Operators that may only read."""
+"""A key has one purpose: a client's opens no admin API and an operator's may only read, whatever is combined and reloaded."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pdproxy.settings.keys import Auth
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from tests.fakes.admin import BASE, admin
-from tests.fakes.client import request
+from tests.fakes.client import bearer, request
+from tests.fakes.files import renewed
 from tests.fakes.world import COMPLETIONS, completion, world
-from tests.proxy.test_keys import bearer, renewed
 from tests.proxy.test_unwanted_bodies import answered, kept
 
 assert kept  # a fixture

@@ -1,4 +1,4 @@
-"""What a client's key is good for: models, pools, routes, tenants, tokens, answers and time. Nothing gets around it."""
+"""What a client's key is good for: nothing gets around its models, pools, routes, tenants, tokens, answers and time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pdproxy.serving.access.routes import TABLE
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Overload
 from pdproxy.settings.schema import Settings
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, bearer
 from tests.fakes.passed import everyone, fine
 from tests.fakes.pools import PoolOf, pools
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
-from tests.proxy.test_keys import bearer, head
+from tests.proxy.test_keys import head
 
 BATCH, INVOCATIONS, EMBED = "/v1/chat/completions/batch", "/invocations", "/v1/embeddings"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -169,9 +169,7 @@ async def test_a_route_is_refused_before_the_body(tmp_path: Path) -> None:
     """Nothing of the body is waited for, on both kinds of routes."""
     async with world(auth=auth(tmp_path, "routes=chat"), deadlines={"client_body": 30}) as w:
         for path in (COMPLETIONS, EMBED):
-            client = await w.client()
-            client.send(head(path, 64 * 2**20, *bearer(KEY)))
-            answer = await client.answer()
+            answer = await w.exchange(head(path, 64 * 2**20, *bearer(KEY)))
             assert (answer.status, answer.header("connection")) == (403, "close")
         assert w.metric("pdproxy_early_refusals_total", reason="not_allowed") == 2
 

@@ -20,26 +20,16 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.keys import Keys, ValidKey, digest
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.schema import Settings
-from tests.fakes.client import request
+from tests.fakes.client import bearer, request
 from tests.fakes.engine import Reply
+from tests.fakes.files import renewed
 from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
 
-def bearer(key: str) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {key}")]
-
-
 async def status(w: World, key: str) -> int:
     return (await w.ask(COMPLETIONS, completion(), bearer(key))).status
-
-
-def renewed(path: Path, text: str) -> None:
-    """Replace a file as a careful operator does it."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -174,11 +164,8 @@ def head(path: str, length: int, *headers: tuple[str, str]) -> bytes:
 async def test_without_a_key_a_request_is_refused_before_its_body() -> None:
     """No byte of the body is waited for; the connection closes, and the request is reported as any other."""
     async with world(auth={"api_keys": ("one",)}, deadlines={"client_body": 30}) as w:
-        client = await w.client()
-        client.send(head(COMPLETIONS, 64 * 2**20, *bearer("wrong")))
-        answer = await client.answer()
-        assert answer.status == 401
-        assert answer.header("connection") == "close"
+        answer = await w.exchange(head(COMPLETIONS, 64 * 2**20, *bearer("wrong")))
+        assert (answer.status, answer.header("connection")) == (401, "close")
         ended = await w.ended()
         assert (ended.status, ended.outcome, ended.model) == (401, "client", None)
 
@@ -186,9 +173,7 @@ async def test_without_a_key_a_request_is_refused_before_its_body() -> None:
 async def test_without_a_key_a_client_is_not_asked_to_continue() -> None:
     """`Expect: 100-continue` is answered by the 401 alone."""
     async with world(auth={"api_keys": ("one",)}) as w:
-        client = await w.client()
-        client.send(head(COMPLETIONS, 100, ("expect", "100-continue")))
-        assert (await client.answer()).status == 401
+        assert (await w.exchange(head(COMPLETIONS, 100, ("expect", "100-continue")))).status == 401
 
 
 async def test_a_body_without_a_key_is_not_held_and_its_answer_not_lost() -> None:

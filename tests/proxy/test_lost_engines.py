@@ -83,11 +83,7 @@ def lost_of(w: World) -> EnginesLost:
 
 async def ask(w: World, body: object, path: str = COMPLETIONS, address: str = "127.0.0.1") -> Answer:
     """One request of a client with this address."""
-    client = await w.client(address=address)
-    client.send(request("POST", path, body))
-    answer = await client.answer()
-    client.close()
-    return answer
+    return await w.exchange(request("POST", path, body), address=address)
 
 
 def refused(answer: Answer) -> bool:

@@ -5,18 +5,22 @@ import asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy import __version__
+from pdproxy.app.heartbeat import LOOP_LATENESS
 from pdproxy.kit.errors import Fault, Reason, Wait
-from pdproxy.observe import catalog, catalog_refusals
-from pdproxy.observe.catalog import METRICS
-from pdproxy.observe.description import Kind
+from pdproxy.observe.description import REMOVED, Kind
+from pdproxy.observe.events import ALONE, WAITS
+from pdproxy.observe.requests import OUTCOMES, REASONS
+from pdproxy.serving.kv.custodian import ENDS, KV_HANDLES
 from pdproxy.serving.kv.custody import End, State
+from pdproxy.serving.kv.ready import NOTICES
 from pdproxy.wire.notices import NoticeEvent
 from pdproxy.wire.request import Alone
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.engine import Reply
 from tests.fakes.world import COMPLETIONS, completion, until, world
 from tests.proxy.test_engines_come_and_go import add
-from tests.proxy.test_keys import bearer
+from tests.reference.metrics import METRICS
 
 
 async def _rest(reply: Reply) -> None:
@@ -30,13 +34,13 @@ def test_the_tables_label_values_are_those_of_the_code() -> None:
     def values(pairs: tuple[tuple[str, str], ...]) -> set[str]:
         return {value for value, _ in pairs}
 
-    assert values(catalog.OUTCOMES) == {"ok", *(fault.value for fault in Fault)}
-    assert {reason for reason, _, _ in catalog_refusals.REASONS} == set(Reason)
-    assert values(catalog.ALONE) == {one.value for one in Alone}
-    assert values(catalog.WAITS) == {wait.value for wait in Wait}
-    assert values(catalog.ENDS) == {end.value for end in End}
-    assert set(catalog.NOTICES) == {event.value for event in NoticeEvent}
-    assert values(catalog.KV_HANDLES.labels[0].values) == {state.value for state in State}
+    assert values(OUTCOMES) == {"ok", *(fault.value for fault in Fault)}
+    assert {reason for reason, _, _ in REASONS} == set(Reason)
+    assert values(ALONE) == {one.value for one in Alone}
+    assert values(WAITS) == {wait.value for wait in Wait}
+    assert values(ENDS) == {end.value for end in End}
+    assert set(NOTICES) == {event.value for event in NoticeEvent}
+    assert values(KV_HANDLES.labels[0].values) == {state.value for state in State}
 
 
 async def test_the_page_has_the_metrics_of_the_table_and_no_others() -> None:
@@ -89,7 +93,7 @@ async def test_counters_begin_with_zero() -> None:
                 name = one.name if one.kind is Kind.COUNTER else f"{one.name}_count"
                 key = name, *sorted(zip(one.label_names, labels, strict=True))
                 assert key in samples
-                assert samples[key] == 0 or one is catalog.LOOP_LATENESS, key
+                assert samples[key] == 0 or one is LOOP_LATENESS, key
         for engine, phase in ((w.prefill[0], "prefill"), (w.decode[0], "decode")):
             assert samples["pdproxy_leg_failures_total", ("node", engine.url), ("phase", phase)] == 0
             assert samples["pdproxy_node_legs_total", ("node", engine.url), ("phase", phase)] == 0
@@ -97,7 +101,7 @@ async def test_counters_begin_with_zero() -> None:
         await w.ended()
         page = w.page().decode()
         found = [line for line in page.splitlines() if line.startswith("pdproxy_requests_total{")]
-        assert len(found) == len(catalog.OUTCOMES)
+        assert len(found) == len(OUTCOMES)
         assert sum(line.endswith(" 0.0") for line in found) == len(found) - 1
 
 
@@ -135,5 +139,5 @@ async def test_series_of_a_removed_engine_are_dropped() -> None:
         await w.quiet()
         page = w.page().decode()
         assert other.url not in page
-        assert w.metric("pdproxy_node_legs_total", node=catalog.REMOVED, phase="decode") == 1
+        assert w.metric("pdproxy_node_legs_total", node=REMOVED, phase="decode") == 1
         assert w.metric("pdproxy_phase_seconds_count", phase="decode") == 6

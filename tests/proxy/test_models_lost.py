@@ -1,4 +1,4 @@
-"""An engine that has lost a model: what it listed some seconds ago is no verdict on a request. Another one that has it serves."""
+"""An engine that has lost a model: what it listed some seconds ago is no verdict on a request, another one that has it serves."""
 
 from __future__ import annotations
 

@@ -6,24 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.observe import catalog
 from pdproxy.observe.events import RequestEnded
 from pdproxy.observe.few_lines import PER_MINUTE, PER_SECOND, FewLines
 from pdproxy.observe.logs import access_fields
+from pdproxy.observe.requests import PHASES
 from pdproxy.settings.listen import Cors
 from pdproxy.web.wrong_keys import AT_ONCE
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
-from tests.proxy.test_keys import bearer, head
+from tests.proxy.test_keys import head
 
 MESSAGES = "/v1/messages"
 
 
 def phases(w: World) -> dict[str, int]:
     """How often each phase was measured, without queue and total."""
-    counts = {phase: int(w.metric("pdproxy_phase_seconds_count", phase=phase)) for phase, _ in catalog.PHASES}
+    counts = {phase: int(w.metric("pdproxy_phase_seconds_count", phase=phase)) for phase, _ in PHASES}
     return {phase: count for phase, count in counts.items() if count and phase not in ("queue", "total")}
 
 
@@ -224,10 +225,7 @@ async def test_a_connection_that_is_refused_is_counted() -> None:
             (b"GET /" + b"x" * 900 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 414, "path_too_long"),
             (b"nothing\r\n\r\n", 400, "bad_http"),
         ):
-            client = await w.client()
-            client.send(sent)
-            assert (await client.answer()).status == status
-            client.close()
+            assert (await w.exchange(sent)).status == status
             assert w.metric("pdproxy_early_refusals_total", reason=reason) == 1
             await until(lambda: w.open_connections == 0)
         w.prefill[0].script(scripts.gate(go, prefill))

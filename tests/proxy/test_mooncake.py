@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -14,13 +13,12 @@ from pdproxy_lab.sim.facts import MooncakeFacts
 from pdproxy_lab.sim.reply import Reply
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
-from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import SLOW, Gate, fails, text_of
+from tests.proxy.faults import usage
+from tests.proxy.test_both_legs import Gate, fails, text_of
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, chat, completion, same
-from tests.proxy.test_mooncake_faults import usage
 
 MOONCAKE = "mooncake"
 
@@ -134,23 +132,6 @@ async def test_a_prefill_that_did_not_end_by_length_is_served_otherwise() -> Non
         await until(lambda: nothing_left(pair.p, pair.d))
 
 
-async def test_one_after_the_other_if_the_pool_says_so() -> None:
-    async with pool(MOONCAKE, dispatch="sequential") as pair:
-        gate = Gate()
-        pair.p.faults.script(gate)
-        asked = asyncio.ensure_future(pair.ask(CHAT, chat()))
-        await until(lambda: len(pair.p.requests))
-        await asyncio.sleep(0.05)
-        assert not pair.d.requests
-        gate.opened.set()
-        assert (await asked).status == 200
-        # The prefill engine's own ids: no template can differ.
-        ids = params(pair.d)["prompt_token_ids"]
-        assert len(ids) == pair.loaded
-        await pair.world.quiet()
-        assert nothing_left(pair.p, pair.d)
-
-
 async def test_both_legs_have_the_ids_that_the_proxy_made() -> None:
     async with pool(MOONCAKE, tokenizer=SimTokenizer()) as pair:
         await until(lambda: pair.world.proxy.tokens is not None)
@@ -186,25 +167,6 @@ async def test_a_prefill_that_fails_otherwise_is_tried_under_another_id() -> Non
         assert len(names) == len(pair.p.requests)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_while_the_prefill_engine_works(stream: bool) -> None:
-    """The prefill goes on: its KV frees the decode engine, whether that has begun or not."""
-    async with pool(MOONCAKE) as pair:
-        gate = Gate()
-        pair.p.faults.script(gate)
-        client = await pair.world.client()
-        client.send(request("POST", COMPLETIONS, completion(stream=stream)))
-        await until(lambda: pair.d.engine.stats.waiting)
-        client.close()
-        await pair.world.ended()
-        await until(lambda: pair.d.requests[-1].left.is_set())
-        assert not pair.p.requests[-1].left.is_set()
-        gate.opened.set()
-        await pair.world.quiet()
-        assert [event.end for event in pair.world.events(HandleEnded)] == ["aborted"]
-        await until(lambda: nothing_left(pair.p, pair.d))
-
-
 async def test_a_request_that_the_decode_engine_refuses_leaves_nothing_at_the_prefill_engine() -> None:
     """It asks for no blocks, which frees the prefill engine's, whichever comes first."""
     async with pool(MOONCAKE, d={"max_model_len": 100}) as pair:
@@ -231,28 +193,6 @@ async def test_kv_that_no_decode_engine_has_asked_for_is_released_once() -> None
         assert [event.end for event in pair.world.events(HandleEnded)] == ["released"]
         await until(lambda: nothing_left(pair.p, pair.d, other))
         assert len([*pair.d.releases, *other.releases]) == 1
-
-
-async def test_two_hundred_clients_of_which_many_leave() -> None:
-    async with pool(MOONCAKE, prefills=2, decodes=2, p=SLOW, d={"num_gpu_blocks": 2048}) as pair:
-        engines = (pair.p, pair.d, *pair.more)
-
-        async def one(number: int) -> None:
-            body: dict[str, Any] = completion(prompt=f"{number} {TEXT}", stream=number % 2 == 0)
-            if number % 3:
-                assert (await pair.ask(COMPLETIONS, body)).status == 200
-                return
-            client = await pair.world.client()
-            client.send(request("POST", COMPLETIONS, body))
-            await asyncio.sleep(number % 17 / 50)
-            client.close()
-
-        await asyncio.gather(*(one(number) for number in range(200)))
-        await pair.world.quiet()
-        assert pair.world.metric("pdproxy_kv_stuck") == 0
-        await until(lambda: nothing_left(pair.d, pair.more[1]))
-        left_to_leases = sum(len(engine.engine.handles) for engine in engines)
-        assert left_to_leases <= 10, "only legs that were closed before the decode engine had begun with them"
 
 
 # -- which engines are paired
@@ -366,18 +306,3 @@ async def test_a_bootstrap_server_that_never_answers_is_late() -> None:
         bootstrap(pair.p).thaw()
         await same(pair, COMPLETIONS, completion())
         assert pair.loaded > 0, "its ids are known"
-
-
-async def test_a_decode_engine_that_gets_no_kv_is_late_from_the_prefill_engines_answer_on() -> None:
-    clock = ManualClock()
-    async with pool(MOONCAKE, deadlines={"first_token": 3.0}, clock=clock, limits={"attempts": 1}) as pair:
-
-        async def silent(reply: Reply) -> None:
-            await reply.stall()
-
-        pair.d.faults.script(silent)
-        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
-        await until(lambda: pair.p.requests and pair.p.requests[-1].over and len(pair.d.requests) == 1)
-        await clock.reach(3.0)
-        assert (await asked).status == 504
-        await pair.world.quiet()

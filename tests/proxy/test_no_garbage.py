@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-import uvloop
 
 from pdproxy.kit.errors import PdproxyError
-from tests.fakes import scripts
+from tests.fakes import garbage, scripts
 from tests.fakes.client import request
-from tests.fakes.clock import later_turns
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
@@ -106,18 +104,7 @@ async def unread(w: World) -> None:
 )
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """All of a request has gone with its last reference."""
-
-    async def run() -> None:
-        async with world(deadlines={"client_write": 1.2}) as w:
-            await streamed(w)  # what is made once
-            await w.quiet()
-            with left_to_the_collector() as found:
-                await act(w)
-                await w.quiet()
-                await later_turns()  # connections are lost in a later turn of the loop
-        assert not found
-
-    uvloop.run(run())
+    garbage.check(world(deadlines={"client_write": 1.2}), act, World.quiet, before=streamed)
 
 
 def test_a_cycle_is_found() -> None:

@@ -7,21 +7,20 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-import uvloop
 
 from pdproxy.fleet.works import Works
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
 from pdproxy_lab.sim.reply import Reply
+from tests.fakes import garbage
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock, later_turns
-from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import DEADLINES, until
 from tests.proxy.test_both_legs import PUSH, Gate, fails, known
 from tests.proxy.test_connectors import COMPLETIONS, completion
-from tests.proxy.test_no_garbage_connectors import judged
+from tests.proxy.test_no_garbage_connectors import over
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
@@ -158,18 +157,10 @@ def test_nothing_is_left_to_the_collector(
 ) -> None:
     if what is left_in_silence:
         monkeypatch.setattr(Works, "on_all", _asked_for_ever)
+    clock = ManualClock()
 
-    async def run() -> None:
-        clock = ManualClock()
-        async with pool(PUSH, prefills=2, clock=clock) as pair:
-            await known(pair)
-            await what(pair, clock)  # what is made once
-            await until(lambda: not pair.world.busy() and judged(pair.world))
-            with left_to_the_collector() as found:
-                await what(pair, clock)
-                await until(lambda: not pair.world.busy())
-                await later_turns()
-                assert pair.world.proxy.answer_budget.held == 0
-        assert not found
+    async def first(pair: Pair) -> None:
+        await known(pair)
+        await what(pair, clock)
 
-    uvloop.run(run())
+    garbage.check(pool(PUSH, prefills=2, clock=clock), lambda pair: what(pair, clock), over, before=first)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-import uvloop
 
+from tests.fakes import garbage
 from tests.fakes.client import request
-from tests.fakes.clock import later_turns
-from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
@@ -19,10 +17,7 @@ GENERATING, PASSED = COMPLETIONS.encode(), b"/v1/embeddings"
 
 
 async def sent(w: World, data: bytes, status: int) -> None:
-    client = await w.client()
-    client.send(data)
-    assert (await client.answer()).status == status
-    client.close()
+    assert (await w.exchange(data)).status == status
 
 
 async def no_key(w: World) -> None:
@@ -73,17 +68,9 @@ async def long_path(w: World) -> None:
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """Neither the request nor its connection waits for the collector."""
 
-    async def run() -> None:
-        limits = {"max_body_bytes": 4096, "max_buffered_bytes": 4096}
-        async with world(limits=limits, auth={"api_keys": ("key",)}) as w:
-            await act(w)  # what is made once
-            await w.quiet()
-            await until(lambda: w.open_connections == 0)
-            with left_to_the_collector() as found:
-                await act(w)
-                await w.quiet()
-                await until(lambda: w.open_connections == 0)
-                await later_turns()  # what the loop still holds of a connection goes in a later turn
-        assert not found
+    async def over(w: World) -> None:
+        await w.quiet()
+        await until(lambda: w.open_connections == 0)
 
-    uvloop.run(run())
+    limits = {"max_body_bytes": 4096, "max_buffered_bytes": 4096}
+    garbage.check(world(limits=limits, auth={"api_keys": ("key",)}), act, over)

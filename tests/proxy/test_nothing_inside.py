@@ -12,6 +12,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import TurnKept
 from pdproxy.wire import inside
 from tests.fakes import answers
+from tests.fakes.client import exchange, request
 from tests.fakes.engine import Reply
 from tests.fakes.passed import BODIES, MESSAGES, RESPONSES, everyone
 from tests.fakes.pool import pool
@@ -271,23 +272,11 @@ async def test_the_simulated_engine_of_a_new_version_has_handles_in_its_events()
             "max_tokens": 3,
         }
         async with asyncio.timeout(60):
-            answer = await asked(pair.p.url, COMPLETIONS, completion(**ask))
+            answer = await exchange(pair.p.port, request("POST", COMPLETIONS, completion(**ask)))
         *events, last = [json.loads(event[6:]) for event in answer.events[:-1]]
         assert [event["kv_transfer_params"] for event in events] == [None] * len(events)
         assert last["kv_transfer_params"]["remote_block_ids"]
         assert [*last][-1] == "kv_transfer_params"
-
-
-async def asked(url: str, path: str, body: dict[str, Any]) -> Any:
-    """An engine's own answer."""
-    from tests.fakes.client import Client, request
-
-    client = await Client.connect(int(url.rpartition(":")[2]))
-    client.send(request("POST", path, body))
-    try:
-        return await client.answer()
-    finally:
-        client.close()
 
 
 @pytest.mark.names_engines("the proxy is broken here on purpose")

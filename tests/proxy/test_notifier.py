@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from typing import Any
 
 import msgspec
@@ -15,11 +14,12 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
 from pdproxy.serving.kv.orphans import REMEMBERED
 from pdproxy.wire.request import Route
-from tests.fakes.client import Client, request
+from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
+from tests.proxy import leaving
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, chat, completion, same
 
 
@@ -168,23 +168,8 @@ async def test_a_lease_that_ends_before_the_kv_was_loaded_fails_the_leg_at_once(
 @pytest.mark.parametrize("early", [False, True])
 async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) -> None:
     """Every handle ends loaded, released or aborted; none expires; the prefill engine keeps nothing."""
-    chance = random.Random(7)
     async with pool("nixl", kv_ready={"early": early}) as pair:
-        pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
-        pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
-
-        async def one(number: int) -> None:
-            client = await Client.connect(pair.world.port)
-            body = completion(prompt=f"{number} {completion()['prompt']}", stream=bool(number % 2), max_tokens=20)
-            client.send(request("POST", COMPLETIONS, body))
-            if chance.random() < 0.6:
-                await asyncio.sleep(chance.random() * 0.08)
-            else:
-                await client.answer()
-            client.close()
-
-        for begin in range(0, 100, 20):  # .ci/full has 200, of real engines
-            await asyncio.gather(*(one(number) for number in range(begin, begin + 20)))
+        await leaving.at_random(pair, 100, 20, seed=7)  # .ci/full has 200, of real engines
         await until(lambda: not pair.world.busy())
         await nothing_held(pair)
         found = endings(pair)

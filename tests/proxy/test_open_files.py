@@ -18,7 +18,7 @@ from pdproxy.settings.limits import Limits
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from tests.fakes.books import Books
-from tests.fakes.client import Client, request
+from tests.fakes.client import Client, exchange, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.ports import free_port
 from tests.fakes.world import COMPLETIONS, TEXT, completion
@@ -35,10 +35,7 @@ async def ask(port: int, start: asyncio.Event) -> int:
     """One client with a connection of its own; 0 if it got no whole answer."""
     await start.wait()
     try:
-        client = await Client.connect(port)
-        client.post(COMPLETIONS, completion())
-        answer = await client.answer()
-        client.close()
+        answer = await exchange(port, request("POST", COMPLETIONS, completion()))
     except (OSError, asyncio.IncompleteReadError, TimeoutError):
         return 0
     assert answer.status != 200 or answer.text == TEXT

@@ -1,7 +1,6 @@
-"""`/openapi.json` says what is answered: each answer's status, media type and body are what the document names for its route.
+"""`/openapi.json` says what is answered: each answer's status, media type and body are what the document names for its route."""
 
-`long_openapi.py` has schemathesis make the requests.
-"""
+# `long_openapi.py` has schemathesis make the requests.
 
 from __future__ import annotations
 

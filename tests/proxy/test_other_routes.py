@@ -170,9 +170,7 @@ async def test_a_body_that_cannot_be_read_stops_here(body: bytes) -> None:
 async def test_another_content_type_is_refused() -> None:
     """As vLLM does, in its words."""
     async with world() as w:
-        client = await w.client()
-        client.send(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\n{}")
-        answer = await client.answer()
+        answer = await w.ask("/tokenize", b"{}", [("content-type", "text/plain")])
         assert answer.status == 400
         assert "Only 'application/json' is allowed" in answer.json["error"]["message"]
 

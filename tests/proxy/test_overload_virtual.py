@@ -1,7 +1,6 @@
-"""The proxy and simulated engines in virtual time, under many times their load: goodput, deadlines, shares. No sockets.
+"""The proxy and simulated engines in virtual time, under many times their load: goodput, deadlines and shares hold."""
 
-PDPROXY_TEST_SEEDS: how many seeds, 3 in `.ci/full`.
-"""
+# No sockets. PDPROXY_TEST_SEEDS: how many seeds, 3 in `.ci/full`.
 
 from __future__ import annotations
 

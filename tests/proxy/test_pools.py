@@ -19,7 +19,7 @@ from pdproxy.observe.lines import LineWriter
 from pdproxy.observe.logs import Log
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.server import SimServer
-from tests.fakes.client import Client, request
+from tests.fakes.client import exchange, request
 from tests.fakes.pools import PoolOf, Pools, body, pools
 from tests.fakes.ports import free_port
 from tests.fakes.world import until, world
@@ -46,12 +46,7 @@ def client(w: Pools) -> openai.AsyncOpenAI:
 
 async def post(engine: SimServer, path: str, fields: dict[str, Any]) -> int:
     """Ask an engine itself."""
-    asking = await Client.connect(engine.port)
-    asking.send(request("POST", path, fields))
-    try:
-        return (await asking.answer()).status
-    finally:
-        asking.close()
+    return (await exchange(engine.port, request("POST", path, fields))).status
 
 
 async def test_two_pools_two_models_one_alias() -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from pdproxy_lab.sim.tokenizer import Tokenizer
 from tests.differential.alike import difference
-from tests.differential.stage import _ask, stage
+from tests.differential.stage import stage
+from tests.fakes.client import exchange, request
 from tests.fakes.passed import HANDLE, MESSAGES, RESPONSES, message, responses
 from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
 
 IDS = Tokenizer().encode("another prompt than the messages, long enough for some blocks of KV")
 BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
 PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
-
-
-class _Wanted:
-    """A request for both sides of a stage."""
-
-    def __init__(self, path: str, body: dict[str, Any]) -> None:
-        self.path, self.headers = path, [("content-type", "application/json")]
-        self.body = json.dumps(body)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +43,8 @@ class _Wanted:
 async def test_the_prompt_is_the_one_that_an_engine_would_take(path: str, body: dict[str, Any], ids: Any) -> None:
     """The answer is a plain engine's, a refusal included."""
     async with stage() as both:
-        wanted = _Wanted(path, body | {"kv_transfer_params": {"prompt_token_ids": ids}})
-        plain, ours = await _ask(both.plain.port, wanted), await _ask(both.world.port, wanted)  # type: ignore[arg-type]
+        sent = request("POST", path, body | {"kv_transfer_params": {"prompt_token_ids": ids}})
+        plain, ours = await exchange(both.plain.port, sent), await exchange(both.world.port, sent)
         assert not difference(plain, ours, cached=False)
         if path == CHAT and ids == IDS and not body.get("echo") and body["max_tokens"] and not body.get("stream"):
             assert ours.json["usage"]["prompt_tokens"] == len(IDS)

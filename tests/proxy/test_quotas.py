@@ -10,12 +10,13 @@ import pytest
 
 from pdproxy.observe.events import RequestEnded
 from tests.fakes import scripts
+from tests.fakes.client import bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, prefill
+from tests.fakes.files import renewed
 from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
 from tests.fakes.scripts import WORD
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
-from tests.proxy.test_keys import bearer, renewed
 
 EMBEDDINGS, BATCH, INVOCATIONS = "/v1/embeddings", "/v1/chat/completions/batch", "/invocations"
 A, B = bearer("sk-a"), bearer("sk-b")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.client import Answer, Client
+from tests.fakes.client import Answer, exchange, request
 from tests.fakes.engine import Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, message, responses
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, world
@@ -276,11 +276,7 @@ async def test_numbers_that_are_no_json_are_judged_by_an_engine(name: str, numbe
 
 
 async def ask_engine(w: World, body: bytes) -> Answer:
-    client = await Client.connect(w.decode[0].port)
-    client.post(COMPLETIONS, body)
-    answer = await client.answer()
-    client.close()
-    return answer
+    return await exchange(w.decode[0].port, request("POST", COMPLETIONS, body))
 
 
 async def test_the_body_limit() -> None:

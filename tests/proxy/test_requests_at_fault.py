@@ -1,4 +1,4 @@
-"""Requests at which every engine fails: they take nothing from other clients, and are paid. Engines that fail are still found."""
+"""Requests at which every engine fails take nothing from other clients and are paid, and engines that fail are still found."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import RESPONSES, responses
 from tests.fakes.world import CHAT, COMPLETIONS, TEXT, World, chat, completion, until, world
-from tests.proxy.test_keys import bearer
 from tests.proxy.test_quotas import keys, left
 
 TOKENIZE = "/tokenize"

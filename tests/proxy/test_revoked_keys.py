@@ -15,17 +15,13 @@ from pdproxy.serving.access.keys import digest
 from pdproxy.web.admin.api import AdminApi
 from tests.fakes import scripts
 from tests.fakes.admin import BASE, admin
-from tests.fakes.client import Client, request
+from tests.fakes.client import Client, bearer, request
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.passed import MESSAGES, RESPONSES, fine
 from tests.fakes.world import COMPLETIONS, LONG, PROMPT, World, chat, completion, until, world
 
 BATCH = "/v1/chat/completions/batch"
 STREAM = completion(stream=True)
-
-
-def bearer(key: str) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {key}")]
 
 
 @pytest.fixture

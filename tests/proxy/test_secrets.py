@@ -20,6 +20,7 @@ from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.tls import EngineTls, ListenTls, listen_context
 from tests.fakes import answers, scripts
+from tests.fakes.client import bearer
 from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
@@ -67,10 +68,6 @@ class Read:
 def read(caplog: pytest.LogCaptureFixture) -> Read:
     caplog.set_level(logging.DEBUG)
     return Read(caplog)
-
-
-def bearer(key: str) -> list[tuple[str, str]]:
-    return [("authorization", f"Bearer {key}")]
 
 
 def with_node_key(settings: Settings) -> Settings:

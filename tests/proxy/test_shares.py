@@ -1,10 +1,11 @@
-"""Shares of what all clients use: places, memory for bodies, connections. They apply only while others wait."""
+"""Shares of what all clients use (places, memory for bodies, connections) apply only while others wait."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,11 +28,13 @@ KEYS = {"api_keys": ("greedy", "other", "third")}
 EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null}]}\n\n' % (b"a" * 1500)
 
 
-async def begun(w: World, headers: list[tuple[str, str]], ident: str, path: str = COMPLETIONS) -> Client:
+async def begun(
+    w: World, ident: str, headers: Sequence[tuple[str, str]], path: str = COMPLETIONS, **fields: Any
+) -> Client:
     """A request that has entered: it has a place, or waits for one."""
     before = w.inflight + w.waiting
     client = await w.client()
-    client.post(path, completion(), [*headers, ("x-request-id", ident)])
+    client.post(path, completion(**fields), [*headers, ("x-request-id", ident)])
     await until(lambda: w.inflight + w.waiting == before + 1)
     return client
 
@@ -44,9 +47,9 @@ async def test_a_free_place_goes_to_the_client_with_the_fewest() -> None:
     async with world(auth=KEYS, limits={"max_inflight": 1}) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
-        clients = [await begun(w, GREEDY, f"greedy{number}") for number in range(4)]
-        clients += [await begun(w, OTHER, f"other{number}") for number in range(2)]
-        clients += [await begun(w, THIRD, "third0")]
+        clients = [await begun(w, f"greedy{number}", GREEDY) for number in range(4)]
+        clients += [await begun(w, f"other{number}", OTHER) for number in range(2)]
+        clients += [await begun(w, "third0", THIRD)]
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 7
         served = [one.ident for one in w.prefill[0].requests]
@@ -58,7 +61,7 @@ async def test_a_full_queue_has_room_for_a_client_with_less_in_it() -> None:
     async with world(auth=KEYS, limits={"max_inflight": 1, "max_queue": 3}) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
-        greedy = [await begun(w, GREEDY, f"greedy{number}") for number in range(4)]
+        greedy = [await begun(w, f"greedy{number}", GREEDY) for number in range(4)]
         first = await w.client()
         first.post(COMPLETIONS, completion(), OTHER)
         answer = await greedy[3].answer()
@@ -80,7 +83,7 @@ async def test_one_client_alone_has_all_places() -> None:
     async with world(auth=KEYS, limits={"max_inflight": 4, "max_queue": 2}) as w:
         go = asyncio.Event()
         w.prefill[0].script(*[scripts.gate(go, prefill)] * 4)
-        clients = [await begun(w, GREEDY, f"r{number}") for number in range(6)]
+        clients = [await begun(w, f"r{number}", GREEDY) for number in range(6)]
         assert (w.inflight, w.waiting) == (4, 2)
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 6
@@ -331,7 +334,7 @@ async def test_a_connection_too_many_is_told_so() -> None:
     go = asyncio.Event()
     async with world(limits={"max_connections": 2}) as w:
         w.prefill[0].script(*[scripts.gate(go, prefill)] * 2)
-        busy = [await begun(w, [], f"r{number}") for number in range(2)]
+        busy = [await begun(w, f"r{number}", []) for number in range(2)]
         refused = await w.client()
         answer = await refused.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
@@ -371,7 +374,7 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
         hops = ["1.1.1.1", "1.1.1.1", "::ffff:1.1.1.1", "6.6.6.6, 2.2.2.2, ::ffff:10.1.2.3"]
-        clients = [await begun(w, [("x-forwarded-for", hop)], f"r{n}") for n, hop in enumerate(hops)]
+        clients = [await begun(w, f"r{n}", [("x-forwarded-for", hop)]) for n, hop in enumerate(hops)]
         names = {client.name for client in w.proxy.known_clients}
         assert {"1.1.1.1", "2.2.2.2"} <= names
         assert "6.6.6.6" not in names, "the client made that one up"

@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.app.signals import HANGUP_LINES_EVERY, Ending, Hangups
 from tests.fakes import answers, scripts
-from tests.fakes.client import Client, request
+from tests.fakes.client import Client, exchange, request
 from tests.fakes.engine import Reply
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, served
@@ -66,10 +66,7 @@ async def test_a_hangup_while_it_begins(workers: int) -> None:
             while process.returncode is None:
                 process.send_signal(signal.SIGHUP)
                 with contextlib.suppress(OSError):
-                    client = await Client.connect(port)
-                    client.send(request("GET", "/health", b""))
-                    assert (await client.answer()).status in (200, 503)
-                    client.close()
+                    assert (await exchange(port, request("GET", "/health", b""))).status in (200, 503)
                     break
                 await asyncio.sleep(0.02)
         process.send_signal(signal.SIGTERM)

@@ -1,14 +1,12 @@
-"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every route.
+"""Silence is not death: an engine that works on a request and sends nothing is waited for, on every route."""
 
-The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence take seconds here.
-"""
+# The engines compute in real time, the proxy's deadlines are a manual clock's: minutes of silence take seconds here.
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +17,11 @@ from pdproxy.serving.stream.comments import COMMENT
 from pdproxy_lab.sim.faults.book import Fault
 from pdproxy_lab.sim.faults.moments import Moment
 from tests.fakes.client import Answer
-from tests.fakes.clock import ManualClock
-from tests.fakes.pool import Pair, pool
+from tests.fakes.pool import Pair
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import PUSH, known
+from tests.proxy.test_both_legs import PUSH
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, chat, completion
-from tests.proxy.test_stalls import AFTER, LOOK, Watched
+from tests.proxy.watched import LOOK, Watched, watched
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SLOW = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.02, transfer_latency_s=0.0)}
@@ -45,20 +42,6 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     RESPONSES: {"model": "tiny", "max_output_tokens": TOKENS, "temperature": 0, "stream": True, "input": TEXT},
 }
-
-
-@asynccontextmanager
-async def watched(connector: str = "nixl", canary_timeout: float = 60.0, **more: Any) -> AsyncIterator[Watched]:
-    """A pair whose engines are watched."""
-    clock = ManualClock()
-    health = {"stalled_after": AFTER, "canary_timeout": canary_timeout}
-    async with pool(connector, clock=clock, health=health, **more) as pair:
-        await known(pair)
-        try:
-            yield Watched(pair, clock)
-        finally:
-            for sim in [pair.p, pair.d, *pair.more]:
-                await sim.thaw_core()
 
 
 async def while_it_works(w: Watched, asked: asyncio.Future[Answer], pause: float = 0.02, most: int = 400) -> Answer:

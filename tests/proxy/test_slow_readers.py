@@ -1,4 +1,4 @@
-"""A client that reads slowly, or not at all: what it holds, whom it delays, and how its stream ends. On the loop that serves."""
+"""A client that reads slowly, or not at all: what it holds, whom it delays, and how its stream ends, on the loop that serves."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""A request whose step takes longer than `health.stalled_after`: it pays itself, and the requests beside it are all served.
+"""A request whose step takes longer than `health.stalled_after`: it pays itself, and the requests beside it are all served."""
 
-The step is a core that is stopped for a time of the manual clock, whenever an engine has the slow request.
-"""
+# The step is a core that is stopped for a time of the manual clock, whenever an engine has the slow request.
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,13 +14,11 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.sim.faults.book import Fault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
-from tests.fakes.clock import ManualClock
-from tests.fakes.pool import pool
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import PUSH, known
+from tests.proxy.test_both_legs import PUSH
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, chat, completion
 from tests.proxy.test_silence import MESSAGES, RESPONSES
-from tests.proxy.test_stalls import AFTER, LOOK, Watched
+from tests.proxy.watched import AFTER, LOOK, Watched, watched
 
 STEPS = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.01, transfer_latency_s=0.0)}
 STEP = 3 * AFTER
@@ -37,6 +33,9 @@ SLOW: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "import os"}],
     },
 }
+DEADLINES = {"first_token": 60.0, "between_tokens": 30.0, "prefill": 120.0, "queue": 30.0, "total": 3600.0}
+"""Those of the defaults."""
+stepping = partial(watched, everybody=STEPS, deadlines=DEADLINES)
 
 
 class Steps:
@@ -72,21 +71,6 @@ class Steps:
         return [await one for one in asked]
 
 
-@asynccontextmanager
-async def watched(connector: str = "nixl", **more: Any) -> AsyncIterator[Watched]:
-    """Engines that are watched, by a proxy whose deadlines are those of its defaults."""
-    clock = ManualClock()
-    health = {"stalled_after": AFTER, "canary_timeout": 60.0}
-    deadlines = {"first_token": 60.0, "between_tokens": 30.0, "prefill": 120.0, "queue": 30.0, "total": 3600.0}
-    async with pool(connector, clock=clock, health=health, everybody=STEPS, deadlines=deadlines, **more) as pair:
-        await known(pair)
-        try:
-            yield Watched(pair, clock)
-        finally:
-            for sim in [pair.p, pair.d, *pair.more]:
-                await sim.thaw_core()
-
-
 def small(w: Watched, n: int) -> list[asyncio.Future[Answer]]:
     """A stream, and an answer that is not streamed."""
     bodies = [completion(stream=stream, max_tokens=4 + n % 3) for stream in (False, True)]
@@ -106,7 +90,7 @@ def small(w: Watched, n: int) -> list[asyncio.Future[Answer]]:
 async def test_requests_beside_it_are_all_served(connector: str, path: str, role: str) -> None:
     """Before it, with it and behind it, on three engines. Two engines are stopped by it, no third one."""
     three: dict[str, Any] = {"prefills": 3} if role == "prefill" else {"decodes": 3}
-    async with watched(connector, limits={"attempts": 5}, **three) as w:
+    async with stepping(connector, limits={"attempts": 5}, **three) as w:
         wanted = {n: (await w.pair.asked_plain(COMPLETIONS, completion(max_tokens=4 + n))).text for n in range(3)}
         for sim in w.sims:
             if sim.facts.role == role:
@@ -147,7 +131,7 @@ class AllStandStill:
 async def test_a_request_waits_for_an_engine_that_may_come_back(path: str) -> None:
     """No other engine can serve it. It is served as soon as the engine moves again."""
     body = completion(stream=True) if path == COMPLETIONS else SLOW[RESPONSES]
-    async with watched(decodes=2) as w:
+    async with stepping(decodes=2) as w:
         all_still = AllStandStill(w)
         asked = asyncio.ensure_future(w.pair.ask(path, body))
         await until(lambda: all_still.waiting == 1)
@@ -167,7 +151,7 @@ async def test_a_request_waits_for_an_engine_that_may_come_back(path: str) -> No
 async def test_the_wait_for_an_engine_has_a_deadline(path: str) -> None:
     """That of requests which wait for a place."""
     body = completion() if path == COMPLETIONS else SLOW[RESPONSES]
-    async with watched(decodes=2) as w:
+    async with stepping(decodes=2) as w:
         all_still = AllStandStill(w)
         asked = asyncio.ensure_future(w.pair.ask(path, body))
         await until(lambda: all_still.waiting == 1)
@@ -183,7 +167,7 @@ async def test_the_wait_for_an_engine_has_a_deadline(path: str) -> None:
 async def test_a_client_that_leaves_waits_for_no_engine(path: str) -> None:
     """Nothing of it stays."""
     body = completion() if path == COMPLETIONS else SLOW[RESPONSES]
-    async with watched(decodes=2) as w:
+    async with stepping(decodes=2) as w:
         all_still = AllStandStill(w)
         client = await w.world.client()
         client.send(request("POST", path, body))
@@ -196,7 +180,7 @@ async def test_a_client_that_leaves_waits_for_no_engine(path: str) -> None:
 async def test_few_requests_wait_for_engines() -> None:
     """No more than may wait for a place, nor than half of the places."""
     for limits in ({"max_queue": 2}, {"max_inflight": 4}):
-        async with watched(decodes=2, limits=limits) as w:
+        async with stepping(decodes=2, limits=limits) as w:
             all_still = AllStandStill(w)
             asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion())) for _ in range(3)]
             await until(lambda: sum(one.done() for one in asked) == 1)  # noqa: B023 - it is over before the next round
@@ -207,7 +191,7 @@ async def test_few_requests_wait_for_engines() -> None:
 
 
 async def test_an_engine_that_is_gone_is_not_waited_for() -> None:
-    async with watched(decodes=2) as w:
+    async with stepping(decodes=2) as w:
         all_still = AllStandStill(w)
         asked = asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion()))
         await until(lambda: all_still.waiting == 1)

@@ -1,7 +1,6 @@
-"""A fleet that file, admin API and DNS change at the same time, under streaming clients; and its engines restarted in turn.
+"""A fleet that file, admin API and DNS change at the same time, under streaming clients; and its engines restarted in turn."""
 
-PDPROXY_TEST_CHANGES: how many changes, 400 in `.ci/full`.
-"""
+# PDPROXY_TEST_CHANGES: how many changes, 400 in `.ci/full`.
 
 from __future__ import annotations
 

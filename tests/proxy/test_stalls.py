@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,82 +11,13 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import LegFailed
-from pdproxy_lab.sim.server import SimServer
-from tests.fakes.client import Answer
-from tests.fakes.clock import ManualClock
-from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import PUSH, known, text_of
+from tests.proxy.test_both_legs import PUSH, text_of
 from tests.proxy.test_connectors import COMPLETIONS, completion
+from tests.proxy.watched import AFTER, LOOK, watched
 
-AFTER, LOOK = 8.0, 1.0
-"""`health.stalled_after`, and the time between two looks."""
 STEPS = {"hardware": Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.001, transfer_latency_s=0.0)}
-
-
-class Watched:
-    """A pool whose engines are watched, and its clock."""
-
-    def __init__(self, pair: Pair, clock: ManualClock) -> None:
-        self.pair = pair
-        self.clock = clock
-        self.world = pair.world
-
-    @property
-    def sims(self) -> list[SimServer]:
-        return [self.pair.p, self.pair.d, *self.pair.more]
-
-    @property
-    def stalled(self) -> list[str]:
-        return [node.url for node in self.world.proxy.ledger.nodes if node.stalled is not None]
-
-    async def pass_(self, seconds: float) -> None:
-        """Let time pass look by look. Engines that can answer what they are asked do so in between."""
-        for _ in range(round(seconds / LOOK)):
-            await self.clock.advance(LOOK)
-            for _ in range(200):
-                await asyncio.sleep(0.002)
-                if not self._asked():
-                    break
-
-    def _asked(self) -> list[str]:
-        """What engines were asked and can answer."""
-        silent = {sim.url for sim in self.sims if sim.frozen}
-        cores = {sim.url for sim in self.sims if sim.engine.stops.any}
-        return [
-            name
-            for url, watch in self.world.proxy.stalls._watches.items()
-            if watch._enquiry is not None and url not in silent
-            for name, task in watch._enquiry._running.items()
-            if not task.done() and not (url in cores and name.startswith("canary"))
-        ]
-
-    async def frozen_by(self, role: str, moment: str, body: dict[str, Any]) -> tuple[SimServer, asyncio.Future[Answer]]:
-        """Have a request's engine of a role stop at a moment. Return that engine and the request."""
-        fault = f"core_freeze@{moment}"
-        mine = [sim for sim in self.sims if sim.facts.role == role]
-        for sim in mine:
-            sim.faults.add(fault)
-        asked = asyncio.ensure_future(self.pair.ask(COMPLETIONS, body))
-        await until(lambda: any(sim.engine.stops.any for sim in mine))
-        for sim in mine:
-            sim.faults.clear()
-        (frozen,) = [sim for sim in mine if sim.engine.stops.any]
-        return frozen, asked
-
-
-@asynccontextmanager
-async def watched(connector: str = "nixl", **more: Any) -> AsyncIterator[Watched]:
-    clock = ManualClock()
-    health = {"stalled_after": AFTER, "canary_timeout": 60.0}
-    async with pool(connector, prefills=2, decodes=2, clock=clock, health=health, everybody=STEPS, **more) as pair:
-        await known(pair)
-        try:
-            yield Watched(pair, clock)
-        finally:
-            for sim in [pair.p, pair.d, *pair.more]:
-                await sim.thaw_core()
-                await sim.thaw()
+four = partial(watched, prefills=2, decodes=2, everybody=STEPS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -108,7 +38,7 @@ async def test_a_request_without_data_is_answered_by_another_engine(
     connector: str, dispatch: Any, role: str, moment: str, stream: bool
 ) -> None:
     """Within the setting's seconds, rightly; only the engine that stands still is blamed, and nothing stays behind."""
-    async with watched(connector, dispatch=dispatch) as w:
+    async with four(connector, dispatch=dispatch) as w:
         wanted = await text_of(w.pair)
         frozen, asked = await w.frozen_by(role, moment, completion(stream=stream))
         if (role, moment) == ("prefill", "after"):  # it may have pushed or been read before it stopped
@@ -132,7 +62,7 @@ async def test_a_request_without_data_is_answered_by_another_engine(
 @pytest.mark.parametrize(("n", "moment"), [(1, "prefilling"), (2, "queued")])
 async def test_an_answer_that_is_not_streamed_is_done_again(n: int, moment: str) -> None:
     """Its engine stands still in the middle of it; with `n` 2 one engine serves it alone."""
-    async with watched() as w:
+    async with four() as w:
         body = completion(n=n, max_tokens=40, temperature=n - 1, seed=7)
         wanted = (await w.pair.asked_plain(COMPLETIONS, body)).json
         frozen, asked = await w.frozen_by("decode", moment, body)
@@ -144,7 +74,7 @@ async def test_an_answer_that_is_not_streamed_is_done_again(n: int, moment: str)
 
 async def test_a_stream_that_flows_goes_on_elsewhere() -> None:
     """Within the setting's seconds: the client sees one stream."""
-    async with watched() as w:
+    async with four() as w:
         body = completion(stream=True, max_tokens=40)
         wanted = (await w.pair.asked_plain(COMPLETIONS, body)).text
         frozen, asked = await w.frozen_by("decode", "mid_stream", body)
@@ -158,7 +88,7 @@ async def test_a_stream_that_flows_goes_on_elsewhere() -> None:
 
 async def test_a_stream_that_nobody_may_go_on_with_ends_with_an_error_event() -> None:
     """Well-formed, within the setting's seconds. Its engine aborts the request once it goes on."""
-    async with watched() as w:
+    async with four() as w:
         body = completion(stream=True, max_tokens=40, presence_penalty=0.5)
         frozen, asked = await w.frozen_by("decode", "mid_stream", body)
         await w.pass_(AFTER)
@@ -173,7 +103,7 @@ async def test_a_stream_that_nobody_may_go_on_with_ends_with_an_error_event() ->
 
 async def test_a_request_of_a_passed_route_goes_to_another_engine() -> None:
     """As prompts do: an engine that serves it whole is an engine like others."""
-    async with watched() as w:
+    async with four() as w:
         wanted = await w.pair.asked_plain("/v1/responses", _response())
         mine = [sim for sim in w.sims if sim.facts.role == "decode"]
         for sim in mine:
@@ -195,7 +125,7 @@ def _response() -> dict[str, Any]:
 
 async def test_a_whole_process_that_is_stopped_is_found_in_the_same_time() -> None:
     """`/health` is late then, too. Probes would find it down only after several of them."""
-    async with watched() as w:
+    async with four() as w:
         wanted = await text_of(w.pair)
         mine = [sim for sim in w.sims if sim.facts.role == "decode"]
         for sim in mine:
@@ -211,7 +141,7 @@ async def test_a_whole_process_that_is_stopped_is_found_in_the_same_time() -> No
 
 async def test_an_engine_that_goes_on_gets_one_request_and_then_more() -> None:
     """Its first good one closes the breaker; the gauges show each state."""
-    async with watched() as w:
+    async with four() as w:
         frozen, asked = await w.frozen_by("decode", "queued", completion())
         await w.pass_(AFTER)
         await asyncio.wait_for(asked, 20)
@@ -239,7 +169,7 @@ async def test_an_engine_that_goes_on_gets_one_request_and_then_more() -> None:
 
 async def test_one_rank_of_an_engine_that_stands_still() -> None:
     """Its other rank answers. The request that it got is served elsewhere, and the engine gets no more."""
-    async with watched(d={"data_parallel_size": 2}) as w:
+    async with four(d={"data_parallel_size": 2}) as w:
         wanted = await text_of(w.pair)
         w.pair.d.freeze_core_now(0.0, 1)
         asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion())) for _ in range(4)]
@@ -255,7 +185,7 @@ async def test_one_rank_of_an_engine_that_stands_still() -> None:
 async def test_engines_that_are_slow_and_work_are_left_alone() -> None:
     """Long prompts in their queues: they answer canaries, or their metrics move."""
     slow = {"hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)}
-    async with watched(p=slow) as w:
+    async with four(p=slow) as w:
         asked = [asyncio.ensure_future(w.pair.ask(COMPLETIONS, completion(prompt=f"{n} word " * 60))) for n in range(6)]
         while not all(one.done() for one in asked):
             await w.pass_(LOOK)

@@ -19,13 +19,14 @@ from pdproxy.settings.keys import Auth, TenantSettings
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes import several
+from tests.fakes.client import bearer
+from tests.fakes.files import renewed
 from tests.fakes.passed import BODIES, MESSAGES, PATHS, RESPONSES, everyone, fine
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, until, world
 from tests.proxy.kv_events import ANY, prompt
 from tests.proxy.prefixes import knowing
 from tests.proxy.test_connectors import TEXT
-from tests.proxy.test_keys import bearer, renewed
 from tests.proxy.test_quotas import keys
 from tests.proxy.test_tenants import overload, trusting
 from tests.proxy.test_turns import IDS, talking

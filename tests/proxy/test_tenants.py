@@ -14,12 +14,12 @@ import pytest
 from pdproxy.settings.limits import Overload
 from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
-from tests.fakes.client import Client
+from tests.fakes.client import bearer
 from tests.fakes.engine import prefill
 from tests.fakes.passed import everyone
-from tests.fakes.world import COMPLETIONS, World, completion, until, world
-from tests.proxy.test_keys import bearer
+from tests.fakes.world import COMPLETIONS, World, completion, world
 from tests.proxy.test_quotas import keys
+from tests.proxy.test_shares import begun
 
 Lines = list[tuple[str, str]]
 
@@ -36,20 +36,11 @@ def trusting(**fields: Any) -> Callable[[Settings], Settings]:
     return adjust
 
 
-async def send(w: World, ident: str, headers: Lines, **fields: Any) -> Client:
-    """A request that has a place, or waits for one."""
-    before = w.inflight + w.waiting
-    client = await w.client()
-    client.post(COMPLETIONS, completion(**fields), [*headers, ("x-request-id", ident)])
-    await until(lambda: w.inflight + w.waiting == before + 1)
-    return client
-
-
 async def order(w: World, sent: list[tuple[str, Lines]], **fields: Any) -> list[str]:
     """Send requests while none is served; return their names in the order in which they were served then."""
     go = asyncio.Event()
     w.prefill[0].script(scripts.gate(go, prefill))
-    clients = [await send(w, ident, headers, **fields) for ident, headers in sent]
+    clients = [await begun(w, ident, headers, **fields) for ident, headers in sent]
     go.set()
     assert {(await client.answer()).status for client in clients} == {200}
     return [one.ident for one in w.prefill[0].requests]
@@ -98,16 +89,16 @@ async def test_a_tenant_is_named_by_a_header_of_clients_with_a_key(tmp_path: Pat
         w.decode[0].script(*[scripts.stall] * 4)
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
-        begun = [
-            await send(w, "1", [*bearer("sk-g"), ("x-tenant", "n" * 64)]),
-            await send(w, "2", [*bearer("sk-g"), ("x-tenant", "n" * 64 + "m")]),
-            await send(w, "3", bearer("sk-g")),
-            await send(w, "4", [*bearer("plain"), ("x-tenant", " ")]),
+        waiting = [
+            await begun(w, "1", [*bearer("sk-g"), ("x-tenant", "n" * 64)]),
+            await begun(w, "2", [*bearer("sk-g"), ("x-tenant", "n" * 64 + "m")]),
+            await begun(w, "3", bearer("sk-g")),
+            await begun(w, "4", [*bearer("plain"), ("x-tenant", " ")]),
         ]
         names = tenants(w)
         assert {f"tenant:{'n' * 64}", "tenant:gate"} < names
         assert len([name for name in names if isinstance(name, bytes)]) == 1, "the key without a name"
-        for client in begun:
+        for client in waiting:
             client.close()
         go.set()
 
@@ -119,7 +110,7 @@ async def test_without_keys_only_trusted_proxies_name_tenants(trusted: bool, see
     async with world(adjust=adjust) as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
-        client = await send(w, "1", [("x-tenant", "gold")])
+        client = await begun(w, "1", [("x-tenant", "gold")])
         assert tenants(w) == seen
         go.set()
         assert (await client.answer()).status == 200
@@ -144,12 +135,12 @@ async def test_priority_orders_the_requests_of_one_tenant(tmp_path: Path) -> Non
         w.prefill[0].script(scripts.gate(go, prefill))
         a, b = bearer("sk-a"), bearer("sk-b")
         clients = [
-            await send(w, "a0", a),
-            await send(w, "a1", a, priority=5),
-            await send(w, "a2", a, priority=-1),
-            await send(w, "a3", [*a, ("x-vllm-priority", "-7")], priority=9),
-            await send(w, "a4", [*a, ("x-vllm-priority", "high")], priority=1),
-            await send(w, "b0", b, priority=99),
+            await begun(w, "a0", a),
+            await begun(w, "a1", a, priority=5),
+            await begun(w, "a2", a, priority=-1),
+            await begun(w, "a3", [*a, ("x-vllm-priority", "-7")], priority=9),
+            await begun(w, "a4", [*a, ("x-vllm-priority", "high")], priority=1),
+            await begun(w, "b0", b, priority=99),
         ]
         go.set()
         assert {(await client.answer()).status for client in clients} == {200}

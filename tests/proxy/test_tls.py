@@ -54,9 +54,7 @@ async def test_plain_http_to_a_tls_port_is_no_request(ours: Side) -> None:
 async def test_http_1_0_ends_with_the_connection(ours: Side) -> None:
     """A stream to HTTP/1.0 has no chunks: TLS's own end is the body's end."""
     async with fronted(ours) as w:
-        client = await w.client()
-        client.post(COMPLETIONS, completion(stream=True), version="1.0")
-        answer = await client.answer()
+        answer = await w.exchange(request("POST", COMPLETIONS, completion(stream=True), version="1.0"))
         assert answer.header("transfer-encoding") is None
         assert answer.text == TEXT
         assert answer.body.endswith(b"data: [DONE]\n\n")

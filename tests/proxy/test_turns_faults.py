@@ -1,9 +1,7 @@
-"""Every fault at every moment of a conversation's second turn, whose prefill engine is given KV that a decode engine kept.
+"""Every fault at every moment of a conversation's second turn: the client sees what it may see, and the conversation goes on."""
 
-A client sees one of three things: the right answer; an error with a status and an OpenAI body; a stream that was right as far as
-it came and ends in an error event. After it the conversation goes on, and no block is held that the proxy does not know, but for
-those that only their own time frees.
-"""
+# The turn's prefill engine is given KV that a decode engine kept. At the end no block is held that the proxy does not know, but
+# for those that only their own time frees.
 
 from __future__ import annotations
 
@@ -24,9 +22,8 @@ from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import Pair
 from tests.fakes.several import WORKERS
 from tests.fakes.world import until
-from tests.proxy import test_registered_faults as registered
+from tests.proxy.faults import SILENT, cases, expected, left_to_the_lease, revive, seen
 from tests.proxy.test_connectors import CHAT, TEXT
-from tests.proxy.test_faults_by_moment import SILENT, cases, expected, left_to_the_lease
 from tests.proxy.test_turns import drops, keeps, kept_ids, quiet, talking, turns_of, user
 
 SHARE = 1 if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else 4
@@ -43,14 +40,6 @@ def mine() -> list[tuple[str, str, Moment, bool]]:
         for number, (role, kind, moment, stream) in enumerate(cases())
     ]
     return found[::SHARE]
-
-
-def seen(answer: Answer, text: str) -> str:
-    """Which of the three it is; anything else fails. A stream that is right ends with `[DONE]`."""
-    what = registered.seen(answer, text)
-    if what == "right" and answer.header("content-type") != "application/json":
-        assert answer.events[-1] == b"data: [DONE]\n\n"
-    return what
 
 
 class Talk:
@@ -114,12 +103,7 @@ class Talk:
 
     async def goes_on(self) -> None:
         """Bring every engine back to life. The next turn is right."""
-        for sim in self.engines:
-            sim.faults.clear()
-            if sim.life == "frozen":
-                await sim.thaw()
-            if sim.life != "up" or sim.engine.dead:
-                await sim.restart()
+        await revive(self.engines)
         await self.pair.world.probe()
         await self.quiet()
         answer, text = await self.turn()

@@ -1,4 +1,4 @@
-"""`listen.uds`: clients reach the proxy over a Unix socket. Its file, its clients, and health checks."""
+"""`listen.uds`: clients and health checks reach the proxy over a Unix socket, whose file is the proxy's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that nobody wants: without a valid key, and on routes that read none. Nothing is kept of them, and no answer waits."""
+"""Bodies that nobody wants, without a valid key or on routes that read none: nothing is kept of them, and no answer waits."""
 
 from __future__ import annotations
 

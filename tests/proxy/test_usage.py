@@ -1,7 +1,6 @@
-"""What a request has used, on every route that runs a model: what engines count is reported, charged to the key, and no more.
+"""What a request has used, on every route that runs a model: what engines count is reported, charged to the key, and no more."""
 
-Each row of `ROUTES` is asked in all its forms. A route of the table without a row fails the first test.
-"""
+# Each row of `ROUTES` is asked in all its forms. A route of the table without a row fails the first test.
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import answers, scripts
-from tests.fakes.client import Answer
+from tests.fakes.client import Answer, bearer
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.passed import MESSAGES, RESPONSES, everyone, message, responses
@@ -26,7 +25,6 @@ from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion
 from tests.proxy.test_batches import BATCH, batch
 from tests.proxy.test_connectors import CONNECTORS, SHAPES, same
 from tests.proxy.test_continued import TOKENS, UNBROKEN, cut
-from tests.proxy.test_keys import bearer
 from tests.proxy.test_quotas import keys, left
 
 TPM = 60_000

@@ -16,7 +16,7 @@ from pdproxy.fleet.entries import engine_id
 from tests.fakes import answers, scripts
 from tests.fakes.admin import BASE
 from tests.fakes.books import Books
-from tests.fakes.client import Client
+from tests.fakes.client import Client, exchange, request
 from tests.fakes.engine import FakeEngine
 from tests.fakes.forked import piped
 from tests.fakes.process import PATIENCE
@@ -249,10 +249,8 @@ async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None
     async with running(tmp_path) as run:
         sent = []
         for number in range(16):
-            client = await Client.connect(run.proxy.port)
-            client.post(COMPLETIONS, completion(), [("X-Request-Id", f"id{number}")])
-            assert (await client.answer()).status == 200
-            client.close()
+            named = request("POST", COMPLETIONS, completion(), [("X-Request-Id", f"id{number}")])
+            assert (await exchange(run.proxy.port, named)).status == 200
             sent.append(f"id{number}")
         shown = await run.all_say("/requests", lambda found: len(found["requests"]) == 16)
         assert [one["id"] for one in shown["requests"]] == sent[::-1]

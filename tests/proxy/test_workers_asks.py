@@ -1,4 +1,4 @@
-"""With several workers an engine's tokenizer is asked for canaries once, and each worker tokenizes. Three in one event loop."""
+"""With several workers an engine's tokenizer is asked for canaries once, and each worker tokenizes."""
 
 from __future__ import annotations
 

@@ -12,15 +12,15 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.membership import ADMIN
-from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.settings.engines import Node
 from tests.fakes import several
 from tests.fakes.admin import BASE, admin
 from tests.fakes.engine import FakeEngine
 from tests.fakes.remains import remains
-from tests.fakes.world import COMPLETIONS, World, completion, until, world
+from tests.fakes.streams import streaming
+from tests.fakes.world import World, until, world
 from tests.proxy.test_admin import fields
-from tests.proxy.test_membership import CHANGES, CLIENTS, LONGER, TOKENS, started
+from tests.proxy.test_membership import CHANGES, CLIENTS, started
 
 
 @pytest.fixture(autouse=True)
@@ -103,21 +103,6 @@ async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> 
     facts = {"hardware": Hardware(speed=5)}
     async with world(prefill=3, decode=3, facts=facts) as w, admin(w) as api:
         chance, spare = random.Random(23), [await started(w, role, **facts) for role in ("prefill", "decode") * 2]
-        over = asyncio.Event()
-
-        async def ask() -> int:
-            count = 0
-            while not over.is_set():
-                client = await w.client()
-                client.post(COMPLETIONS, completion(stream=True, max_tokens=TOKENS))
-                answer = await client.answer()
-                assert answer.status == 200, answer.body
-                assert answer.text == LONGER
-                client.close()
-                count += 1
-            return count
-
-        clients = [asyncio.create_task(ask()) for _ in range(CLIENTS)]
         went, statuses = set(), set()
 
         async def operate(engine: FakeEngine) -> None:
@@ -139,15 +124,12 @@ async def test_a_fleet_that_changes_by_two_workers_under_streaming_clients() -> 
                 answer = await api.post(f"{path}/drain")
             statuses.add(answer.status)
             assert answer.status in (200, 201, 202, 404, 409), answer.body
-            if failed := [task for task in clients if task.done()]:
-                failed[0].result()
+            streams.look()
 
-        await asyncio.gather(*(operate(engine) for engine in spare))
-        over.set()
-        assert sum(await asyncio.gather(*clients)) > CLIENTS
+        async with streaming(w, CLIENTS) as streams:
+            await asyncio.gather(*(operate(engine) for engine in spare))
+        assert streams.served > CLIENTS
         assert {200, 201, 202} <= statuses
-        assert not w.events(LegFailed)
-        assert {event.outcome for event in w.events(RequestEnded)} == {"ok"}
         assert len(went) == 4
         await until(lambda: all(_in(w, engine) in ([True] * 2, [False] * 2) for engine in spare))
         await until(lambda: _drained(w.workers[0]) == _drained(w.workers[1]))

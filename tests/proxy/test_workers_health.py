@@ -1,7 +1,6 @@
-"""What workers know of engines' health exists once: one probes and judges, and what any of them finds holds for all at once.
+"""What workers know of engines' health exists once: one probes and judges, and what any of them finds holds for all at once."""
 
-Three workers in one event loop; `test_workers_leader` has processes.
-"""
+# Three workers in one event loop; `test_workers_leader` has processes.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""kill -9 of a worker with streams, at moments of chance: the others don't notice, its KV is released, its load counts no more.
+"""kill -9 of a worker with streams, by chance: the others don't notice, its KV is released, its load counts no more."""
 
-PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
-"""
+# PDPROXY_TEST_KILLS: how many times, 50 in `.ci/full`.
 
 from __future__ import annotations
 
@@ -11,12 +10,11 @@ import random
 import re
 import signal
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
 from tests.fakes import answers, scripts
-from tests.fakes.client import Answer, Client, request
+from tests.fakes.client import Answer, Client, exchange, request
 from tests.fakes.engine import serve
 from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.scripts import WORD
@@ -26,8 +24,6 @@ KILLS = int(os.environ.get("PDPROXY_TEST_KILLS", "2"))
 STREAMS = 50
 LEASE = 3600.0
 """Seconds: a prefill engine that frees KV within a test does so because it was told."""
-PROCESSED = 0.25
-"""Seconds. What a worker has read from a connection for so long, it has processed, too."""
 _WORKER = re.compile(rb'"id":"cmpl-(\d\d)')
 
 
@@ -185,7 +181,4 @@ async def test_a_worker_killed_with_a_handle_has_it_released_by_another(tmp_path
             assert "released" in proxy.books.history[held]
             assert next(one.kv["remote_request_id"] for one in proxy.decode.releases if one.kv) == held
             assert await _load(proxy) == 0
-            client = await Client.connect(urlsplit(proxy.decode.url).port or 0)
-            client.send(request("GET", "/health", b""))
-            assert (await client.answer()).status == 200
-            client.close()
+            assert (await exchange(proxy.decode.port, request("GET", "/health", b""))).status == 200

@@ -1,4 +1,4 @@
-"""The worker that probes is killed, or stopped: another one goes on, and what it finds holds for all. With processes."""
+"""The worker process that probes is killed, or stopped: another one goes on, and what it finds holds for all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Bounds per engine with several workers: one number for all of them, whoever learns it, and whoever is killed.
+"""Bounds per engine with several workers: one number for all of them, whoever learns it, and whoever is killed."""
 
-Three workers in one event loop; the last test has processes.
-"""
+# Three workers in one event loop; the last test has processes.
 
 from __future__ import annotations
 

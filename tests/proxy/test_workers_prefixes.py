@@ -1,7 +1,6 @@
-"""Policy `prefix` with several workers: what one has sent to an engine draws the others' requests there.
+"""Policy `prefix` with several workers: what one has sent to an engine draws the others' requests there."""
 
-Workers in one event loop; the last test has processes.
-"""
+# Workers in one event loop; the last test has processes.
 
 from __future__ import annotations
 

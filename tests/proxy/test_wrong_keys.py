@@ -1,4 +1,4 @@
-"""Wrong keys: counted, and answered with 429 where an address sends too many. Right ones are always served."""
+"""Wrong keys are counted, and answered with 429 where an address sends too many, while right ones are always served."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import logging
 import pytest
 
 from pdproxy.kit.errors import LimitError, UnauthorizedError
+from pdproxy.observe.events import Observers
 from pdproxy.web.wrong_keys import AT_ONCE, MAX_ADDRESSES, PER_SECOND, WrongKeys
 from tests.fakes.admin import BASE, admin
+from tests.fakes.client import bearer
 from tests.fakes.world import COMPLETIONS, completion, world
-from tests.proxy.test_keys import bearer
 
 WRONG = UnauthorizedError("wrong", code="invalid_api_key")
 
@@ -48,7 +49,7 @@ async def test_wrong_keys_of_the_admin_api(caplog: pytest.LogCaptureFixture) -> 
 def test_addresses_are_apart_and_their_number_is_bounded() -> None:
     """Nobody pays for another one, and the table stays small whatever is sent."""
     now = 0.0
-    wrong = WrongKeys(lambda: now)
+    wrong = WrongKeys(lambda: now, Observers([]))
 
     def is_throttled(address: str) -> bool:
         answer = wrong.answer(WRONG, address)

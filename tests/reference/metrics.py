@@ -1,10 +1,10 @@
-"""The page of the metrics, made from their table."""
+"""The page of the metrics, made from their declarations."""
 
 from __future__ import annotations
 
-from pdproxy.observe.catalog import METRICS
-from pdproxy.observe.description import Description, Label
-from pdproxy.observe.snapshot import RULES, Rule
+from importlib import import_module
+
+from pdproxy.observe.description import Description, Label, declared
 from tests.reference.markdown import NOTE, cell, code, table
 
 _HEAD = f"""# Metrics
@@ -18,11 +18,13 @@ question each answers.
 With [several workers](../guide/workers.md) the page is one for all. `workers` says how their numbers become one: `sum`, `most`,
 `least`, or `mean`, the part of the workers for which it is so.
 """
+import_module("pdproxy.app.server")  # and with it all that counts
+METRICS = declared()
 
 
 def _row(one: Description) -> tuple[str, str, str, str, str, str]:
     labels = ", ".join(code(label.name) for label in one.labels)
-    return code(one.name), one.kind.value, one.unit, labels, RULES.get(one.name, Rule.SUM).value, cell(one.text)
+    return code(one.name), one.kind.value, one.unit, labels, one.workers.value, cell(one.text)
 
 
 def _values(one: Description, label: Label) -> list[tuple[str, str]]:

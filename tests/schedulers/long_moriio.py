@@ -1,10 +1,9 @@
-"""vLLM's MoRIIOConnectorScheduler and the simulator's `moriio`, READ and WRITE, P and D.
+"""vLLM's MoRIIOConnectorScheduler and the simulator's `moriio` decide the same, READ and WRITE, P and D."""
 
-vLLM's worker needs `mori` and a GPU. Without them, these are not compared: handshakes, reads and writes themselves, what the KV
-is afterwards, and how long the whole engine waits for them. Which of the worker's methods run without them is in
-`long_moriio_reports`. The simulator knows nothing of `remote_hosts` (ranks of one engine on several machines), of hybrid
-models, and of a `transfer_id` that is null (vLLM makes one up and uses it in some places only).
-"""
+# vLLM's worker needs `mori` and a GPU. Without them, these are not compared: handshakes, reads and writes themselves, what the
+# KV is afterwards, and how long the whole engine waits for them. Which of the worker's methods run without them is in
+# `long_moriio_reports`. The simulator knows nothing of `remote_hosts` (ranks of one engine on several machines), of hybrid
+# models, and of a `transfer_id` that is null (vLLM makes one up and uses it in some places only).
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What engines with MoRIIO report to each other: vLLM's scheduler, worker, writer and listener, and the simulator's `moriio`.
+"""Engines with MoRIIO report the same to each other with vLLM's scheduler, worker, writer and listener as in the simulator."""
 
-P in both modes and D in WRITE mode: what ends the wait of a request, what frees blocks and when, what is written, and which
-message ends a listener. That a transfer was written is reported once, as P's writer does it: the second time, D's core would die.
-A D that reads needs `mori` for every step of its worker: only its scheduler is compared, in `long_moriio`.
-"""
+# P in both modes and D in WRITE mode: what ends the wait of a request, what frees blocks and when, what is written, and which
+# message ends a listener. That a transfer was written is reported once, as P's writer does it: the second time, D's core would
+# die. A D that reads needs `mori` for every step of its worker: only its scheduler is compared, in `long_moriio`.
 
 from __future__ import annotations
 

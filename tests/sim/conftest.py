@@ -1,4 +1,4 @@
-"""Simulated engines behind HTTP."""
+"""Simulated engines behind HTTP, and in virtual time."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.server import SimServer
+from tests.sim.engines import Engines
 from tests.sim.moments import FAST
 
 
@@ -26,3 +27,21 @@ async def pair():
         yield p, d
         assert not p.crashes
         assert not d.crashes
+
+
+@pytest.fixture
+def engines():
+    """A cluster in virtual time."""
+    return Engines()
+
+
+@pytest.fixture
+def p(engines, request):
+    """Its prefill engine, by `facts` of the test's module."""
+    return engines.add(request.module.facts("prefill"))
+
+
+@pytest.fixture
+def d(engines, p, request):
+    """Its decode engine."""
+    return engines.add(request.module.facts("decode"))

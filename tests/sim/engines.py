@@ -8,6 +8,7 @@ from typing import Any
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
+from pdproxy_lab.sim.watched import WatchedEngine
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPT = tuple(range(300, 400))
@@ -82,6 +83,11 @@ class Engines(VirtualCluster):
     def handle(self, engine: VirtualEngine, prompt: tuple[int, ...] = PROMPT) -> dict[str, Any]:
         """Have a prompt prefilled; return P's handle."""
         return self.answer(engine, prompt, 1, dict(PREFILL)).handle
+
+
+def external(engine: VirtualEngine | WatchedEngine) -> int:
+    """Prompt tokens that an engine had from elsewhere."""
+    return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
 
 
 def plain(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8, **facts: Any) -> list[int]:

@@ -46,10 +46,6 @@ def free(engine):
     return engine.core.pool.usage == 0 and not engine.core.connector.held and not engine.core.connector.expected
 
 
-def external(engine):
-    return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
-
-
 def meet(engines, p, d):
     """Move KV once: both have met."""
     prefill(engines, p, "met", OTHER)

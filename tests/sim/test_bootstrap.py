@@ -11,6 +11,7 @@ from pdproxy_lab.sim.facts import Facts, MooncakeFacts
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.side_channel import LinkError
 from tests.sim.moments import FAST
+from tests.sim.raw import until
 
 PROMPT = {"model": "sim", "prompt": "one two three four", "temperature": 0}
 
@@ -57,12 +58,6 @@ def to_prefill(transfer_id: str = "xfer-1") -> dict[str, Any]:
 async def post(session: aiohttp.ClientSession, sim: SimServer, **fields: Any) -> tuple[int, Any]:
     async with session.post(f"{sim.url}/v1/completions", json={**PROMPT, "max_tokens": 6, **fields}) as answer:
         return answer.status, await answer.json()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_query_shows_the_worker_of_each_rank(session):

@@ -11,6 +11,7 @@ from pdproxy_lab.sim.engine import Engine
 from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.request import EngineDeadError, EngineRequest, SamplingParams
 from tests.sim.engines import PREFILL, PROMPT, Engines, plain
+from tests.sim.raw import until
 
 FAST = Hardware(speed=0)
 
@@ -39,12 +40,6 @@ async def answer(engine, *args, **more):
         tokens += [token.id for token in output.tokens]
         last = output
     return tokens, last
-
-
-async def until(condition):
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_real_time_says_what_virtual_time_says(start):

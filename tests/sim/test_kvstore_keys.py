@@ -18,7 +18,7 @@ from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.kvstore_keys import refusal
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.server import SimServer
-from tests.sim.engines import OTHER, PROMPT, Engines, plain
+from tests.sim.engines import OTHER, PROMPT, Engines, external, plain
 from tests.sim.raw import ask, post
 
 
@@ -32,25 +32,6 @@ def loading(prompt, key="k"):
 
 def facts(role, **more):
     return Facts(**{"role": role, "connector": "kvstore-keys", "max_model_len": 500, **more})
-
-
-def external(engine):
-    return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
-
-
-@pytest.fixture
-def engines():
-    return Engines()
-
-
-@pytest.fixture
-def p(engines):
-    return engines.add(facts("prefill"))
-
-
-@pytest.fixture
-def d(engines, p):
-    return engines.add(facts("decode"))
 
 
 @given(st.integers(1, 70), st.sampled_from([1, 5, 16, 32]), st.sampled_from([8, 8192]))

@@ -8,26 +8,11 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.sim.facts import Facts, KvEventsConfig
 from pdproxy_lab.sim.kv_event_log import block_hash
 from pdproxy_lab.sim.request import EngineDeadError
-from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
+from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, external, plain
 
 
-@pytest.fixture
-def engines():
-    return Engines()
-
-
-@pytest.fixture
-def p(engines):
-    return engines.add(Facts(role="prefill"))
-
-
-@pytest.fixture
-def d(engines, p):
-    return engines.add(Facts(role="decode"))
-
-
-def external(engine):
-    return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
+def facts(role):
+    return Facts(role=role)
 
 
 @given(st.integers(1, 70), st.sampled_from([1, 5, 16, 32]))

@@ -1,28 +1,12 @@
-"""What real engines do when P pushes: who gets whose KV, what waits for it, and for how long. In virtual time."""
+"""What real engines do when P pushes, in virtual time: who gets whose KV, what waits for it, and for how long."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
-from tests.sim.pushes import LEASE, decode, external, facts, free, meet, prefill, promise, wait
-
-
-@pytest.fixture
-def engines():
-    return Engines()
-
-
-@pytest.fixture
-def p(engines):
-    return engines.add(facts("prefill"))
-
-
-@pytest.fixture
-def d(engines, p):
-    return engines.add(facts("decode"))
-
+from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, external, plain
+from tests.sim.pushes import LEASE, decode, facts, free, meet, prefill, promise, wait
 
 # -- in every order, with right text
 

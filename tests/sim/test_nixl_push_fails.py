@@ -1,26 +1,10 @@
-"""What real engines do when P pushes and something is wrong: keys, engines, addresses, workers. In virtual time."""
+"""What real engines do when P pushes and something is wrong (keys, engines, addresses, workers), in virtual time."""
 
 import pytest
 
 from pdproxy_lab.sim.facts import Facts
-from tests.sim.engines import OTHER, Engines, plain
+from tests.sim.engines import OTHER, plain
 from tests.sim.pushes import LEASE, decode, facts, free, meet, prefill, promise, wait
-
-
-@pytest.fixture
-def engines():
-    return Engines()
-
-
-@pytest.fixture
-def p(engines):
-    return engines.add(facts("prefill"))
-
-
-@pytest.fixture
-def d(engines, p):
-    return engines.add(facts("decode"))
-
 
 # -- what kills a core
 

@@ -19,21 +19,6 @@ def name(uid="0", p=1, d=2, suffix="-aaaaaaaa"):
     return f"cmpl-___prefill_addr_{HOST}:{p}___decode_addr_{HOST}:{d}_{uid}-0{suffix}"
 
 
-@pytest.fixture
-def engines():
-    return Engines()
-
-
-@pytest.fixture
-def p(engines):
-    return engines.add(facts("prefill"))
-
-
-@pytest.fixture
-def d(engines, p):
-    return engines.add(facts("decode"))
-
-
 def held(engine):
     return engine.core.connector.leases(0.0)
 

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
-from tests.sim.pushes import LEASE, decode, external, facts, free, meet, prefill, wait
-
-
-@pytest.fixture
-def engines():
-    return Engines()
-
-
-@pytest.fixture
-def p(engines):
-    return engines.add(facts("prefill"))
-
-
-@pytest.fixture
-def d(engines):
-    return engines.add(facts("decode"))
+from tests.sim.engines import OTHER, PREFILL, PROMPT, external, plain
+from tests.sim.pushes import LEASE, decode, free, meet, prefill, wait
+from tests.sim.pushes import facts as facts  # the fixtures use it
 
 
 def test_a_push_for_a_request_that_nobody_has_is_counted(engines, p, d):

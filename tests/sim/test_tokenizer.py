@@ -1,3 +1,5 @@
+"""The simulator's tokenizer: what is encoded is decoded, in no more tokens than bytes, with special tokens by name."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

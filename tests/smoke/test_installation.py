@@ -1,7 +1,6 @@
-"""Whether an installation works: `pytest tests/smoke` starts the commands as an operator does, in under a minute.
+"""Whether an installation works: `pytest tests/smoke` starts the commands as an operator does, in under a minute."""
 
-Three simulated engines and the proxy, each a process of its own; nothing of these is looked into.
-"""
+# Three simulated engines and the proxy, each a process of its own; nothing of these is looked into.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chat as its template sees it. The expected forms are what vLLM 0.32.0's schema and renderer make of the same bodies."""
+"""A chat as its template sees it has the form that vLLM 0.32.0's schema and renderer make of the same body."""
 
 import json
 from collections.abc import Mapping

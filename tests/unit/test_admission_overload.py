@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.fakes.engine_model import Model, Pool, modelled
+from tests.fakes.engine_model import Model, Pool, in_virtual_time
 
 RAMP = (0.5, 0.8, 1.0, 1.5)
 MIXED = ((64, 16), (256, 64), (256, 64), (1024, 32), (128, 200))
@@ -38,7 +38,7 @@ def test_goodput_under_ten_times_the_load(name: str) -> None:
 
     Of requests of many lengths fewer are served per second than at the best load, since each tenant's part is one of tokens.
     """
-    kept, found, left = modelled(lambda: goodput(POOLS[name], 1, 30.0))
+    kept, found, left = in_virtual_time(lambda: goodput(POOLS[name], 1, 30.0))
     assert kept >= (0.78 if POOLS[name].shapes == MIXED else 0.9), found
     in_vain = found["late"] + found["504"]
     assert in_vain <= (0.5 if name == "answers of unknown length" else 0.15) * found["good"], found
@@ -55,7 +55,7 @@ def test_weights_hold(seed: int, times: float) -> None:
         await model.load(times, 5.0)
         return await model.load(times, 40.0)
 
-    found = modelled(run)
+    found = in_virtual_time(run)
     assert found["good of a"] / found["good of b"] == pytest.approx(3.0, rel=0.05)
     assert found["late"] + found["504"] <= 0.02 * found["good"]
 
@@ -69,7 +69,7 @@ def test_nothing_is_refused_without_overload(seed: int, places: int) -> None:
         model = Model(Pool(batch=64, places=places, further=0.000_01, prefill_tokens_per_s=80_000.0), seed)
         return await model.load(0.5, 30.0) + await model.load(0.75, 30.0)
 
-    found = modelled(run)
+    found = in_virtual_time(run)
     assert set(found) == {"good", "good of a", "good of b"}
 
 
@@ -84,7 +84,7 @@ def test_all_is_well_seconds_after_the_overload(places: int) -> None:
         await model.load(0.5, 3.0)
         return await model.load(0.5, 20.0)
 
-    found = modelled(run)
+    found = in_virtual_time(run)
     assert found["good"] / found.total() * 2 > 0.98, found
     assert found["late"] + found["504"] == 0
 
@@ -102,7 +102,7 @@ def test_slow_engines_do_not_end_all_service() -> None:
         after = await model.load(4.0, 20.0)
         return before["good"], during["good"], after["good"]
 
-    before, during, after = modelled(run)
+    before, during, after = in_virtual_time(run)
     assert during <= 0.2 * before
     assert after >= 0.9 * before
 
@@ -113,7 +113,7 @@ def test_clients_without_deadlines_wait_as_long_as_the_queue_allows() -> None:
     async def run() -> Counter[str]:
         return await Model(Pool(), 1, timeout=5.0).load(4.0, 20.0, asks=False)
 
-    found = modelled(run)
+    found = in_virtual_time(run)
     assert set(found) <= {"good", "good of a", "good of b", "late", "queue_timeout", "queue_full", "share"}
     assert found["good"] + found["late"] >= 20 * 20
 
@@ -129,5 +129,5 @@ def test_one_tenant_whose_times_cannot_be_met(names: str, least: float) -> None:
         await model.load(5.0, 10.0)
         return (await model.load(5.0, 40.0))["good of a"]
 
-    usual, beside = modelled(lambda: run(1.0)), modelled(lambda: run(0.55))
+    usual, beside = in_virtual_time(lambda: run(1.0)), in_virtual_time(lambda: run(0.55))
     assert beside >= least * usual

@@ -14,7 +14,7 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError
-from pdproxy.observe.events import DeadlinePassed, Event, Evicted, KvCounted, KvShortfall, Observers
+from pdproxy.observe.events import DeadlinePassed, Evicted, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
@@ -22,18 +22,9 @@ from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 from tests.unit.test_transfer_nixl import recorded
-
-
-class Recorder:
-    """Remembers events."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
 
 def books() -> tuple[Auditor, Engine, Recorder]:
@@ -247,20 +238,22 @@ def test_prompts_that_an_engine_may_find_too_long(
     assert may_be_too_long(parsed, parsed.prompts[0], tokens, longest, 5) is may
 
 
+def admitting(
+    *observers: Recorder, places: int = 1, queue: int = 5, clock: Clock | None = None, clients: Clients | None = None
+) -> Admission:
+    """Admission with so many places, and so long a queue."""
+    limits = Limits(max_inflight=places, max_queue=queue)
+    own = Clients() if clients is None else clients
+    return Admission(limits, Deadlines(queue=60), Overload(), Observers(observers), clock or Clock(), own)
+
+
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=40), st.integers(1, 3), st.integers(0, 3))
 @settings(deadline=None, max_examples=60)
 def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -> None:
     """Never more than the places in use, never more than the queue waiting, and every place comes back."""
 
     async def run() -> None:
-        admission = Admission(
-            Limits(max_inflight=places, max_queue=queue),
-            Deadlines(queue=60),
-            Overload(),
-            Observers([]),
-            Clock(),
-            Clients(),
-        )
+        admission = admitting(places=places, queue=queue)
         one = Client("one")
         inside: list[asyncio.Task[Place]] = []
         waiting: list[asyncio.Task[Place]] = []
@@ -304,9 +297,7 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
 
 async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None:
     """The request was cancelled after the grant, and before it ran."""
-    admission = Admission(
-        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), Clients()
-    )
+    admission = admitting()
     one = Client("one")
     place = await admission.enter(one)
     first, second = (asyncio.ensure_future(admission.enter(one)) for _ in range(2))
@@ -320,9 +311,7 @@ async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None
 
 async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_request() -> None:
     """The client left in the turn of the loop in which its request got the place: a shutdown does not wait for it."""
-    admission = Admission(
-        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), Clients()
-    )
+    admission = admitting()
     one = Client("one")
     place = await admission.enter(one)
     waiting = asyncio.ensure_future(admission.enter(one))
@@ -338,9 +327,7 @@ async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_req
 
 async def test_a_place_granted_before_the_shutdown_is_served() -> None:
     """Its request has not run since: it is in flight, and the shutdown waits for it. Nobody else gets in."""
-    admission = Admission(
-        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), Clients()
-    )
+    admission = admitting()
     one = Client("one")
     place = await admission.enter(one)
     granted, refused = [asyncio.ensure_future(admission.enter(one)) for _ in range(2)]
@@ -363,9 +350,7 @@ async def test_a_place_granted_before_the_shutdown_is_served() -> None:
 async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next() -> None:
     """Its deadline passed in the turn of the loop in which it got the place: it is refused, and the place is not lost."""
     clock, heard = Clock(), Recorder()
-    admission = Admission(
-        Limits(max_inflight=1, max_queue=5), Deadlines(queue=60), Overload(), Observers([heard]), clock, Clients()
-    )
+    admission = admitting(heard, clock=clock)
     one = Client("one")
     place = await admission.enter(one)
     late = asyncio.ensure_future(admission.enter(one))
@@ -387,9 +372,7 @@ async def test_a_request_that_gives_way_to_another_client_is_counted_unless_its_
     has_left: bool,
 ) -> None:
     heard = Recorder()
-    admission = Admission(
-        Limits(max_inflight=1, max_queue=2), Deadlines(queue=60), Overload(), Observers([heard]), Clock(), Clients()
-    )
+    admission = admitting(heard, queue=2)
     await admission.enter(Client("one"))
     waits, displaced = [asyncio.ensure_future(admission.enter(Client("one"))) for _ in range(2)]
     await asyncio.sleep(0)
@@ -416,9 +399,7 @@ async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:
             self.errors.append(error)
 
     clients, reader = Clients(), Reader()
-    admission = Admission(
-        Limits(max_inflight=2, max_queue=5), Deadlines(queue=60), Overload(), Observers([]), Clock(), clients
-    )
+    admission = admitting(places=2, clients=clients)
     slow, other = clients.enter("slow"), clients.enter("other")
     place, _ = [await admission.enter(slow) for _ in range(2)]
     clients.mark_slow(slow, reader)

@@ -15,12 +15,14 @@ from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, NOT_ASKED, Bootstraps
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError, Reason, Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
+from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
 from pdproxy.wire.bootstrap import MAX_ENGINE_ID, MAX_RANKS, BootstrapAnswerError, Ranks, read_ranks
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
+from tests.fakes.world import until
 
 P, D = "http://p:1", "http://d:1"
 ADDRESS = "http://p:8998"
@@ -121,7 +123,7 @@ class _Idle(TaskOwner):
         return asyncio.get_running_loop().create_task(nothing())
 
 
-class Stand:
+class Stand(Recorder):
     """A prefill and a decode engine that are up, and a server that answers what the test says."""
 
     def __init__(
@@ -132,7 +134,7 @@ class Stand:
         make: Callable[[Stand], Bootstraps] | None = None,
     ) -> None:
         self.engines, self.ledger = registry(NodeSpec(D, Role.DECODE))
-        self.events: list[Event] = []
+        super().__init__()
         self.said: bytes | Exception = answer(one())
         self.asked: list[str] = []
         observers = Observers([self])
@@ -150,9 +152,6 @@ class Stand:
         return Bootstraps(
             self.engines, self.ledger, self._query, observers, self.tasks, Probes(), lambda: self.time, MOONCAKE
         )
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     async def _query(self, address: str) -> Ranks:
         self.asked.append(address)
@@ -337,10 +336,10 @@ async def test_an_engine_that_gave_many_prompts_up_is_left_alone_for_a_while() -
 
 async def test_it_asks_on_its_own_and_at_once_after_a_restart() -> None:
     stand = Stand(tasks=TaskOwner("test"))
-    await _until(lambda: stand.p.node.kv_not_ready is None)
+    await until(lambda: stand.p.node.kv_not_ready is None)
     stand.said = answer(one("second"))
     stand.up(P, 2.0)
-    await _until(lambda: stand.p.node.kv_not_ready is None)
+    await until(lambda: stand.p.node.kv_not_ready is None)
     assert stand.p.run.peers.get(0).engine_id == "second"
     stand.engines.remove(P)
     asked = len(stand.asked)
@@ -356,11 +355,5 @@ async def test_an_engine_that_comes_later_is_asked_for() -> None:
     stand.engines.add(NodeSpec(url, Role.PREFILL), unused_client(url), bootstrap="http://q:8998")
     assert stand.engines[url].node.kv_not_ready == NOT_ASKED
     stand.up(url, 1.0)
-    await _until(lambda: "http://q:8998" in stand.asked)
+    await until(lambda: "http://q:8998" in stand.asked)
     await stand.tasks.settle(0)
-
-
-async def _until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)

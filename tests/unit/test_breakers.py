@@ -1,4 +1,4 @@
-"""The breakers: who is excluded, for how long, and what is reported. And that nobody is left without an engine."""
+"""The breakers: who is excluded, for how long, what is reported, and that nobody is left without an engine."""
 
 from __future__ import annotations
 

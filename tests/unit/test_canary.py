@@ -12,7 +12,7 @@ import pytest
 from pdproxy.fleet import canary
 from pdproxy.fleet.canary import Canaries
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
-from pdproxy.observe.events import Event, Observers, TokenizerJudged
+from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.tokens.canaries import CANARIES
 from pdproxy.tokens.errors import UnusableError
@@ -20,6 +20,7 @@ from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.tokenizer import ids_of
 from pdproxy.upstream.admin import ModelCard
 from pdproxy.wire.request import Route
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
@@ -28,11 +29,11 @@ P, D = "http://p:1", "http://d:1"
 FORMS: Any = {False: "string", True: "string"}
 
 
-class Engines:
+class Engines(Recorder):
     """Two engines that answer canaries, and how they were asked."""
 
     def __init__(self, tokenizer: SimTokenizer | None = None) -> None:
-        self.events: list[Event] = []
+        super().__init__()
         self.asked: list[str] = []
         self.roots: list[str] = []
         self.cards = [ModelCard("tiny", "/m", None), ModelCard("adapter", "/a", "tiny")]
@@ -55,10 +56,6 @@ class Engines:
         """Have probed an engine."""
         self.ledger.mark_up(url, Evidence(frozenset(card.id for card in self.cards), "1", 16, (), 0, started))
         self.canaries.changed()
-
-    def notify(self, event: Event) -> None:
-        """Hear an event."""
-        self.events.append(event)
 
     def judged(self) -> list[tuple[str, str, bool | None]]:
         """Engine, model and verdict of each event."""

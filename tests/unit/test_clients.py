@@ -20,6 +20,7 @@ from pdproxy.serving.access.keys import Keys, ValidKey, digest
 from pdproxy.web import slow_readers
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.slow_readers import ReadWatch, SlowReaderPolicy
+from tests.fakes.recorder import Recorder
 
 TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
 
@@ -135,16 +136,11 @@ async def looked(
     crowd: bool = False,
 ) -> tuple[Socket, list[Event], Clients, bool]:
     """Look at a client once for each number that the system gives; `left`: what waits to be sent at each look."""
-    events: list[Event] = []
-
-    class Hears:
-        def notify(self, event: Event) -> None:
-            events.append(event)
-
+    heard = Recorder()
     numbers, sock, known = iter(taken), Socket(), Clients()
     monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
     caught_up = asyncio.Event()
-    policy = SlowReaderPolicy(rate, 1.2, Clock(), known, Observers([Hears()]), lambda _: crowd)
+    policy = SlowReaderPolicy(rate, 1.2, Clock(), known, Observers([heard]), lambda _: crowd)
     client: Client = known.enter("a")
     one = ReadWatch(policy, client, sock, caught_up.set)  # type: ignore[arg-type]
     for waiting in left:
@@ -155,7 +151,7 @@ async def looked(
             break
     over = not known.with_slow
     one.stop()
-    return sock, events, known, over or caught_up.is_set()
+    return sock, heard.events, known, over or caught_up.is_set()
 
 
 async def test_a_client_that_reads_enough(monkeypatch: pytest.MonkeyPatch) -> None:

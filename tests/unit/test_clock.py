@@ -1,5 +1,4 @@
-"""Deadlines on one timer: never early, soon after, gone when cancelled, and not reached because the loop was held up. And the
-clock that other tests move by hand."""
+"""Deadlines on one timer: never early, soon after, gone when cancelled, and not reached because the loop was held up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The files for operators agree with the program: `configs/`, `compose.yaml` and the Dockerfile.
+"""The files for operators agree with the program: `configs/`, `compose.yaml` and the Dockerfile."""
 
-The tests use no Docker: they read the files, and pass their command lines to the real parsers.
-"""
+# The tests use no Docker: they read the files, and pass their command lines to the real parsers.
 
 import asyncio
 import json

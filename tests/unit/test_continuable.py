@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.observe import catalog_continuations
+from pdproxy.serving.dispatch import following
 from pdproxy.wire.continuable import Continuable, Reason, plan
 from pdproxy.wire.request import Parsed, Route, parse
 
@@ -153,7 +153,7 @@ def test_limits(route: Route, fields: dict[str, Any], limit: int | None) -> None
 
 def test_the_metric_knows_every_reason() -> None:
     """The table of metrics lists the reasons in the same words."""
-    assert {name for name, _ in catalog_continuations.REASONS} == {reason.value for reason in Reason}
+    assert {name for name, _ in following.REASONS} == {reason.value for reason in Reason}
 
 
 def test_raw_values_are_copied() -> None:

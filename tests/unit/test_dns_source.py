@@ -1,4 +1,4 @@
-"""A source that follows a name: which answers change the pool, and which do not. Without name servers and engines that answer."""
+"""A source that follows a name: which answers change the pool, and which do not."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.dns import Dns, DnsName, dns_name
 from pdproxy.settings.engines import Facts, Node
 from pdproxy.upstream.resolver import LookupFailedError, Records
+from tests.fakes.world import until
 from tests.unit.test_membership import World
 
 NAME = dns_name("dns://engines:8000", ("url",))
@@ -90,7 +91,7 @@ async def test_it_follows_the_name(w: World, names: Names, source: Followed) -> 
     assert w.members.members["http://10.0.0.2:8000"].drain is None
     await source.look()
     assert w.engines["http://10.0.0.1:8000"] is kept
-    await w.until(lambda: set(w.members.members) == urls("10.0.0.1", "10.0.0.3"))
+    await until(lambda: set(w.members.members) == urls("10.0.0.1", "10.0.0.3"))
     assert source.counts == {"changed": 3}
     await source.look()
     assert source.counts == {"changed": 3, "same": 1}
@@ -128,7 +129,7 @@ async def test_empty_answers_count_twice(w: World, names: Names, source: Followe
     assert set(w.members.members) == urls("10.0.0.1")
     assert source.shortcomings() == []
     await source.look()
-    await w.until(lambda: not w.members.members)
+    await until(lambda: not w.members.members)
     assert source.shortcomings() == ["dns://engines:8000: names no engine, for 0 s: no engine of it is known"]
     assert source.counts == {"changed": 1, "same": 1, "empty": 1}
 

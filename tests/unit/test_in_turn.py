@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, OverloadedError, Reason, Wait
-from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.nodes import Node, NodeSpec, Role
-from pdproxy.serving.dispatch.in_turn import MOST, first_answer
+from pdproxy.serving.dispatch.in_turn import MOST, AskedFor, first_answer
+from tests.fakes.recorder import Recorder
 
-
-class Passed:
-    """Counts deadlines that were reached."""
-
-    def __init__(self) -> None:
-        self.waits: list[str] = []
-
-    def notify(self, event: Event) -> None:
-        assert isinstance(event, DeadlinePassed)
-        self.waits.append(event.wait)
+NOBODY = AskedFor(
+    cast("Any", SimpleNamespace(forbidden=lambda _: (), broke=lambda *_, **__: False)),
+    cast("Any", SimpleNamespace(lost=[])),
+    None,
+)
+"""A request under which no engine is lost."""
 
 
 class Engines:
@@ -57,9 +56,10 @@ class Engines:
 async def test_the_first_answer(names: str, answer: str | None, asked: list[str], waits: int) -> None:
     """An engine that hangs takes only its part of the time, and of very many engines only the first are asked."""
     nodes = [Node(NodeSpec(f"http://{name}", Role.DECODE)) for name in names.split()]
-    engines, passed = Engines(), Passed()
-    found = await first_answer(nodes, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]))
+    engines, passed = Engines(), Recorder()
+    found = await first_answer(nodes, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]), NOBODY)
     assert found == answer
     assert engines.asked == asked
     assert len(engines.asked) <= MOST
-    assert passed.waits == [Wait.TOKENIZE.value] * waits
+    assert [event.wait for event in passed.of(DeadlinePassed)] == [Wait.TOKENIZE.value] * waits
+    assert len(passed.events) == waits

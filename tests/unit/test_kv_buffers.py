@@ -9,23 +9,16 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.shared_buffers import MEASURES, SharedReceiveBuffers
 from pdproxy.settings.limits import Deadlines
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
 
 
-class _Recorder:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
-
-
-def buffers(timeout: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
+def buffers(timeout: float = 10.0, recorder: Recorder | None = None, **capacity: int) -> ReceiveBuffers:
     """Buffers of chunks of 256 tokens each."""
     engines, _ = registry()
     made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), Deadlines(queue=timeout))
@@ -107,7 +100,7 @@ async def test_nothing_waits_where_space_would_not_help() -> None:
 
 async def test_the_wait_has_a_deadline() -> None:
     """It is an overload, and is counted."""
-    recorder = _Recorder()
+    recorder = Recorder()
     space = buffers(0.05, recorder, a=1)
     space.take("a", 1)
     with pytest.raises(OverloadedError, match="space for the prompt's KV"):

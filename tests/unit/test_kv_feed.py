@@ -10,7 +10,6 @@ import pytest
 from pdproxy.fleet import kv_events, kv_source, kv_sources
 from pdproxy.fleet.kv_events import BLOCKS_AT_ONCE, Backlog, EventCounts, Feed
 from pdproxy.fleet.kv_source import ReplayResult
-from pdproxy.observe import catalog_kv_events as catalog
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.wire.kv_events import Unreadable
 from tests.fakes.kv_index import PlainIndex, raws, removed, stored
@@ -207,13 +206,13 @@ def test_the_tables_of_metrics_have_what_the_code_counts() -> None:
     def names(pairs: tuple[tuple[str, str], ...]) -> set[str]:
         return {name for name, _ in pairs}
 
-    assert names(catalog.REPLAYS) == {one.value for one in ReplayResult} | {"unavailable"}
-    assert names(catalog.SKIPPED) == {one.value for one in Unreadable} | {
+    assert names(kv_sources.REPLAYS) == {one.value for one in ReplayResult} | {"unavailable"}
+    assert names(kv_sources.SKIPPED) == {one.value for one in Unreadable} | {
         "unknown_field",
         "inconsistent",
         "unknown_topic",
         "not_passed",
     }
     code = "".join(Path(found.__file__ or "").read_text() for found in (kv_source, kv_sources))
-    for name in names(catalog.RESULTS) | names(catalog.CAUSES):
+    for name in names(kv_sources.RESULTS) | names(kv_sources.CAUSES):
         assert f'"{name}"' in code

@@ -13,25 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
-from pdproxy.observe.events import DeadlinePassed, Event, KvNoticed, KvWaited, Observers
+from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
 from pdproxy.serving.kv.notices import Telemetry
 from pdproxy.serving.kv.ready import KEPT, KEPT_FOR, KvReady
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.wire import notices
 from pdproxy.wire.lmcache_telemetry import STORED
 from pdproxy.wire.notices import MAX_BYTES, Notice
+from tests.fakes.recorder import Recorder
 
 
-class Stage:
+class Stage(Recorder):
     """Events, and a clock that stands still."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        super().__init__()
         self.now = 100.0
         self.ready = KvReady(Clock(), Observers([self]), lambda: self.now)
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     def results(self) -> Counter[str]:
         """What became of the notices."""

@@ -25,10 +25,11 @@ from pdproxy.fleet.kv_source import (
     SourceParts,
 )
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.settings.limits import Deadlines
 from tests.fakes.clock import ManualClock
 from tests.fakes.kv_index import PlainIndex, payload, removed, stored
+from tests.fakes.recorder import Recorder
 from tests.sim.raw import turns
 
 DEADLINE = 5.0
@@ -113,7 +114,7 @@ class Replay:
         return await self._answers.get()
 
 
-class Stage:
+class Stage(Recorder):
     """A source with what it needs."""
 
     def __init__(self, *, replays: bool = True) -> None:
@@ -122,7 +123,7 @@ class Stage:
         self.clock = ManualClock()
         self.tasks = TaskOwner("test")
         self.failures: list[Exception] = []
-        self.events: list[Event] = []
+        super().__init__()
         self.engine = Engine()
         self.resumed = 0
         self.parts = SourceParts(
@@ -136,9 +137,6 @@ class Stage:
         )
         replay = self.engine.replay if replays else None
         self.source = Source(self.parts, self.index.add_place(), NODE, replay, self._resume)  # type: ignore[arg-type]
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     def _resume(self) -> None:
         self.resumed += 1

@@ -1,4 +1,6 @@
-"""The ledger under any sequence of events: loads, leases, breakers, ejections. How engines are ranked: test_policy.py."""
+"""The ledger under any sequence of events: loads, leases, breakers, ejections."""
+
+# How engines are ranked: test_policy.py.
 
 from __future__ import annotations
 

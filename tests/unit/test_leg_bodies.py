@@ -10,8 +10,8 @@ import pytest
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Contract, Dispatch, Handle
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Parsed, Route, parse
+from tests.fakes.prompts import answered
 
 MINTED = "0123456789abcdef" * 2
 KINDS = ["nixl", "nixl-push", "mooncake", "moriio READ", "moriio WRITE", "p2p-nccl", "cpu", "shared"]
@@ -58,12 +58,8 @@ def legs(kind: str, parsed: Parsed) -> tuple[dict[str, Any], dict[str, Any]]:
     contract, dispatch = contract_of(kind)
     (prompt,) = parsed.prompts
     p = json.loads(contract.prefill(parsed, prompt, dispatch).body)
-    choice = {"index": 0, "finish_reason": "length", "prompt_token_ids": list(range(70))}
     params = None if kind in (*NO_PARAMS, "mooncake") else ANSWERED
-    body = {"choices": [choice], "usage": {"prompt_tokens": 70}, "kv_transfer_params": params}
-    answer = prefill_answer(json.dumps(body).encode())
-    assert answer is not None
-    given = contract.handle(parsed, answer, dispatch)
+    given = contract.handle(parsed, answered(params, list(range(70))), dispatch)
     assert isinstance(given, Handle), given
     return p, json.loads(contract.decode(parsed, prompt, given, dispatch).body)
 

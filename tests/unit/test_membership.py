@@ -1,8 +1,7 @@
-"""Membership: who wants an engine, how it drains, and what a source may do. Without engines that answer."""
+"""Membership: who wants an engine, how it drains, and what a source may do."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -16,7 +15,7 @@ from pdproxy.fleet.member import MembershipError, MemberState
 from pdproxy.fleet.membership import Membership
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import DeadlinePassed, Event, MemberChanged, NodeChanged, Observers
+from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
@@ -27,7 +26,9 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import PushedToDecode
 from tests.fakes.clock import later_turns
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import unused_client
+from tests.fakes.world import until
 
 A, B, C = (Node(url=f"http://{name}:8000", role="decode") for name in "abc")
 EVIDENCE = Evidence(frozenset("m"), "1", 16, (), 0, 1.0)
@@ -78,12 +79,12 @@ class Leg:
         self._end()
 
 
-class World:
+class World(Recorder):
     """A pool of which nothing is probed unless a test says so."""
 
     def __init__(self) -> None:
         self.time = 100.0
-        self.events: list[Event] = []
+        super().__init__()
         self.left: list[str] = []
         self.forgotten: list[str] = []
         self.held: set[str] = set()
@@ -105,9 +106,6 @@ class World:
             self.left.append,
         )
 
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
-
     def changes(self) -> list[tuple[str, str, str]]:
         """Changes of members: the engine, what, by whom."""
         found = [(one.node[7:8], one.change, one.by) for one in self.events if isinstance(one, MemberChanged)]
@@ -127,14 +125,9 @@ class World:
         assert lease is not None
         self.ledger.close(lease, Verdict.GOOD, self.time)
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():
-                await asyncio.sleep(0.001)
-
     async def gone(self, node: Node) -> None:
         """Wait until nothing is known of an engine."""
-        await self.until(lambda: node.url not in self.engines.known)
+        await until(lambda: node.url not in self.engines.known)
 
 
 @pytest.fixture
@@ -190,14 +183,14 @@ async def test_what_is_late_ends(w: World) -> None:
     await later_turns()
     assert leg.errors == []
     w.time += 0.2
-    await w.until(lambda: leg.errors)
+    await until(lambda: leg.errors)
     (error,) = leg.errors
     assert isinstance(error, EngineTimeoutError)
     assert error.wait is Wait.ENGINE_DRAIN
     assert [one for one in w.events if isinstance(one, DeadlinePassed)] == [DeadlinePassed("engine_drain", A.url)]
     assert A.url in w.engines
     w.time += membership.LAST
-    await w.until(lambda: A.url not in w.engines)
+    await until(lambda: A.url not in w.engines)
     assert w.engines.known[A.url].node.requests == 1
     w.close(mine)
     await w.gone(A)
@@ -206,7 +199,7 @@ async def test_what_is_late_ends(w: World) -> None:
 async def test_maintenance(w: World) -> None:
     """An engine that is drained to be kept waits until it is undrained."""
     w.members.drain(A.url, "admin")
-    await w.until(lambda: w.members.state(A.url) is MemberState.DRAINED)
+    await until(lambda: w.members.state(A.url) is MemberState.DRAINED)
     assert w.members.shortcomings() == [
         f"decode {A.url} is drained (by admin): it gets no requests until it is undrained"
     ]
@@ -231,7 +224,7 @@ async def test_maintenance(w: World) -> None:
 async def test_a_drained_engine_is_removed_later(w: World) -> None:
     """The second drain only adds to the first."""
     w.members.drain(A.url, "admin")
-    await w.until(lambda: w.members.state(A.url) is MemberState.DRAINED)
+    await until(lambda: w.members.state(A.url) is MemberState.DRAINED)
     w.members.drain(A.url, "settings", removes=True)
     await w.gone(A)
     assert w.left == [A.url]
@@ -284,7 +277,7 @@ async def test_an_engine_that_restarts_while_others_serve_begins_slowly(w: World
 async def test_an_engine_that_was_restarted_while_drained_begins_slowly(w: World) -> None:
     """From when it is undrained: that may be long after it came up."""
     w.members.drain(A.url, "admin")
-    await w.until(lambda: w.members.state(A.url) is MemberState.DRAINED)
+    await until(lambda: w.members.state(A.url) is MemberState.DRAINED)
     w.ledger.mark_up(A.url, Evidence(frozenset("m"), "1", 16, (), 0, 2.0))
     assert not w.ledger.breakers.opened
     w.time += 60
@@ -388,7 +381,7 @@ async def test_maintenance_goes_on_with_other_settings(w: World) -> None:
     """An engine that an operator has drained gets no requests because its settings have changed."""
     w.members.drain(A.url, "admin")
     w.members.apply("settings", [msgspec.structs.replace(A, facts=Facts(block_size=32)), B])
-    await w.until(lambda: w.members.state(A.url) is MemberState.DRAINED)
+    await until(lambda: w.members.state(A.url) is MemberState.DRAINED)
     assert not w.engines[A.url].node.available
 
 
@@ -454,7 +447,7 @@ async def test_a_replaced_engine_is_forgotten_while_its_buffer_is_used(w: World)
     buffer.taken = 1
     w.members.apply("settings", [A, B, msgspec.structs.replace(C, facts=Facts(block_size=32))])
     assert w.engines[C.url].buffer is buffer
-    await w.until(lambda: not w.engines.leaving)
+    await until(lambda: not w.engines.leaving)
     assert w.engines.needed(w.engines[C.url])
 
 

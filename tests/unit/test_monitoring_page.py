@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.observe import catalog
-from pdproxy.observe.catalog import METRICS
 from pdproxy.observe.description import Kind
 from pdproxy.observe.events import Gaps, LegTimes, Refused, RequestEnded
 from pdproxy.observe.formats import JsonFormatter
 from pdproxy.observe.logs import access_fields
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.requests import PHASES
+from tests.reference.metrics import METRICS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "monitoring.md").read_text()
 NAME = re.compile(r"\b(?:pdproxy|process|python)_[a-z_]+")
@@ -101,7 +101,7 @@ def test_every_log_field_is_described() -> None:
     section = PAGE.partition("## Phases")[2]
     missing = [name for name in fields if f"`{name}`" not in section]
     assert missing == []
-    assert [phase for phase, _ in catalog.PHASES if f"| `{phase}` |" not in section] == []
+    assert [phase for phase, _ in PHASES if f"| `{phase}` |" not in section] == []
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="no jq on this machine")

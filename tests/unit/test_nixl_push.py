@@ -11,36 +11,18 @@ from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer import nixl_push
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Route, parse
+from tests.fakes.prompts import answered, nixl_params
 
 COMPLETION = parse(Route.COMPLETIONS, b'{"prompt":"a b","model":"m"}')
 KNOWN = Peer(0, 1, engine_id="push-p", host="10.0.0.1", port=5600, tp_size=2, pp_size=1)
-PARAMS = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2]],
-    "remote_engine_id": "push-p",
-    "remote_request_id": "cmpl-x-0-12345678",
-    "remote_host": "10.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 2,
-    "dcp_size": 1,
-    "pp_size": 1,
-    "remote_num_tokens": 4,
-    "transfer_mode": "push",
-    "remote_prefill_cached_tokens": 3,
-}
+PARAMS = nixl_params(remote_engine_id="push-p", tp_size=2, transfer_mode="push", remote_prefill_cached_tokens=3)
 
 
 def answer(**changed: Any) -> PrefillAnswer:
     """A prefill answer; None leaves a field of the params out."""
-    params = {name: value for name, value in {**PARAMS, **changed}.items() if value is not None}
-    choice = {"index": 0, "text": "x", "finish_reason": "length", "prompt_token_ids": [1, 2, 3, 4]}
-    usage = {"prompt_tokens": 4, "completion_tokens": 1}
-    found = prefill_answer(json.dumps({"choices": [choice], "usage": usage, "kv_transfer_params": params}).encode())
-    assert found is not None
-    return found
+    return answered({name: value for name, value in {**PARAMS, **changed}.items() if value is not None})
 
 
 def sent(handle: Handle, dispatch: Dispatch) -> dict[str, Any]:

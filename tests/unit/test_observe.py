@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdproxy.app.prefixes import PREFIX_BLOCKS, PREFIX_SHARED_AGE
+from pdproxy.fleet.audit import KV_MISSING
+from pdproxy.fleet.bootstrap import BOOTSTRAP_QUERIES
 from pdproxy.kit.errors import Wait
-from pdproxy.observe import catalog
+from pdproxy.observe import description
+from pdproxy.observe.description import Label, Samples, counter, declared
 from pdproxy.observe.events import (
+    BootstrapAsked,
     DeadlinePassed,
+    Decided,
     Event,
     Gaps,
     HandleEnded,
@@ -28,6 +35,7 @@ from pdproxy.observe.events import (
     LegFailed,
     LegTimes,
     NodeChanged,
+    Observers,
     PairEjected,
     Refused,
     RequestEnded,
@@ -35,7 +43,10 @@ from pdproxy.observe.events import (
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
 from pdproxy.observe.logs import ACCESS_FIELDS, LogObserver, access_fields, access_values
-from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, MAX_TENANTS, Gauge, Metrics
+from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_TENANTS, Metrics
+from pdproxy.observe.requests import OUTCOMES
+from pdproxy.serving.dispatch.attempt import DECISIONS, MAX_REASONS
+from pdproxy.serving.kv.ready import MAX_RANKS
 
 
 def ended(model: str | None = "m", outcome: str = "ok", **fields: object) -> RequestEnded:
@@ -69,7 +80,7 @@ EVENTS: list[Event] = [
 def test_the_page_is_prometheus_text() -> None:
     """The official parser reads the page; counters end in _total, histograms are cumulative and add up."""
     metrics = Metrics()
-    metrics.add_gauges([Gauge(catalog.KV_MISSING, lambda: [(('q"\\\n',), 1.5)])])
+    metrics.show(KV_MISSING, lambda: [(('q"\\\n',), 1.5)])
     for _ in range(3):
         for event in EVENTS:
             metrics.notify(event)
@@ -301,7 +312,7 @@ def test_labels_are_bounded_in_number_and_length() -> None:
     metrics.notify(KvWaited("p", "timeout", 1.0, [str(rank) for rank in range(10_000)]))
     page = metrics.page().decode()
     assert "mine" not in page
-    assert page.count("pdproxy_requests_total{") == (MAX_MODELS + 1) * len(catalog.OUTCOMES)
+    assert page.count("pdproxy_requests_total{") == (MAX_MODELS + 1) * len(OUTCOMES)
     assert page.count("pdproxy_kv_silent_ranks_total{") == MAX_RANKS + 1
     assert max(map(len, page.splitlines())) < 1000
 
@@ -378,3 +389,67 @@ def test_tenants_are_labels_up_to_a_bound() -> None:
     found = metrics._counts["pdproxy_tenant_tokens_total"]
     assert len(found) == MAX_TENANTS + 1
     assert (found["t0",], found["other",]) == (66, 5 * 66)
+
+
+def test_a_placements_reasons_are_labels_up_to_a_bound() -> None:
+    """They are words of a plugin's. Those that were counted before are counted on."""
+    metrics = Metrics()
+    for reason in (*(f"r{number}" for number in range(MAX_REASONS + 5)), "r0"):
+        metrics.notify(Decided("split", reason))
+    found = {labels[1]: count for labels, count in metrics._counts[DECISIONS.name].items() if count}
+    assert found == {**{f"r{number}": 1 for number in range(MAX_REASONS)}, "r0": 2, "other": 5}
+
+
+def test_what_is_counted_of_an_engine_is_dropped_with_it() -> None:
+    """Whoever counts it, and whether by an event or not: with an engine that is not known as that of "removed"."""
+    metrics = Metrics()
+    observers = Observers([metrics])
+    for url in ("http://here:1", "http://gone:1"):
+        metrics.add_node("http://here:1", "prefill")
+        observers.count(BOOTSTRAP_QUERIES, url, "failed", by=2)
+        observers.notify(BootstrapAsked(url, "failed"))
+    counts = metrics._counts[BOOTSTRAP_QUERIES.name]
+    assert counts == {("http://here:1", "failed"): 3, ("removed", "failed"): 3}
+    metrics.drop_node("http://here:1")
+    assert counts == {("removed", "failed"): 3}
+
+
+def test_a_declaration_that_cannot_count_is_refused() -> None:
+    """When its module is imported: no request has to come for that."""
+    with pytest.raises(ValueError, match="there is a metric pdproxy_decisions_total already"):
+        counter(DECISIONS.name, "decisions", "again")
+    with pytest.raises(ValueError, match="Decided has no choices"):
+        counter("pdproxy_toys_total", "toys", "toys", Label("choices", text="a choice"), of=Decided)
+    with pytest.raises(ValueError, match="Decided has no seconds"):
+        counter("pdproxy_toys_total", "toys", "toys", of=Decided, by="seconds")
+    assert "pdproxy_toys_total" not in {one.name for one in declared()}
+
+
+def test_numbers_of_several_pools_become_one_by_their_rule() -> None:
+    """Ages do not add up; what has other labels stays apart."""
+    metrics = Metrics()
+    for of, number in (("events", 3.0), ("routing", 5.0), ("events", 4.0)):
+        ages: Samples = [((), number)]
+        blocks: Samples = [((of,), number)]
+        metrics.show(PREFIX_SHARED_AGE, partial(iter, ages))
+        metrics.show(PREFIX_BLOCKS, partial(iter, blocks))
+    found = metrics.snapshot().values
+    assert found[PREFIX_SHARED_AGE.name] == {(): 5.0}
+    assert found[PREFIX_BLOCKS.name] == {("events",): 7.0, ("routing",): 5.0}
+
+
+def test_a_metric_that_is_declared_later_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module may be imported while the proxy runs, a plugin's for example."""
+    metrics = Metrics()
+    monkeypatch.setattr(description, "_declared", {**description._declared})
+    toys = counter("pdproxy_toys_total", "toys", "toys", Label("choice", (("split", "a"), ("whole", "b"))), of=Decided)
+    others = counter("pdproxy_other_toys_total", "toys", "toys")
+    metrics.count(others)
+    answers = counter("pdproxy_toy_answers_total", "answers", "toys", of=RequestEnded, by="status")
+    metrics.notify(ended())
+    metrics.notify(Decided("split", "x"))
+    found = metrics.snapshot().values
+    assert found[toys.name] == {("split",): 1, ("whole",): 0}
+    assert found[others.name] == {(): 1}
+    assert found[answers.name] == {(): 200}
+    assert found["pdproxy_requests_total"]["m", "/v1/completions", "ok"] == 1

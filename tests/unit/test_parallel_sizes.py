@@ -19,9 +19,10 @@ from pdproxy.transfer import moriio, nixl, nixl_push
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.registrations import Registration
 from pdproxy.wire.request import Route, parse
+from tests.fakes.prompts import answered, moriio_params, nixl_params
 from tests.unit.test_registration import TIMEOUT, D, P, Stage, beat
 
 MINTED = "0123456789abcdef" * 2
@@ -35,51 +36,15 @@ TOPOLOGIES = [(1, 1, 1), (4, 1, 1), (4, 4, 1), (1, 1, 2), (4, 4, 2), (1, 2, 1)]
 """`tp_size`, `dcp_size` and `pp_size` of a prefill engine's answer."""
 
 
-def answered(**params: Any) -> PrefillAnswer:
-    """A prefill answer with these params."""
-    choice = {"index": 0, "text": "x", "finish_reason": "length", "prompt_token_ids": [1, 2, 3]}
-    found = prefill_answer(
-        json.dumps({"choices": [choice], "usage": {"prompt_tokens": 3}, "kv_transfer_params": params}).encode()
-    )
-    assert found is not None
-    return found
-
-
-def of_nixl(tp: int, dcp: int, pp: int, mode: str) -> dict[str, Any]:
-    """The params of NIXL's prefill engines."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1]],
-        "remote_engine_id": "p",
-        "remote_request_id": "cmpl-x-0-12345678",
-        "remote_host": "10.0.0.1",
-        "remote_port": 5600,
-        "remote_num_tokens": 3,
-        "tp_size": tp,
-        "dcp_size": dcp,
-        "pp_size": pp,
-        "transfer_mode": mode,
-    }
+def of_nixl(tp: int, dcp: int, pp: int, mode: str) -> PrefillAnswer:
+    """The answer of a prefill engine with NIXL."""
+    return answered(nixl_params(tp_size=tp, dcp_size=dcp, pp_size=pp, transfer_mode=mode))
 
 
 def of_moriio(rank: int, ranks: int, local: int) -> dict[str, Any]:
-    """The params of MoRIIO's prefill engines."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1]],
-        "remote_engine_id": "10.0.0.1:6301",
-        "remote_host": "10.0.0.1",
-        "remote_handshake_port": 6301,
-        "remote_notify_port": 61005,
-        "remote_dp_rank": rank,
-        "remote_dp_rank_override": True,
-        "remote_dp_size": ranks,
-        "remote_dp_size_local": local,
-        "tp_size": 1,
-        "transfer_id": f"tx-{MINTED}",
-    }
+    """The params of a rank of a prefill engine with MoRIIO."""
+    own = {"remote_dp_rank": rank, "remote_dp_size": ranks, "remote_dp_size_local": local, "tp_size": 1}
+    return moriio_params(remote_handshake_port=6301, **own)
 
 
 def between(prefill: tuple[int, int], decode: tuple[int, int], mode: str, rank: int = 0) -> Dispatch:
@@ -99,7 +64,7 @@ def params_of(body: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tp", "dcp", "pp"), TOPOLOGIES)
 def test_where_p_is_read_its_sizes_go_on_unchanged(tp: int, dcp: int, pp: int) -> None:
-    handle = nixl.handle(COMPLETION, answered(**of_nixl(tp, dcp, pp, "pull")), Dispatch())
+    handle = nixl.handle(COMPLETION, of_nixl(tp, dcp, pp, "pull"), Dispatch())
     assert isinstance(handle, Handle)
     sent = params_of(nixl.decode(COMPLETION, COMPLETION.prompts[0], handle, Dispatch()).body)
     assert (sent["tp_size"], sent["dcp_size"], sent["pp_size"], sent["transfer_mode"]) == (tp, dcp, pp, "pull")
@@ -110,7 +75,7 @@ def test_where_p_is_read_its_sizes_go_on_unchanged(tp: int, dcp: int, pp: int) -
 def test_where_p_pushes_d_waits_for_each_of_its_workers(first: bool, tp: int, dcp: int, pp: int) -> None:
     """A write for each stage, from each worker: in the promise as behind the answer from which it was learnt."""
     dispatch = Dispatch("leg", prefill_peer=Peer(1, 2))
-    got = answered(**of_nixl(tp, dcp, pp, "push"))
+    got = of_nixl(tp, dcp, pp, "push")
     if first:
         handle: Any = nixl_push.handle(COMPLETION, got, dispatch)
     else:
@@ -127,9 +92,9 @@ def test_where_p_pushes_d_waits_for_each_of_its_workers(first: bool, tp: int, dc
 
 def test_an_engine_without_a_pipeline_does_not_say_so() -> None:
     """vLLM's default is one stage."""
-    params = of_nixl(2, 1, 1, "push")
+    params = nixl_params(tp_size=2, transfer_mode="push")
     del params["pp_size"]
-    learnt = nixl_push.peer_in(answered(**params), Dispatch("leg"))
+    learnt = nixl_push.peer_in(answered(params), Dispatch("leg"))
     assert learnt is not None
     assert (learnt.tp_size, learnt.pp_size) == (2, 1)
 
@@ -160,13 +125,13 @@ def test_the_rank_that_worked_is_the_one_that_d_reads(rank: int, ranks: int, loc
     """As P has said it. If it is not the rank that the leg was sent to, the answer is not used."""
     said = of_moriio(rank, ranks, local)
     dispatch = between((ranks, 1), TP8, "READ", rank)
-    handle = MORIIO.handle(COMPLETION, answered(**said), dispatch)
+    handle = MORIIO.handle(COMPLETION, answered(said), dispatch)
     assert isinstance(handle, Handle)
     sent = params_of(MORIIO.decode(COMPLETION, COMPLETION.prompts[0], handle, dispatch).body)
     sent.pop("prompt_token_ids")
     assert sent == said
     other = between((ranks + 1, 1), TP8, "READ", rank + 1)
-    assert MORIIO.handle(COMPLETION, answered(**said), other) == (
+    assert MORIIO.handle(COMPLETION, answered(said), other) == (
         f"data-parallel rank {rank} served a leg to rank {rank + 1}"
     )
 

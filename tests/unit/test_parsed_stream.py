@@ -20,6 +20,7 @@ from pdproxy.serving.dispatch.parsed_stream import ParsedStream
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.settings.limits import Deadlines
 from pdproxy.wire.engine import Usage
+from tests.unit.test_in_turn import NOBODY
 from tests.unit.test_parsed_events import answer, event, made
 
 HEAD = [(b"content-type", b"text/event-stream")]
@@ -118,7 +119,7 @@ async def test_calls_at_a_time() -> None:
         ask, cast("Any", engines), Observers([]), Clock(), deadlines=Deadlines(between_tokens=60), most=8192
     )
     found = await asyncio.gather(
-        *(derendering.answer("/", None, b"", None, without="", max_bytes=9) for _ in range(300))
+        *(derendering.answer("/", None, b"", None, without="", max_bytes=9, asked_for=NOBODY) for _ in range(300))
     )
     assert found == [b"x"] * 300
     assert 1 < most < 100

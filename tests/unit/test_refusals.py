@@ -21,9 +21,9 @@ from pdproxy.kit.errors import (
     TooManyConnectionsError,
 )
 from pdproxy.kit.workers import WorkerLostError
-from pdproxy.observe.catalog_refusals import STATUS_OF
 from pdproxy.observe.events import Refused
 from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.requests import STATUS_OF
 from pdproxy.wire.api_errors import Dialect, failure_body
 from pdproxy.wire.errors import error_body, retry_headers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.registration import MAX_UNKNOWN, Registrations, of_url
-from pdproxy.observe.events import Event, NodeChanged, Observers, RegistrationSeen
+from pdproxy.fleet.registration import MAX_UNKNOWN, REGISTRATIONS, Registrations, of_url
+from pdproxy.observe.description import Description, Samples
+from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.transfer import moriio, p2p_nccl
@@ -38,8 +40,17 @@ class Stage:
             self.up(url)
 
     def notify(self, event: Event) -> None:
-        if isinstance(event, RegistrationSeen):
-            self.results[event.result] += 1
+        raise AssertionError(event)
+
+    def counters_of(self, kind: type[Event]) -> list[Callable[[Event], None]]:
+        raise AssertionError(kind)
+
+    def count(self, metric: Description, *labels: str, by: float = 1) -> None:
+        assert (metric, by) == (REGISTRATIONS, 1)
+        self.results[labels[0]] += 1
+
+    def show(self, metric: Description, read: Callable[[], Samples]) -> None:
+        raise AssertionError(metric)
 
     def up(self, url: str, started: float = 1.0) -> None:
         """Have an engine probed."""

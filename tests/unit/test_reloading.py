@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.app.reloading import Reloading, SettingsSource
+from pdproxy.app.reloading import RELOADED, Reloading, SettingsSource
 from pdproxy.app.signals import Hangups
 from pdproxy.cli.options import files_of
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
+from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import configure, set_level
+from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.changes import Changes, changes
 from pdproxy.settings.engines import Node
 from pdproxy.settings.errors import SettingsError
@@ -79,7 +81,9 @@ class File:
         await self.reloading.look()
 
     def results(self) -> dict[str, float]:
-        return {labels[0]: value for labels, value in self.reloading.gauges()[0].read()}
+        metrics = Metrics()
+        self.reloading.show(Observers([metrics]))
+        return {labels[0]: value for labels, value in metrics.snapshot().values[RELOADED.name].items()}
 
 
 async def test_a_process_that_takes_the_place_of_another_begins_with_the_files_as_they_are(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.kit.reloading_file import ReloadingFile
+from tests.fakes.files import renewed
 
 WHOLE = "team:key models=nothing max_tokens=1\n"
 NO_NEWLINE = "has no newline behind its last line"
@@ -22,12 +23,6 @@ def path(tmp_path: Path) -> Path:
 
 def followed(path: Path, *, of_lines: bool = True) -> ReloadingFile[str]:
     return ReloadingFile("keys", [str(path)], path.read_text, of_lines=of_lines)
-
-
-def renamed(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 @pytest.mark.parametrize("of_lines", [True, False])
@@ -59,7 +54,7 @@ def test_a_file_that_was_cut_in_place_is_refused(path: Path, cut: str) -> None:
     path.write_text(f"{cut}\n")
     assert [file.reload_if_changed() for _ in range(2)] == [False, True]
     assert (file(), file.failure) == (f"{cut}\n", None)
-    renamed(path, cut)
+    renewed(path, cut)
     assert [file.reload_if_changed() for _ in range(2)] == [False, True]
     assert (file(), file.failure) == (cut, None)
 

@@ -1,4 +1,4 @@
-"""How many replicas there are, by the addresses of a name: which answers count. Without name servers."""
+"""How many replicas there are, by the addresses of a name: which answers count."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ import pytest
 
 from pdproxy.cli.main import main
 from pdproxy.fleet.replicas import ReplicaCount
-from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.settings.dns import Dns, DnsName
 from pdproxy.upstream.resolver import LookupFailedError, Records
+from tests.fakes.recorder import Recorder
 
 NAME = DnsName("dns", "replicas.example", 1)
 Found = Mapping[str, Records | LookupFailedError]
 
 
-class World:
+class World(Recorder):
     """A count whose name has what a test says."""
 
     def __init__(self) -> None:
         self.time = 0.0
         self.found: Found = {}
         self.used: list[int] = []
-        self.events: list[Event] = []
+        super().__init__()
         self.count = ReplicaCount(
             NAME,
             self.look_up,
@@ -34,9 +35,6 @@ class World:
             lambda: self.time,
             lambda: 0.5,
         )
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     async def look_up(self, name: DnsName) -> Found:
         assert name == NAME

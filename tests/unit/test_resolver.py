@@ -1,4 +1,4 @@
-"""Questions to name servers: what of their answers is used, and what a server may do wrong. The server is the tests' own."""
+"""Questions to name servers: what of their answers is used, and what a server may do wrong."""
 
 from __future__ import annotations
 

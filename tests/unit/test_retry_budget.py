@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.settings.limits import Deadlines, Limits
 from tests.fakes.clock import ManualClock
@@ -21,7 +22,7 @@ class Made:
         self.clock = ManualClock()
         self.inflight = 0
         limits = Limits(retry_share=share, min_retries=least, max_inflight=most)
-        self.budget = RetryBudget(limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock)
+        self.budget = RetryBudget(limits, Deadlines(retry=SECONDS), lambda: self.inflight, self.clock, Observers([]))
 
     def enter(self) -> asyncio.Task[RetrySlot | None]:
         return asyncio.ensure_future(self.budget.enter())

@@ -5,24 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.dump import dump
 from pdproxy.settings.engines import Facts, Node, Role, engine_url
-from pdproxy.settings.errors import MASK, Mistakes, SettingsError
+from pdproxy.settings.errors import MASK, SettingsError
 from pdproxy.settings.keys import Auth, TenantSettings, read_secret
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.listen import Listen, parsed_networks
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-
-
-def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
-    """The settings after the checks; raises for their mistakes."""
-    found = Mistakes()
-    settings = crosscheck(settings, found, need_engines=need_engines)
-    found.raise_any()
-    return settings
+from tests.unit.test_settings_transfer import checked
 
 
 def pool_error(*engines: tuple[Role, str]) -> str:

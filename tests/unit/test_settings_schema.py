@@ -1,4 +1,4 @@
-"""The schema, the reference file and the examples say the same. `tests/reference` makes the reference file of the schema."""
+"""The schema, the reference file that is made of it, and the examples say the same."""
 
 from pathlib import Path
 

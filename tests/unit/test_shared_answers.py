@@ -1,4 +1,4 @@
-"""One worker asks engines for all: canaries of tokenizers, bootstrap servers. What it hears, all know."""
+"""One worker asks engines for all (canaries of tokenizers, bootstrap servers), and what it hears all know."""
 
 from __future__ import annotations
 

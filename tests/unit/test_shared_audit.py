@@ -7,25 +7,23 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.shared_audit import SharedAuditor
 from pdproxy.kit.shared_table import SharedTable, key_of
-from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
+from pdproxy.observe.events import KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.upstream.metrics_page import Scrape
+from tests.fakes.recorder import Recorder
 
 
-class Worker:
+class Worker(Recorder):
     """A worker's audit of one decode engine."""
 
     def __init__(self, table: SharedTable, number: int) -> None:
-        self.events: list[Event] = []
+        super().__init__()
         ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=10))
         self.engines = EngineRegistry(ledger)
         self.engine: Engine = self.engines.add(NodeSpec("d", Role.DECODE), None)  # type: ignore[arg-type]
         column, others = table.column(number), table.others(number)
         self.audit = SharedAuditor(self.engines, ledger, Observers([self]), column=column, others=others)
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     def moves(self, tokens: int) -> None:
         """A leg whose KV arrives."""

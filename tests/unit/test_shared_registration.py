@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pdproxy.fleet import shared_registration
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.registration import of_url
+from pdproxy.fleet.registration import REGISTRATIONS, of_url
 from pdproxy.fleet.shared_registration import ASK_EVERY, MAX_BEATS, MAX_SENDERS, SharedRegistrations
 from pdproxy.kit.leading import MEASURES, Leading
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.switchboard import ALL
-from pdproxy.observe.events import Event, Observers, RegistrationSeen
+from pdproxy.observe.description import Description, Samples
+from pdproxy.observe.events import Event, Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.transfer import p2p_nccl
@@ -62,8 +64,17 @@ class Worker:
             self.engines.add(NodeSpec(url, role), unused_client(url), registered_as=of_url(url, None))
 
     def notify(self, event: Event) -> None:
-        if isinstance(event, RegistrationSeen):
-            self.results[event.result] += 1
+        raise AssertionError(event)
+
+    def counters_of(self, kind: type[Event]) -> list[Callable[[Event], None]]:
+        raise AssertionError(kind)
+
+    def count(self, metric: Description, *labels: str, by: float = 1) -> None:
+        assert (metric, by) == (REGISTRATIONS, 1)
+        self.results[labels[0]] += 1
+
+    def show(self, metric: Description, read: Callable[[], Samples]) -> None:
+        raise AssertionError(metric)
 
     def pass_on(self, worker: int, body: bytes) -> bool:
         if not self.is_behind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,8 +25,7 @@ from pdproxy.serving.kv.shared_turns import CLAIMS, PATIENCE, SILENT, TOLD_AGAIN
 from pdproxy.serving.kv.turn_messages import is_turn
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
-from tests.chaos.virtual.loop import VirtualLoop
-from tests.chaos.virtual.network import VirtualNetwork
+from tests.fakes.engine_model import in_virtual_time
 from tests.unit.test_kept_turns import HISTORY, LIMITS, SCOPE, node, params, text
 from tests.unit.test_siblings import Parent
 
@@ -124,15 +123,6 @@ async def settled() -> None:
     await asyncio.sleep(0.001)
 
 
-def virtual(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine function in virtual time."""
-    loop = VirtualLoop(VirtualNetwork())
-    try:
-        loop.run_until_complete(run())
-    finally:
-        loop.close()
-
-
 NEXT = (*HISTORY, 1, 2, 3)
 
 
@@ -159,7 +149,7 @@ def test_what_one_has_kept_another_one_uses_once() -> None:
         second.turns.unused(reuse)
         assert second.released == ["a"]
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_of_two_that_want_it_one_gets_it() -> None:
@@ -174,7 +164,7 @@ def test_of_two_that_want_it_one_gets_it() -> None:
         assert found == ["a", "b", None]
         assert workers.all[2].counted == {"gone": 1, "given": 1}
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_no_prompt_asks_for_ever() -> None:
@@ -189,7 +179,7 @@ def test_no_prompt_asks_for_ever() -> None:
         assert await workers.all[1].take(*NEXT) is None
         assert workers.all[1].counted == {"gone": CLAIMS}
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_one_that_does_not_answer_is_not_asked_again() -> None:
@@ -220,7 +210,7 @@ def test_one_that_does_not_answer_is_not_asked_again() -> None:
         assert second.counted == {"late": 2, "given": 1, "unused": 2}
         assert workers.known() == [0, 0, 0]
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_late_answers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +235,7 @@ def test_late_answers_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPa
         await settled()
         assert sorted(second.released) == ["b", "c"]
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -271,7 +261,7 @@ def test_a_client_that_leaves_while_another_worker_is_asked(answered: bool) -> N
         assert not workers.all[1].turns._claims
         assert not workers.all[1].turns._late
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_an_answer_between_a_cancellation_and_the_end_of_its_task() -> None:
@@ -297,7 +287,7 @@ def test_an_answer_between_a_cancellation_and_the_end_of_its_task() -> None:
         assert not second.turns._claims
         assert not second.turns._late
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_kv_of_an_engine_that_was_started_again_is_not_given() -> None:
@@ -316,7 +306,7 @@ def test_kv_of_an_engine_that_was_started_again_is_not_given() -> None:
         assert workers.all[2].counted == {}
         assert await workers.all[1].name(*NEXT) == "b"
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_what_a_killed_worker_kept_is_released() -> None:
@@ -340,7 +330,7 @@ def test_what_a_killed_worker_kept_is_released() -> None:
         assert third.released == ["a"]
         assert third.counted == {"worker_ended": 1}
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_a_successor_knows_what_the_others_keep() -> None:
@@ -361,7 +351,7 @@ def test_a_successor_knows_what_the_others_keep() -> None:
         assert [len(one.turns.kept) for one in (successor, second, third)] == [2, 2, 2]
         assert await successor.name(*range(500, 540), 1) == "b"
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_an_answer_to_a_predecessor_is_none() -> None:
@@ -390,7 +380,7 @@ def test_an_answer_to_a_predecessor_is_none() -> None:
         assert await claim is None
         assert successor.counted == {"gone": 1}
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_what_is_told_again_is_known_once() -> None:
@@ -406,7 +396,7 @@ def test_what_is_told_again_is_known_once() -> None:
         await settled()
         assert workers.known() == [0, 0]
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_what_a_successor_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,7 +414,7 @@ def test_what_a_successor_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         assert names == ["t19", "t18", "t17", "t16", "t15"]
 
     assert TOLD_AGAIN <= 8 << 20
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_bounds_are_those_of_all() -> None:
@@ -443,7 +433,7 @@ def test_bounds_are_those_of_all() -> None:
         assert workers.known() == [2, 2, 2]
         assert sum(one.turns.kept.blocks().get("d", 0) for one in workers.all) == 8
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_one_that_is_too_large_stays_with_its_worker() -> None:
@@ -454,7 +444,7 @@ def test_one_that_is_too_large_stays_with_its_worker() -> None:
         assert workers.known() == [1, 0]
         assert await workers.all[0].name(*NEXT) == "a"
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_a_parent_that_does_not_read_is_sent_no_more() -> None:
@@ -472,7 +462,7 @@ def test_a_parent_that_does_not_read_is_sent_no_more() -> None:
         assert workers.known() == [2, 0]
         assert await workers.all[0].name(*NEXT) == "a"
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_an_engine_that_never_answers_is_known_to_all() -> None:
@@ -488,7 +478,7 @@ def test_an_engine_that_never_answers_is_known_to_all() -> None:
         assert [await one.take(*NEXT) for one in workers.all] == [None, None, None]
         assert all("bidirectional_kv_xfer" in one.turns.shortcomings()[0] for one in workers.all)
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -569,4 +559,4 @@ def test_each_handle_ends_once_at_most(seed: int) -> None:
         assert workers.known() == [0, 0, 0]
         assert workers.left(0) == workers.left(1) == workers.left(2) == []
 
-    virtual(run)
+    in_virtual_time(run)

@@ -7,19 +7,13 @@ import random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.observe import catalog, catalog_fleet, catalog_workers
-from pdproxy.observe.catalog import METRICS
-from pdproxy.observe.description import Kind
+from pdproxy.app.gauges import CONNECTIONS, TASK_RESTARTS, WORKERS
+from pdproxy.fleet.membership import MEMBER_CHANGES
+from pdproxy.observe.description import Rule
 from pdproxy.observe.events import Evicted, LegFailed, LoopBeat, MemberChanged
-from pdproxy.observe.metrics import Gauge, Metrics
-from pdproxy.observe.snapshot import RULES, Rule, Snapshot, decode, encode, merged, of_process, page_of
-
-
-def test_each_gauge_has_a_rule() -> None:
-    """And no rule is of a metric that does not exist."""
-    gauges = {one.name for one in METRICS if one.kind is Kind.GAUGE}
-    assert gauges <= RULES.keys()
-    assert RULES.keys() <= {one.name for one in METRICS}
+from pdproxy.observe.metrics import Metrics
+from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
+from pdproxy.serving.kv.custodian import KV_HANDLE_AGE
 
 
 def _samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -53,7 +47,7 @@ def test_counts_and_buckets_add_up_to_those_of_one_process() -> None:
 def test_what_dead_workers_have_counted_stays() -> None:
     """Their gauges do not."""
     part = Metrics()
-    part.add_gauges([Gauge(catalog.CONNECTIONS, lambda: [((), 7)])])
+    part.show(CONNECTIONS, lambda: [((), 7)])
     part.notify(Evicted("queue"))
     past = merged([part.snapshot().without_levels(), part.snapshot().without_levels()])
     page = _samples(page_of(merged([part.snapshot(), past])))
@@ -70,7 +64,7 @@ def test_what_dead_workers_have_counted_of_an_engine_goes_with_it() -> None:
     for node in ("http://d:1", "http://gone:1"):
         dead.notify(LegFailed("id", node, "kv", "no", will_retry=False))
     tasks = [(("heartbeat",), 2.0), (("probe http://d:1",), 1.0)]
-    dead.add_gauges([Gauge(catalog.TASK_RESTARTS, lambda: tasks)])
+    dead.show(TASK_RESTARTS, lambda: tasks)
     past = dead.snapshot().without_levels()
 
     def failures(node: str) -> float | None:
@@ -93,11 +87,11 @@ def test_what_dead_workers_have_counted_of_an_engine_goes_with_it() -> None:
 
 def test_each_gauge_by_its_rule() -> None:
     series = {
-        catalog.CONNECTIONS.name: (3.0, 4.0, 7.0),
-        catalog.KV_HANDLE_AGE.name: (3.0, 4.0, 4.0),
+        CONNECTIONS.name: (3.0, 4.0, 7.0),
+        KV_HANDLE_AGE.name: (3.0, 4.0, 4.0),
         "pdproxy_places": (3.0, 4.0, 3.0),
         "pdproxy_node_up": (1.0, 0.0, 0.5),
-        catalog_workers.WORKERS.name: (1.0, 1.0, 2.0),
+        WORKERS.name: (1.0, 1.0, 2.0),
     }
     both = [Snapshot({name: {("x",): values[at]} for name, values in series.items()}, {}) for at in range(2)]
     found = merged(both).values
@@ -110,8 +104,8 @@ def test_a_change_that_all_have_seen_is_one_change() -> None:
     parts = [Metrics(), Metrics()]
     for part in parts:
         part.notify(MemberChanged("http://a:1", "decode", "added", "settings"))
-    assert RULES[catalog_fleet.MEMBER_CHANGES.name] is Rule.MOST
-    assert merged(part.snapshot() for part in parts).values[catalog_fleet.MEMBER_CHANGES.name]["added",] == 1
+    assert MEMBER_CHANGES.workers is Rule.MOST
+    assert merged(part.snapshot() for part in parts).values[MEMBER_CHANGES.name]["added",] == 1
 
 
 def test_the_processes_own_metrics_add_up() -> None:
@@ -124,3 +118,12 @@ def test_the_processes_own_metrics_add_up() -> None:
     assert found["process_start_time_seconds"].samples == before["process_start_time_seconds"].samples
     page = page_of(Snapshot({}, {}, own)).decode()
     assert "process_cpu_seconds_total" in page
+
+
+def test_a_metric_that_only_another_process_knows_stays() -> None:
+    """A plugin that is imported late: its numbers add up, and no page of another process fails because of it."""
+    one = Snapshot({"pdproxy_unknown_total": {("x",): 1.0}, WORKERS.name: {(): 1.0}}, {})
+    assert merged([one, one]).values == {"pdproxy_unknown_total": {("x",): 2.0}, WORKERS.name: {(): 2.0}}
+    assert one.without_gone([one]).values == one.values
+    assert one.without_levels().values == {}
+    assert b"unknown" not in page_of(one)

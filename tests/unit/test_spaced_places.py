@@ -10,9 +10,7 @@ import pytest
 
 from pdproxy.kit.fair_queue import Entry, FairQueue
 from pdproxy.serving.request.spaced_places import FASTER, LEAST, SpacedPlaces
-from tests.chaos.virtual.loop import VirtualLoop
-from tests.chaos.virtual.network import VirtualNetwork
-from tests.fakes.engine_model import Model, Pool, modelled
+from tests.fakes.engine_model import Model, Pool, in_virtual_time
 
 TOGETHER = Pool(step=0.0055, prefill_tokens_per_s=14_000.0, together=True)
 
@@ -40,15 +38,6 @@ class Spaced:
         self.places.leave(self.loop.time(), entry, cost, 2.0, 10)
 
 
-def virtual(run: object) -> None:
-    """Run a coroutine function in a virtual loop."""
-    loop = VirtualLoop(VirtualNetwork())
-    try:
-        loop.run_until_complete(run())  # type: ignore[operator]
-    finally:
-        loop.close()
-
-
 def test_many_at_once_come_free_one_after_another() -> None:
     """Twice as fast as requests end on average; with their costs, in order; the last after half of the mean time."""
 
@@ -63,7 +52,7 @@ def test_many_at_once_come_free_one_after_another() -> None:
         assert [at - begin for at, _, _ in spaced.free] == pytest.approx([one * 0.2 / FASTER for one in range(10)])
         assert not spaced.places.kept
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_those_that_end_one_by_one_are_not_kept_back() -> None:
@@ -80,7 +69,7 @@ def test_those_that_end_one_by_one_are_not_kept_back() -> None:
         assert len(spaced.free) == 10
         assert not spaced.places.kept
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_all_are_released_at_once() -> None:
@@ -96,7 +85,7 @@ def test_all_are_released_at_once() -> None:
         await asyncio.sleep(5.0)
         assert len(spaced.free) == 10
 
-    virtual(run)
+    in_virtual_time(run)
 
 
 def test_who_comes_when_nobody_waits_any_more_gets_a_place_at_once() -> None:
@@ -110,7 +99,7 @@ def test_who_comes_when_nobody_waits_any_more_gets_a_place_at_once() -> None:
             assert await asyncio.wait_for(_entered(model, f"c{place}"), 0.001)
         assert admission.inflight == TOGETHER.places
 
-    modelled(run)
+    in_virtual_time(run)
 
 
 async def _entered(model: Model, name: str) -> bool:
@@ -130,7 +119,7 @@ def test_a_shutdown_waits_for_none_that_is_kept_back() -> None:
         took = asyncio.get_running_loop().time() - begin
         return took, await task
 
-    took, found = modelled(run)
+    took, found = in_virtual_time(run)
     assert took <= 2 * TOGETHER.unloaded(TOGETHER.shapes[0])
     assert found["draining"]
 
@@ -147,5 +136,5 @@ def test_requests_that_are_prefilled_together_do_not_end_together_for_ever(seed:
         await model.load(10.0, 3.0)
         return await model.load(10.0, 20.0)
 
-    found = modelled(run)
+    found = in_virtual_time(run)
     assert found["late"] + found["504"] <= 0.02 * found["good"], found

@@ -1,7 +1,6 @@
-"""A first token put before another engine's completion: the client can't see the seam.
+"""A first token put before another engine's completion: the client can't see the seam."""
 
-The expectations are what vLLM 0.32.0 says when one engine does it all (tests/data, and the field order of its answers).
-"""
+# The expectations are what vLLM 0.32.0 says when one engine does it all (tests/data, and the field order of its answers).
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import Event, NodeChanged, Observers
+from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.scheduling.nodes import NodeSpec, Role
@@ -24,6 +24,7 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
+from tests.fakes.recorder import Recorder
 from tests.unit.test_ledger import SPLIT, evidence
 
 AFTER = 8.0
@@ -56,7 +57,7 @@ class Leg:
         self.failed.append(error)
 
 
-class Pool:
+class Pool(Recorder):
     """Engines whose cores a test stops: then they answer no canary, and their metrics do not move."""
 
     def __init__(
@@ -68,7 +69,7 @@ class Pool:
         """Engines that answer canaries late, and whose metrics stand still: they compute one long step."""
         self.refuse = False
         self.asked: list[tuple[str, int | None]] = []
-        self.events: list[Event] = []
+        super().__init__()
         self.metrics, self.canaries = metrics, canaries
         self.ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=10, slow_start=0))
         self.engines = EngineRegistry(self.ledger)
@@ -84,9 +85,6 @@ class Pool:
             self.engines.add(NodeSpec(url, ROLES[url[0]]), None, ranks=ranks)  # type: ignore[arg-type]
             self.ledger.mark_up(url, evidence())
         self._count = 0.0
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
     def may_ask(self, engine: Engine) -> bool:
         return self.canaries

@@ -55,6 +55,11 @@ class Toy:
             self.lines += (await self.process.stdout.read()).decode().splitlines()
             return await self.process.wait()
 
+    async def drained(self) -> int:
+        """Have all of them end in order, and return the exit code."""
+        self.process.terminate()
+        return await self.ended()
+
 
 @asynccontextmanager
 async def toy(mode: str, folder: Path) -> AsyncIterator[Toy]:
@@ -108,8 +113,7 @@ async def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
             )
         assert (await process.both())[1] == other
         assert _runs(other)
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
         assert process.lines[-1] == "restarts 4"
         assert process.lines.count("died 0") == 5
 
@@ -120,8 +124,7 @@ async def test_a_worker_that_is_silent_is_killed(tmp_path: Path) -> None:
         await process.until(lambda lines: sum(line.startswith("ready 0") for line in lines) == 2)
         assert "died 0" in process.lines
         assert "died 1" not in process.lines
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
 
 
 async def test_a_worker_that_is_stopped_is_killed(tmp_path: Path) -> None:
@@ -131,8 +134,7 @@ async def test_a_worker_that_is_stopped_is_killed(tmp_path: Path) -> None:
         os.kill(stopped, signal.SIGSTOP)
         await process.until(lambda lines: sum(line.startswith("ready 0") for line in lines) == 2)
         _gone([stopped])
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
 
 
 async def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
@@ -154,8 +156,7 @@ async def test_a_parent_that_was_stopped_kills_nobody(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         process.process.send_signal(signal.SIGHUP)
         await process.until(lambda lines: {"said 0 reloaded", "said 1 reloaded"} <= set(lines))
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
         assert process.lines[-1] == "restarts 0"
 
 
@@ -166,16 +167,14 @@ async def test_a_hangup_reaches_all(tmp_path: Path) -> None:
         process.process.send_signal(signal.SIGHUP)
         await process.until(lambda lines: {"said 0 reloaded", "said 1 reloaded"} <= set(lines))
         assert all(_runs(pid) for pid in pids)
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
 
 
 async def test_workers_that_do_not_drain_are_killed(tmp_path: Path) -> None:
     """The exit code says so."""
     async with toy("stays", tmp_path) as process:
         pids = await process.both()
-        process.process.terminate()
-        assert await process.ended() == 1
+        assert await process.drained() == 1
         _gone(pids)
 
 
@@ -220,8 +219,7 @@ async def test_what_is_refused_later_ends_nobody_else(tmp_path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         await process.until(lambda lines: lines.count("died 0") >= 3)
         assert _runs(other)
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
 
 
 async def test_a_system_without_processes_ends_nobody_else(tmp_path: Path) -> None:
@@ -231,8 +229,7 @@ async def test_a_system_without_processes_ends_nobody_else(tmp_path: Path) -> No
         os.kill(first, signal.SIGKILL)
         await process.until(lambda lines: sum(line.startswith("ready 0") for line in lines) == 2)
         assert _runs(other)
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
         assert process.lines[-1] == "restarts 1"
         refusals = [line for line in process.lines if line.startswith("refused with")]
         assert len(refusals) == REFUSALS
@@ -250,8 +247,7 @@ async def test_children_of_a_dead_worker_leave_nothing(tmp_path: Path) -> None:
         while any(Path(f"/proc/{pid}").exists() for pid in children[:2]):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
-        process.process.terminate()
-        assert await process.ended() == 0
+        assert await process.drained() == 0
 
 
 async def test_sigterm_for_the_whole_group_is_no_failure(tmp_path: Path) -> None:

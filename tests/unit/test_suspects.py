@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from pdproxy.scheduling.nodes import Node, NodeSpec, Role
 from pdproxy.serving.dispatch.abandoned import MOST_OF_ENGINE, AbandonedRequest, AbandonedRequests
+from pdproxy.serving.dispatch.few_first import FewFirst
 from pdproxy.serving.dispatch.loss import Loss, RequestLosses
-from pdproxy.serving.dispatch.suspects import FRESH, KEPT, MOST_KEPT, Suspects
+from pdproxy.serving.dispatch.suspects import (
+    FIRST_REFUSAL,
+    FRESH,
+    KEPT,
+    LAST_REFUSAL,
+    MOST_KEPT,
+    MOST_LOSSES,
+    Suspects,
+)
+from tests.fakes.clock import ManualClock
 
 NODE = Node(NodeSpec("http://127.0.0.1:1", Role.DECODE))
 
@@ -49,9 +59,39 @@ def test_each_further_loss_doubles_the_refusal() -> None:
     for at in range(10):
         suspects.add("a", lost(), None, 100.0 * at, streamed=False)
         seconds.append(suspects["a"].refused_for(100.0 * at + 5))
-    assert seconds == [0, 0, 10, 25, 55, 115, 235, 475, KEPT - 5, KEPT - 5]
-    assert suspects["a"].refused_for(900 + KEPT - 1) == 1
-    assert suspects["a"].refused_for(900 + KEPT) == 0
+    assert seconds == [0, 0, 10, 25, 55, 115, 235, 475, 955, 1915]
+    assert suspects["a"].refused_for(900 + 1920 - 1) == 1
+    assert suspects["a"].refused_for(900 + 1920) == 0
+    for at in range(100):
+        suspects.add("a", lost(), None, 1000.0 + at, streamed=False)
+    assert suspects["a"].refused_for(1099.0) == LAST_REFUSAL, "the longest"
+    assert suspects.losses("a") == MOST_LOSSES
+
+
+def test_who_was_refused_is_remembered_behind_that() -> None:
+    """Forgotten with the end of a refusal, it would take as many engines again. One that is kept longer holds up no other."""
+    suspects: Suspects[str] = Suspects()
+    for _ in range(9):
+        suspects.add("a", lost(), None, 0.0, streamed=False)
+    suspects.add("b", lost(), None, 1.0, streamed=False)
+    refused = FIRST_REFUSAL * 2**6
+    assert suspects["a"].refused_for(0.0) == refused > KEPT
+    suspects.forget_old(KEPT + 1)
+    assert [*suspects] == ["a"]
+    suspects.forget_old(refused + KEPT - 1)
+    assert suspects.losses("a") == 9
+    suspects.forget_old(refused + KEPT)
+    assert not suspects
+
+
+def test_a_further_loss_lets_fewer_begin() -> None:
+    """Those that wait for their turn are one after the other again."""
+    suspects: Suspects[str] = Suspects()
+    suspects.add("a", lost(), None, 0.0, streamed=False)
+    turns = suspects["a"].turns = FewFirst(ManualClock())
+    turns.open()
+    suspects.add("a", lost(), None, 0.0, streamed=False)
+    assert turns.limit == 1
 
 
 def test_each_is_remembered_for_some_time() -> None:

@@ -12,7 +12,7 @@ import pytest
 from pdproxy.fleet.canary import Trusted
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
-from pdproxy.observe.events import DeadlinePassed, Event, Observers, Tokenized
+from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch import tokenizing
@@ -21,6 +21,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
+from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
@@ -29,11 +30,11 @@ THEIRS = TokenIds(b"[7,8]", 2)
 OURS = SimTokenizer().completion("hello", add_special_tokens=True)
 
 
-class Stage:
+class Stage(Recorder):
     """Engines that answer, and a tokenizer or none."""
 
     def __init__(self, threads: ThreadPoolExecutor, required: bool, deadline: float) -> None:
-        self.events: list[Event] = []
+        super().__init__()
         self.asked: list[tuple[str, dict[str, Any], bytes | None]] = []
         self.trust: Trusted | None = Trusted(SimTokenizer(), {False: "string", True: "string"})
         self.answer: Callable[[], TokenIds] = lambda: THEIRS
@@ -59,10 +60,6 @@ class Stage:
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
         """What proofs say."""
-
-    def notify(self, event: Event) -> None:
-        """Hear an event."""
-        self.events.append(event)
 
     async def _ask(self, url: str, body: bytes, authorization: bytes | None) -> TokenIds:
         self.asked.append((url, msgspec.json.decode(body), authorization))

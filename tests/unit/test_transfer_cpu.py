@@ -15,8 +15,8 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import check_pairs
 from pdproxy.transfer.contract import Dispatch, Handle, HeldByDecode
 from pdproxy.transfer.cpu import ENTRY, release_leg
-from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Alone, Route, parse
+from tests.fakes.prompts import read
 
 CPU = ENTRY.contract(Settings(pools=(Pool(connector=ENTRY.name),)))
 DISPATCH = Dispatch("0a" * 16)
@@ -27,14 +27,9 @@ PROMPT = (
 
 def answered(params: Any, tokens: int = 40) -> Any:
     """Read a prefill answer with these params."""
-    answer = {
-        "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
-        "usage": {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1},
-        "kv_transfer_params": params,
-    }
-    read = prefill_answer(json.dumps(answer).encode())
-    assert read is not None
-    return read
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
+    choice = {"index": 0, "text": "x", "finish_reason": "length"}
+    return read({"choices": [choice], "usage": usage, "kv_transfer_params": params})
 
 
 def handle(params: Any, tokens: int = 40) -> Handle | str:

@@ -10,26 +10,14 @@ import pytest
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.transfer.contract import NOT_HELD, Dispatch, Handle
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS, why_not_stored
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.kvparams import read, store_keys
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Route
+from tests.fakes import prompts
+from tests.fakes.prompts import parsed
 
 IDS = [1, 5, 6, 7]
 DISPATCH = Dispatch(ids=from_numbers(IDS))
 HANDLE = Handle(b"", None, 4, "")
-
-
-def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
-    """A request that may be split."""
-    prompt = {"prompt": "p" * 50} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
-    return parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-
-
-def answer(**body: Any) -> PrefillAnswer:
-    """P's answer, which names no params."""
-    found = prefill_answer(json.dumps(body).encode())
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("route", [Route.COMPLETIONS, Route.CHAT])
@@ -86,8 +74,8 @@ def test_a_request_is_not_changed() -> None:
 )
 def test_ids_that_p_says_otherwise(body: dict[str, Any], stored: bool) -> None:
     """D would load KV of another prompt: it is better told nothing. An engine that says nothing is believed."""
-    assert (why_not_stored(answer(**body), IDS) is None) is stored
-    assert isinstance(KVSTORE_KEYS.handle(parsed(), answer(**body), DISPATCH), Handle) is stored
+    assert (why_not_stored(prompts.read(body), IDS) is None) is stored
+    assert isinstance(KVSTORE_KEYS.handle(parsed(), prompts.read(body), DISPATCH), Handle) is stored
 
 
 def test_nothing_is_to_be_given_back() -> None:

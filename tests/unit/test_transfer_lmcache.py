@@ -11,20 +11,12 @@ import pytest
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, HeldByDecode, Receiver
 from pdproxy.transfer.lmcache_pd import Options, lmcache_pd, may_begin_on_prefill
-from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Alone, Parsed, Route, parse
+from pdproxy.wire.request import Alone, Parsed, Route
+from tests.fakes.prompts import parsed, read
 
 PD = lmcache_pd()
 IDS = TokenIds(b"[5,6,7]", 3)
 DISPATCH = Dispatch("leg-1", IDS, receiver=Receiver("10.0.0.7", (7300, 7301), (7400, 7401)))
-
-
-def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
-    """A request that may be split."""
-    prompt = {"prompt": "abc"} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "abc"}]}
-    found = parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-    assert found.alone is None
-    return found
 
 
 def answer(first: int | None = 42, **choice: Any) -> bytes:
@@ -44,9 +36,7 @@ def released_by(contract: Contract) -> Callable[[str | None, Handle], bytes]:
 
 def handle(request: Parsed, body: bytes, contract: Any = PD) -> Handle:
     """The handle of an answer, which must hold one."""
-    read = prefill_answer(body)
-    assert read is not None
-    found = contract.handle(request, read, DISPATCH)
+    found = contract.handle(request, read(body), DISPATCH)
     assert isinstance(found, Handle), found
     return found
 
@@ -251,9 +241,7 @@ def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int)
 @pytest.mark.parametrize("body", [answer(None), b'{"choices":[],"kv_transfer_params":{"first_tok":"x"}}'])
 def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
     """No first token: the reason names what to look at."""
-    read = prefill_answer(body)
-    assert read is not None
-    assert "pd_role sender" in str(PD.handle(parsed(), read, DISPATCH))
+    assert "pd_role sender" in str(PD.handle(parsed(), read(body), DISPATCH))
 
 
 def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() -> None:
@@ -265,9 +253,7 @@ def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() 
     assert body["prompt"] == list(range(39))
     said = json.loads(answer(7))
     said["usage"]["prompt_tokens"] = 39
-    read = prefill_answer(json.dumps(said).encode())
-    assert read is not None
-    given = contract.handle(request, read, dispatch)
+    given = contract.handle(request, read(said), dispatch)
     assert isinstance(given, Handle)
     assert given.prompt_tokens == 40
     assert contract.min_tokens(request) == 33

@@ -1,8 +1,7 @@
-"""The Mooncake contract: what each leg is sent, and what becomes of a prefill answer.
+"""The Mooncake contract: what each leg is sent, and what becomes of a prefill answer."""
 
-The cases are those of vLLM's own tests of its connector (which params make it send, keep, hang or die) and of vllm-omni's tests
-of its orchestrator, seen from the proxy.
-"""
+# The cases are those of vLLM's own tests of its connector (which params make it send, keep, hang or die) and of vllm-omni's
+# tests of its orchestrator, seen from the proxy.
 
 from __future__ import annotations
 
@@ -19,8 +18,9 @@ from pdproxy.transfer.bodies import until_length
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.mooncake import CAPABILITIES, LEASE, MOONCAKE, decode_params, prefill_params, promise
 from pdproxy.transfer.peers import Peer, PeerSource
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Parsed, Prompt, Route, parse
+from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.request import Parsed, Prompt, Route
+from tests.fakes.prompts import parsed, read
 
 KNOWN = Peer(engine_id="mc-p", address="http://10.0.0.1:8998", tp_size=1, pp_size=1)
 ID = "0" * 31 + "7"
@@ -35,16 +35,6 @@ TO_D = {
 }
 
 
-def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
-    """A request that may be split."""
-    prompt = (
-        {"prompt": "p" * 50} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x" * 50}]}
-    )
-    found = parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-    assert found.alone is None
-    return found
-
-
 def prompt(of: Parsed) -> Prompt:
     return of.prompts[0]
 
@@ -55,10 +45,7 @@ def answer(route: Route = Route.COMPLETIONS, finish: str | None = "length", para
     choice = {"index": 0, "finish_reason": finish, "text": "x", **(ids if route is Route.COMPLETIONS else {})}
     more = ids if route is Route.CHAT else {}
     usage = {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}
-    body = {"choices": [choice], "usage": usage, "kv_transfer_params": params, **more}
-    found = prefill_answer(json.dumps(body).encode())
-    assert found is not None
-    return found
+    return read({"choices": [choice], "usage": usage, "kv_transfer_params": params, **more})
 
 
 def sent(body: bytes) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle
 from pdproxy.transfer.nixl import NIXL, at_host
 from pdproxy.transfer.refusal import release_body
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Route
+from tests.fakes.prompts import parsed, read
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -22,13 +23,6 @@ DATA = Path(__file__).parents[1] / "data"
 def recorded(name: str) -> bytes:
     """The body of a recorded answer."""
     return (DATA / name).read_bytes().partition(b"<<<")[2].partition(b"\n\n")[2].strip()
-
-
-def read(body: bytes) -> PrefillAnswer:
-    """A prefill answer, which it must be."""
-    answer = prefill_answer(body)
-    assert answer is not None
-    return answer
 
 
 def handle_in(answer: PrefillAnswer) -> Handle | str:
@@ -41,16 +35,6 @@ def given(name: str) -> Handle:
     handle = handle_in(read(recorded(name)))
     assert isinstance(handle, Handle)
     return handle
-
-
-def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
-    """A request that may be split."""
-    prompt = (
-        {"prompt": "p" * 50} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x" * 50}]}
-    )
-    found = parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-    assert found.alone is None
-    return found
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from pdproxy.transfer.contract import Contract, Dispatch, Handle, HeldByDecode, 
 from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.p2p_nccl import P2P_NCCL
 from pdproxy.transfer.peers import Peer
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.registrations import Registration
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Route
+from tests.fakes.prompts import answered, moriio_params, parsed
 
 MINTED = "0123456789abcdef" * 2
 P_MORIIO = "host:10.0.0.1,handshake:6301,notify:61005"
@@ -47,41 +47,6 @@ def of_moriio(mode: str = "READ", rank: int = 0, **more: Any) -> Dispatch:
     """A dispatch of MoRIIO: P has two ranks, D one."""
     prefill = Peer(rank, 2, address=P_MORIIO, tp_size=8, mode=mode)
     return named(MORIIO, prefill, Peer(address=D_MORIIO, tp_size=4, mode=mode), **more)
-
-
-def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
-    """A request that may be split."""
-    prompt = {"prompt": "p" * 50} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
-    return parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
-
-
-def answer(params: dict[str, Any] | None, ids: list[int] | None = None) -> PrefillAnswer:
-    """P's answer."""
-    body: dict[str, Any] = {"kv_transfer_params": params, "usage": {"prompt_tokens": 4}}
-    body["choices"] = [{"finish_reason": "length", "prompt_token_ids": ids or [1, 2, 3, 4]}]
-    found = prefill_answer(json.dumps(body).encode())
-    assert found is not None
-    return found
-
-
-def given_params(**changes: Any) -> dict[str, Any]:
-    """The params of a MoRIIO P's answer: `request_finished` of vLLM 0.32.0."""
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1, 2, 3]],
-        "remote_engine_id": "10.0.0.1:6301",
-        "remote_host": "10.0.0.1",
-        "remote_handshake_port": "6301",
-        "remote_notify_port": 61005,
-        "remote_dp_rank": 1,
-        "remote_dp_rank_override": True,
-        "remote_dp_size": 2,
-        "remote_dp_size_local": 2,
-        "tp_size": 8,
-        "transfer_id": f"tx-{MINTED}",
-        **changes,
-    }
 
 
 def body_of(leg: LegRequest) -> Any:
@@ -160,7 +125,7 @@ def test_addresses_that_are_not_moriio_s(address: str) -> None:
 def test_p2p_nccl_s_legs_are_the_clients_requests(route: Route) -> None:
     request = parsed(route, max_tokens=9, stream=True)
     p = body_of(P2P_NCCL.prefill(request, request.prompts[0], of_p2p()))
-    given = P2P_NCCL.handle(request, answer(None), of_p2p())
+    given = P2P_NCCL.handle(request, answered(None), of_p2p())
     assert isinstance(given, Handle)
     d = body_of(P2P_NCCL.decode(request, request.prompts[0], given, of_p2p()))
     assert (p["max_tokens"], p["stream"], d["max_tokens"], d["stream"]) == (1, False, 9, True)
@@ -172,7 +137,7 @@ def test_p2p_nccl_s_legs_are_the_clients_requests(route: Route) -> None:
 @ROUTES
 def test_p2p_nccl_s_kv_is_dropped_by_a_prompt_of_one_token_with_the_same_id(route: Route) -> None:
     """On the same route: vLLM's internal id begins with it."""
-    given = P2P_NCCL.handle(parsed(route), answer(None), of_p2p())
+    given = P2P_NCCL.handle(parsed(route), answered(None), of_p2p())
     assert isinstance(given, Handle)
     assert given.release is not None
     assert given.release.route is route
@@ -215,18 +180,18 @@ def test_moriio_s_prefill_leg_names_d_and_ends_by_length(route: Route) -> None:
 @ROUTES
 def test_moriio_reads_with_p_s_answer_unchanged(route: Route) -> None:
     request, dispatch = parsed(route), of_moriio("READ", 1)
-    given = MORIIO.handle(request, answer(given_params()), dispatch)
+    given = MORIIO.handle(request, answered(moriio_params()), dispatch)
     assert isinstance(given, Handle)
     leg = MORIIO.decode(request, request.prompts[0], given, dispatch)
     params = body_of(leg)["kv_transfer_params"]
     assert params.pop("prompt_token_ids") == [1, 2, 3, 4]
-    assert params == given_params()
+    assert params == moriio_params()
     assert leg.headers == ()
 
 
 def test_moriio_writes_into_blocks_that_d_chooses() -> None:
     request, dispatch = parsed(), of_moriio("WRITE", 1)
-    given = MORIIO.handle(request, answer(given_params()), dispatch)
+    given = MORIIO.handle(request, answered(moriio_params()), dispatch)
     assert isinstance(given, Handle)
     params = body_of(MORIIO.decode(request, request.prompts[0], given, dispatch))["kv_transfer_params"]
     assert params == {
@@ -245,7 +210,7 @@ def test_moriio_writes_into_blocks_that_d_chooses() -> None:
 def test_moriio_s_ids_that_the_proxy_made() -> None:
     request, dispatch = parsed(), of_moriio(rank=1, ids=from_numbers([1, 2, 3, 4]))
     assert body_of(MORIIO.prefill(request, request.prompts[0], dispatch))["prompt"] == [1, 2, 3, 4]
-    given = MORIIO.handle(request, answer(given_params()), dispatch)
+    given = MORIIO.handle(request, answered(moriio_params()), dispatch)
     assert isinstance(given, Handle)
     body = body_of(MORIIO.decode(request, request.prompts[0], given, dispatch))
     assert body["prompt"] == [1, 2, 3, 4]
@@ -267,13 +232,13 @@ def test_moriio_s_ids_that_the_proxy_made() -> None:
     ],
 )
 def test_answers_that_may_not_reach_d(changes: dict[str, Any], why: str) -> None:
-    found = MORIIO.handle(parsed(), answer(given_params(**changes)), of_moriio(rank=1))
+    found = MORIIO.handle(parsed(), answered(moriio_params(**changes)), of_moriio(rank=1))
     assert isinstance(found, str)
     assert why in found
 
 
 def test_an_answer_without_params_says_what_may_be_wrong() -> None:
-    found = MORIIO.handle(parsed(), answer(None), of_moriio())
+    found = MORIIO.handle(parsed(), answered(None), of_moriio())
     assert isinstance(found, str)
     assert "kv_producer" in found
 
@@ -283,11 +248,11 @@ def test_moriio_s_blocks_are_released_by_a_refusal_with_p_s_answer() -> None:
     holder = MORIIO.holder
     assert isinstance(holder, PushedToDecode)
     assert holder.release_body is not None
-    given = MORIIO.handle(parsed(), answer(given_params()), of_moriio("READ", 1))
+    given = MORIIO.handle(parsed(), answered(moriio_params()), of_moriio("READ", 1))
     assert isinstance(given, Handle)
     body = json.loads(holder.release_body("tiny", given) or b"")
-    assert (body["max_tokens"], body["kv_transfer_params"]) == (0, given_params())
-    given = MORIIO.handle(parsed(), answer(given_params()), of_moriio("WRITE", 1))
+    assert (body["max_tokens"], body["kv_transfer_params"]) == (0, moriio_params())
+    given = MORIIO.handle(parsed(), answered(moriio_params()), of_moriio("WRITE", 1))
     assert isinstance(given, Handle)
     assert holder.release_body("tiny", given) is None
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from pdproxy.observe.events import Event, Observers, TurnReleased
+from pdproxy.observe.events import Observers, TurnReleased
 from pdproxy.serving.kv.kept_turns import TurnRecord
 from pdproxy.serving.kv.turn_release import AT_ONCE, LEAST_WAITING, TurnReleases
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
+from tests.fakes.recorder import Recorder
 from tests.unit.test_kept_turns import params
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.results: list[str] = []
-
-    def notify(self, event: Event) -> None:
-        assert isinstance(event, TurnReleased)
-        self.results.append(event.result)
 
 
 async def test_as_many_wait_as_turns_may_be_kept() -> None:
@@ -33,7 +25,7 @@ async def test_as_many_wait_as_turns_may_be_kept() -> None:
         record = TurnRecord("d", 1, "p", 2, "a", "tiny", (), None, 0)
         for _ in range(most + 5):  # none of them runs before the loop goes on
             releases.release(record, handle)
-        assert seen.results == ["left"] * 5
+        assert seen.events == [TurnReleased("left")] * 5
         assert releases.pending == most + AT_ONCE
         assert await releases.settle(10) == 0
-        assert seen.results == ["left"] * 5 + ["released"] * most
+        assert seen.events == [TurnReleased("left")] * 5 + [TurnReleased("released")] * most

@@ -16,13 +16,14 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.workers import NoMemoryError, WorkerLostError, Workers
-from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.request import Route
 from tests.fakes.clock import ManualClock
+from tests.fakes.recorder import Recorder
 from tests.fakes.world import until
 
 MEMORY = 512 << 20
@@ -263,11 +264,7 @@ async def test_what_a_process_is_told() -> None:
 
 async def test_reading_a_body_has_a_deadline() -> None:
     """The request is refused for now, the process killed, the wait counted."""
-    events: list[Event] = []
-
-    class Hears:
-        def notify(self, event: Event) -> None:
-            events.append(event)
+    heard = Recorder()
 
     class Asleep(Workers):
         async def ask(
@@ -277,9 +274,9 @@ async def test_reading_a_body_has_a_deadline() -> None:
 
     clock = Clock()
     asleep = Asleep("tests.fakes.slow_worker", max_workers=1, waiting=1, memory=MEMORY, idle=60, clock=clock)
-    bodies = BodyReader(Limits(), Deadlines(read_body=0.3), MediaSettings(), clock, Observers([Hears()]), asleep)
+    bodies = BodyReader(Limits(), Deadlines(read_body=0.3), MediaSettings(), clock, Observers([heard]), asleep)
     with pytest.raises(OverloadedError, match=r"not read in 0\.3 s"):
         await bodies.request(Route.CHAT, b" " * (LARGE + 1), Client("a client"))
-    assert events == [DeadlinePassed("read_body")]
+    assert heard.events == [DeadlinePassed("read_body")]
     assert (asleep.busy, asleep.idle) == (0, 0)
     await asleep.close()

@@ -12,6 +12,7 @@ from pdproxy.fleet import works
 from pdproxy.fleet.open_legs import OpenLeg, OpenLegs
 from pdproxy.observe.events import Event, Observers, SilenceAllowed
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
+from tests.fakes.recorder import Recorder
 
 
 class Leg:
@@ -40,14 +41,8 @@ def page(running: int, waiting: int = 0) -> Scrape:
     return dataclasses.replace(NO_METRICS, running=float(running), waiting=float(waiting))
 
 
-class Recorder:
+class Silences(Recorder):
     only: tuple[type[Event], ...] = (SilenceAllowed,)
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def notify(self, event: Event) -> None:
-        self.events.append(event)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,7 @@ async def test_requests_that_an_engine_reports(
 ) -> None:
     """Fewer than were sent to it, at each look: then one is lost. The last number stays as it is."""
     monkeypatch.setattr(works, "BETWEEN", 0.0)
-    engine, recorder = Engine(), Recorder()
+    engine, recorder = Engine(), Silences()
     engine.open_legs.canaries = canaries
     numbers = itertools.chain(running, itertools.repeat(running[-1]))
 

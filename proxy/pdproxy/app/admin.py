@@ -16,9 +16,7 @@ from pdproxy.app.own_listener import OwnListener, own_bounds
 from pdproxy.app.unix_socket import UnixSocket
 from pdproxy.fleet.entries import Entries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
-from pdproxy.observe import catalog_fleet
 from pdproxy.observe.logs import Log, set_level
-from pdproxy.observe.metrics import Gauge
 from pdproxy.observe.recent import Recent
 from pdproxy.serving.dispatch.decisions import Kept
 from pdproxy.settings.errors import SettingsError
@@ -117,14 +115,6 @@ class AdminServer:
             observers,
             proxy.wrong_keys,
             is_tcp=at.place.path is None,
-        )
-        proxy.metrics.add_gauges(
-            [
-                Gauge(
-                    catalog_fleet.ADMIN_REQUESTS,
-                    lambda: [((how,), gate.counts[how]) for how, _ in catalog_fleet.ADMIN_ENDS],
-                )
-            ]
         )
         bounds = own_bounds(
             clock, observers, connections=MAX_CONNECTIONS, write_seconds=WRITE_SECONDS, max_unread=MAX_UNREAD

@@ -9,9 +9,8 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
-from pdproxy.observe import catalog_refusals
+from pdproxy.observe.description import NODE, Rule, Samples, gauge
 from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, Observers, RequestEnded
-from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
@@ -22,6 +21,13 @@ from pdproxy.upstream.metrics_page import Scrape
 
 FULL = 503
 """The status with which vLLM refuses a request because its queue is full (`--max-num-queued-reqs`)."""
+CAPACITY = gauge(
+    "pdproxy_capacity",
+    "requests",
+    "Requests that an engine can take now (limits.engine_requests). Engines without such a bound are not shown",
+    NODE,
+    workers=Rule.MOST,
+)
 
 
 class Places(Protocol):
@@ -160,14 +166,14 @@ class PoolCapacity:
             self._windows.remove(engine.url)
         self._resize()
 
-    def gauges(self) -> list[Gauge]:
-        """Return the gauge of windows. It is read at every scrape."""
+    def show(self, observers: Observers) -> None:
+        """Show the windows."""
 
-        def windows() -> list[tuple[tuple[str, ...], float]]:
+        def windows() -> Samples:
             found = ((url, self._windows.of(_load(engine))) for url, engine in self._engines.items())
             return [((url,), window) for url, window in found if window is not None]
 
-        return [Gauge(catalog_refusals.CAPACITY, windows)]
+        observers.show(CAPACITY, windows)
 
     def _resize(self) -> None:
         for engine in self._engines.values():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pdproxy.app.front import Front
-from pdproxy.app.gauges import memory_gauges, state_gauges, wrong_key_gauges
+from pdproxy.app.gauges import show_memory, show_state
 from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
@@ -58,14 +58,12 @@ class Proxy(Parts):
         proxy.route()
         credentials, metrics, pools = proxy.credentials, proxy.metrics, proxy.pools
         records = [pool.resources.records for pool in pools if pool.resources.records is not None]
-        metrics.add_gauges(
-            memory_gauges(proxy.connections, proxy.body_budget, proxy.answer_budget, proxy.unread_answers, records)
-        )
-        metrics.add_gauges(wrong_key_gauges(proxy.wrong_keys))
+        budgets = proxy.body_budget, proxy.answer_budget, proxy.unread_answers
+        show_memory(proxy.observers, proxy.connections, *budgets, records)
         states = [PoolState(pool.name, pool.ledger, pool.shortcomings, partial(_weight, pool.models)) for pool in pools]
         wrong = [proxy.tasks.shortcomings, credentials.shortcomings]
         readiness = ReadinessCheck(proxy.admission, states, proxy.now, credentials.why_no_key, wrong)
-        metrics.add_gauges(state_gauges(readiness.state, [pool.connector for pool in settings.pools]))
+        show_state(proxy.observers, readiness.state, [pool.connector for pool in settings.pools])
         proxy.readiness = readiness
         credentials.then.append(Revoking(credentials.keys, proxy.connections, credentials.keys.ends).look)
         proxy.front = Front(

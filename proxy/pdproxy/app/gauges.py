@@ -1,4 +1,4 @@
-"""The gauges of the process itself: requests, connections, memory, reader processes, tasks, the log, state and versions."""
+"""The metrics of what is no part's alone: connections, memory, tasks, the log, placements, state and versions."""
 
 from __future__ import annotations
 
@@ -8,73 +8,143 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog, catalog_decisions, catalog_health, catalog_refusals, catalog_workers
+from pdproxy.observe.description import NODE, TASK, Label, Rule, Samples, counter, gauge
+from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
-from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.placement import Placement, PlacementState
 from pdproxy.serving.dispatch.record import Records
-from pdproxy.serving.dispatch.retry_budget import RetryBudget
-from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
 from pdproxy.web.operation import State
 from pdproxy.web.unread_answers import UnreadAnswers
-from pdproxy.web.wrong_keys import ADMIN, CLIENTS, WrongKeys
 
-Samples = list[tuple[tuple[str, ...], float]]
+WORKERS = gauge(
+    "pdproxy_workers",
+    "processes",
+    "Workers whose numbers are on this page. Fewer than listen.workers: one is being started, or does not answer",
+    workers=Rule.SUM,
+)
+TASKS = gauge(
+    "pdproxy_tasks",
+    "tasks",
+    "Tasks of the event loop: those of requests, and those in the background",
+    workers=Rule.SUM,
+)
+TASK_RESTARTS = counter(
+    "pdproxy_task_restarts_total",
+    "failures",
+    "Failures of background tasks that must always run, and that were started again",
+    TASK,
+)
+LINES_DROPPED = counter(
+    "pdproxy_log_lines_dropped_total",
+    "lines",
+    "Log lines that were dropped, since standard error was not read or could not be written",
+)
+REFUSALS_NOT_LOGGED = counter(
+    "pdproxy_refused_not_logged_total",
+    "lines",
+    "Log lines about refusals, and about requests without a valid key, that were left out: too many came within a second, or of "
+    "one client within a minute",
+)
+CONNECTIONS = gauge(
+    "pdproxy_connections",
+    "connections",
+    "Open connections of clients, also those being refused",
+    workers=Rule.SUM,
+)
+HELD_BYTES = gauge(
+    "pdproxy_held_bytes",
+    "bytes",
+    "Bytes that are held for clients and engines",
+    Label(
+        "what",
+        (
+            ("bodies", "of requests (limits.max_buffered_bytes)"),
+            ("answers", "on their way from engines (limits.max_buffered_answer_bytes)"),
+            ("unread", "what was written and clients have not read yet (limits.max_buffered_answer_bytes)"),
+            ("records", "of streams, so that other engines can go on with them (continuations.max_bytes)"),
+        ),
+    ),
+    workers=Rule.SUM,
+)
+STATE = gauge(
+    "pdproxy_state",
+    "bool",
+    "1 for the state that /ready reports, 0 for the others",
+    Label(
+        "state",
+        (
+            ("ok", "requests are served, and prompts can be split"),
+            ("degraded", "requests are served, and no prompt can be split"),
+            ("not_ready", "no request can be served"),
+        ),
+    ),
+    workers=Rule.MEAN,  # the part of the workers that see it so
+)
+BUILD_INFO = gauge(
+    "pdproxy_build_info",
+    "bool",
+    "Always 1; the labels are the versions of pdproxy and Python, and the connector",
+    Label("version", text="pdproxy's version"),
+    Label("python", text="Python's version"),
+    Label("connector", text="the pool's connector"),
+    workers=Rule.MOST,
+)
+PREDICTION_ERRORS = gauge(
+    "pdproxy_prediction_error_ratio",
+    "ratio",
+    "How wrong the placement's predictions of the last requests were: (measured - predicted) / predicted",
+    Label("of", (("ttft", "the first token"), ("tpot", "the mean time per token after it"))),
+    Label("kind", (("mean", "below 0: it came earlier"), ("size", "the mean size, either way"))),
+    workers=Rule.MEAN,
+    pools=Rule.MOST,
+)
+TIME_CORRECTIONS = gauge(
+    "pdproxy_time_correction_ratio",
+    "ratio",
+    "What the placement multiplies the times of an engine's profile by, since its answers took longer or shorter",
+    NODE,
+    Label("work", (("prefill", "computing prompts"), ("step", "steps that only decode"))),
+    workers=Rule.MEAN,
+)
+KEPT_FOR_PREFILL = gauge(
+    "pdproxy_engines_kept_for_prefill",
+    "engines",
+    "Engines of role any that the placement keeps for prefill at present",
+    workers=Rule.MOST,
+)
+SHARED_AGE = gauge(
+    "pdproxy_placement_shared_age_seconds",
+    "seconds",
+    "How long before a worker's placement read it another worker had made the last change of an engine's load",
+    workers=Rule.MOST,
+    pools=Rule.MOST,
+)
 
 
-def request_gauges(admission: Admission, bodies: BodyReader, retries: RetryBudget) -> list[Gauge]:
-    """Return the gauges of requests. Each is read at every scrape."""
-
-    def readers() -> Samples:
-        workers = bodies.workers
-        return [(("busy",), workers.busy), (("idle",), workers.idle), (("awaited",), workers.waiting)]
-
-    return [
-        Gauge(catalog.INFLIGHT, lambda: [((), admission.inflight)]),
-        Gauge(catalog_refusals.PLACES, lambda: [((), admission.places)]),
-        Gauge(catalog_refusals.TOKENS_IN_FLIGHT, lambda: [((), admission.tokens)]),
-        Gauge(catalog.QUEUE, lambda: [((), admission.waiting)]),
-        Gauge(catalog.BODY_READERS, readers),
-        Gauge(catalog_health.RETRIES, lambda: [(("running",), retries.running), (("waiting",), retries.waiting)]),
-        Gauge(catalog_health.RETRIES_REFUSED, lambda: [((), retries.refused)]),
-    ]
-
-
-def wrong_key_gauges(wrong: WrongKeys) -> list[Gauge]:
-    """Return the counts of wrong keys."""
-    kinds = [(listener, answer) for listener in (CLIENTS, ADMIN) for answer in ("refused", "throttled")]
-    return [Gauge(catalog_refusals.WRONG_KEYS, lambda: [(kind, wrong.counts[kind]) for kind in kinds])]
-
-
-def memory_gauges(
+def show_memory(
+    observers: Observers,
     connections: Connections,
     bodies: BodyBudget,
     answers: AnswerBudget,
     unread: UnreadAnswers,
     records: Sequence[Records],
-) -> list[Gauge]:
-    """Return the gauges of connections, and of memory that is held for clients and engines."""
+) -> None:
+    """Show the gauges of connections, and of memory that is held for clients and engines."""
 
     def held() -> Samples:
         kept = sum(one.held for one in records)
         found = {"bodies": bodies.held, "answers": answers.held, "unread": unread.held, "records": kept}
         return [((what,), count) for what, count in found.items()]
 
-    return [
-        Gauge(catalog.CONNECTIONS, lambda: [((), connections.open)]),
-        Gauge(catalog.HELD_BYTES, held),
-    ]
+    observers.show(CONNECTIONS, lambda: [((), connections.open)])
+    observers.show(HELD_BYTES, held)
 
 
-def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> list[Gauge]:
-    """Return the counts of tasks, of those that failed, of dropped log lines, and of lines about refusals that were left out."""
-
-    def failures() -> Samples:
-        return [((task,), count) for task, count in tasks.failures()]
+def show_process(observers: Observers, tasks: TaskOwner, log: Log | None, lines: LogObserver) -> None:
+    """Show the counts of tasks, of those that failed, of dropped log lines, and of lines about refusals that were left out."""
 
     def running() -> Samples:
         try:
@@ -82,17 +152,15 @@ def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> lis
         except RuntimeError:
             return [((), 0)]  # the page is read outside of an event loop
 
-    return [
-        Gauge(catalog_workers.WORKERS, lambda: [((), 1)]),
-        Gauge(catalog.TASKS, running),
-        Gauge(catalog.TASK_RESTARTS, failures),
-        Gauge(catalog.LINES_DROPPED, lambda: [((), log.dropped if log is not None else 0)]),
-        Gauge(catalog.REFUSALS_NOT_LOGGED, lambda: [((), lines.refusals.left_out)]),
-    ]
+    observers.show(WORKERS, lambda: [((), 1)])
+    observers.show(TASKS, running)
+    observers.show(TASK_RESTARTS, lambda: [((task,), count) for task, count in tasks.failures()])
+    observers.show(LINES_DROPPED, lambda: [((), log.dropped if log is not None else 0)])
+    observers.show(REFUSALS_NOT_LOGGED, lambda: [((), lines.refusals.left_out)])
 
 
-def placement_gauges(placement: Placement) -> list[Gauge]:
-    """Return the gauges of what a placement predicts and decides. Each is read at every scrape."""
+def show_placement(observers: Observers, placement: Placement) -> None:
+    """Show the gauges of what a placement predicts and decides."""
 
     def state() -> PlacementState:
         return placement.state() or PlacementState({}, {}, 0)
@@ -105,20 +173,19 @@ def placement_gauges(placement: Placement) -> list[Gauge]:
             for kind, value in zip(("mean", "size"), both, strict=True)
         ]
 
-    return [
-        Gauge(catalog_decisions.PREDICTION_ERRORS, errors, max),
-        Gauge(catalog_decisions.TIME_CORRECTIONS, lambda: list(state().corrections.items())),
-        Gauge(catalog_decisions.KEPT_FOR_PREFILL, lambda: [((), state().kept)]),
-        Gauge(catalog_decisions.SHARED_AGE, lambda: [] if (age := state().shared_age) is None else [((), age)], max),
-    ]
+    observers.show(PREDICTION_ERRORS, errors)
+    observers.show(TIME_CORRECTIONS, lambda: state().corrections.items())
+    observers.show(KEPT_FOR_PREFILL, lambda: [((), state().kept)])
+    observers.show(SHARED_AGE, lambda: [] if (age := state().shared_age) is None else [((), age)])
 
 
-def state_gauges(state: Callable[[], State], connectors: Iterable[str]) -> list[Gauge]:
-    """Return the gauges of what `/ready` reports, and of what runs here."""
+def show_state(observers: Observers, state: Callable[[], State], connectors: Iterable[str]) -> None:
+    """Show the gauges of what `/ready` reports, and of what runs here."""
 
     def states() -> Samples:
         now = state()
         return [((one.value,), float(one is now)) for one in State]
 
     versions = [(__version__, platform.python_version(), connector) for connector in dict.fromkeys(connectors)]
-    return [Gauge(catalog.STATE, states), Gauge(catalog.BUILD_INFO, lambda: [(labels, 1) for labels in versions])]
+    observers.show(STATE, states)
+    observers.show(BUILD_INFO, lambda: [(labels, 1) for labels in versions])

@@ -8,12 +8,22 @@ from __future__ import annotations
 import asyncio
 import time
 
+from pdproxy.observe.description import histogram
 from pdproxy.observe.events import LoopBeat, Observers
 
 EVERY = 0.1
 """Seconds between two beats."""
 MAX_MISSED = 100
 """Beats that are reported for one delay of the loop: each beat that was due in that time is late by the rest of the delay."""
+LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds in seconds for the event loop's delay."""
+LOOP_LATENESS = histogram(
+    "pdproxy_loop_lateness_seconds",
+    "Seconds by which the event loop called a timer late, measured every 0.1 s",
+    bounds=LATENESS,
+    of=LoopBeat,
+    by="late_s",
+)
 
 
 class Heartbeat:

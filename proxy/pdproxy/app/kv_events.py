@@ -86,7 +86,6 @@ def build_kv_events(
         )
         siblings.hears[topic] = sources.received
     process.observers.add(sources)
-    process.metrics.add_gauges(sources.gauges())
     return ReadingKvEvents(sources, places, sockets)
 
 

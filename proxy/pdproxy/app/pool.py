@@ -10,7 +10,7 @@ from pdproxy.app.bootstraps import build_bootstraps
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.continuations import build_continuing
 from pdproxy.app.engines import EngineSetup, Profiles, no_key
-from pdproxy.app.gauges import placement_gauges
+from pdproxy.app.gauges import show_placement
 from pdproxy.app.health import Watching, build_watching
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
 from pdproxy.app.ledger import build_ledger
@@ -27,12 +27,10 @@ from pdproxy.app.transfer import build_transfer, build_transfers, build_turns
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
+from pdproxy.fleet.gauges import MetricsOfEngines, show_engines
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.works import Works
-from pdproxy.observe import catalog_health
-from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.scheduling.shared_windows import SharedWindows
@@ -43,7 +41,6 @@ from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
-from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
 from pdproxy.serving.kv.shared_custodian import SharedCustodian
@@ -141,9 +138,7 @@ class PoolParts:
         registrations = build_registrations(settings, engines, ledger, process, sockets, transfer.hosts)
         kv_index = FedIndex(knowledge) if knowledge is not None else index
         kv_events = build_kv_events(settings, kv_index, setup.kv_events, engines, admin, process, sockets)
-        prefixes = build_prefixes(
-            knowledge, engines, ledger, observers, metrics, now, kv_events, process.share, pool.name
-        )
+        prefixes = build_prefixes(knowledge, engines, ledger, observers, now, kv_events, process.share, pool.name)
         needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
         tokens = build_tokens(
             settings,
@@ -175,16 +170,14 @@ class PoolParts:
                 scraped.capacity = own.capacity = SharedPoolCapacity(*bounded, windows=windows, ledger=own.ledger)
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
-            metrics.add_gauges(scraped.capacity.gauges())
+            scraped.capacity.show(observers)
         stalls = watching.stalls
         works = Works(engines.known, admin.scrape, observers, lambda: stalls.health.stalled_after > 0, watching.canary)
         late_pushes = LatePushes(custodian, engines.known, admin.scrape, works.moves, stalls.suspect, clock)
         comebacks = Comebacks(ledger, clock, observers, limits)
-        metrics.add_gauges([Gauge(catalog_health.WAITING_FOR_ENGINES, lambda: [((), comebacks.waiting)])])
         is_alive = partial(admin.answers, path="/health")
-        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now)
+        lost = EnginesLost(ledger, engines, partial(is_alive, late=True), observers, tasks, clock, now, limits)
         observers.add(lost)
-        metrics.add_gauges([Gauge(catalog_health.SUSPECTED, lost.counts)])
         continuing = build_continuing(settings, engines, admin, observers, clock, own_keys=own_keys)
         resources = ExchangeResources(
             transfer=transfer,
@@ -227,19 +220,15 @@ class PoolParts:
         wrong = [ledger_source(ledger, now), auditor.shortcomings]
         wrong.append(lost.shortcomings)
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, watching.stalls, watching.exclusions, now, pool.name))
-        metrics.add_gauges(transfers.gauges())
-        metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
+        show_engines(observers, engines, now, pool.name)
         if ledger.placement is not None:
-            metrics.add_gauges(placement_gauges(ledger.placement))
+            show_placement(observers, ledger.placement)
         if turns is not None:
             engines.keep_known(turns.named)
             wrong.append(turns.shortcomings)
-            metrics.add_gauges(turn_gauges(turns))
         wrong.append(bootstraps.shortcomings)
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
-            metrics.add_gauges(tokens.gauges())
         if kv_events is not None:
             wrong.append(kv_events.sources.shortcomings)
         if registrations is not None:

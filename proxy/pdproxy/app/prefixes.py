@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import fields
 from typing import Any
 from urllib.parse import quote
@@ -14,9 +14,8 @@ from pdproxy.app.shared_prefixes import SharingPrefixes
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog_prefixes as catalog
+from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
 from pdproxy.observe.events import Event, NodeChanged, Observers
-from pdproxy.observe.metrics import Gauge, Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.knowledge import Knowledge
@@ -34,7 +33,109 @@ IDLE = 1.0
 """Seconds between two looks for blocks that are to be removed."""
 SPECULATIVE_KEYS = 200_000
 """Keys of prompts that were just routed, in each of two generations."""
-Samples = Iterable[tuple[tuple[str, ...], float]]
+BASES = (
+    ("events", "the engine's KV events"),
+    ("routing", "the prompts that were sent to it"),
+    ("text", "the text of prompts that were sent to it: an estimate"),
+)
+RESULTS = (
+    ("exact", "the engine had found as much in its cache"),
+    ("too_high", "it had found less"),
+    ("too_low", "it had found more"),
+)
+TOKENS = (
+    ("predicted", "expected in the cache"),
+    ("reported", "found there"),
+    ("over", "expected and not found"),
+    ("under", "found and not expected"),
+)
+_BASIS = Label("basis", BASES)
+PREFIX_PREDICTIONS = counter(
+    "pdproxy_prefix_predictions_total",
+    "answers",
+    "Answers by how right the expectation was of what the engine had in its cache of the prompt (cached_tokens)",
+    _BASIS,
+    Label("result", RESULTS),
+)
+PREFIX_TOKENS = counter(
+    "pdproxy_prefix_tokens_total",
+    "tokens",
+    "Prompt tokens of these answers",
+    _BASIS,
+    Label("what", TOKENS),
+)
+PREFIX_BLOCKS = gauge(
+    "pdproxy_prefix_blocks",
+    "blocks",
+    "Blocks that are known of engines' prefix caches",
+    Label(
+        "from",
+        (
+            ("events", "of KV events (prefixes.max_blocks)"),
+            ("routing", "of what was sent to engines without events, and of texts"),
+            ("just_routed", "of what was sent in the last seconds (prefixes.ttl)"),
+        ),
+    ),
+    workers=Rule.MOST,  # each has what all were told
+)
+PREFIX_EVENT_BLOCKS = counter(
+    "pdproxy_prefix_event_blocks_total",
+    "blocks",
+    "Blocks of KV events by what became of them in the index",
+    Label(
+        "result",
+        (
+            ("stored", "entered"),
+            ("removed", "taken out: evicted"),
+            ("repeated", "known already"),
+            ("unknown_parent", "not entered: the block before them is not known, for its message was lost"),
+            ("unknown_block", "evicted, or stored without tokens, and not known"),
+            ("odd", "not entered: their size does not fit prefixes.unit, or a token id is none"),
+            ("not_counted", "of groups that say nothing about hits"),
+            ("no_space", "not entered, or taken out, for prefixes.max_blocks"),
+        ),
+    ),
+)
+PREFIX_DISPROVED = counter(
+    "pdproxy_prefix_disproved_total",
+    "prompts",
+    "Beginnings that were dropped: an engine lacked what its events had said of them more than once",
+)
+PREFIX_SKIPPED = counter(
+    "pdproxy_prefix_skipped_total",
+    "prompts",
+    "Prompts of which less is known because of a bound",
+    Label(
+        "reason",
+        (
+            ("busy", "64 long prompts were waiting for their keys already: no cache was searched for it"),
+            (
+                "no_space",
+                "prompts of the last seconds have more keys than are kept: some do not count as just sent",
+            ),
+            ("not_shared", "other workers do not know of it: what they were told was too much"),
+        ),
+    ),
+)
+PREFIX_SHARED_AGE = gauge(
+    "pdproxy_prefix_shared_age_seconds",
+    "seconds",
+    "How long it took until a worker knew of the last prompt that another worker had sent to an engine",
+    workers=Rule.MOST,
+    pools=Rule.MOST,
+)
+PREFIX_REFRESHES = counter(
+    "pdproxy_prefix_refreshes_total",
+    "requests",
+    "Requests that asked their engine to report the blocks that it reuses, since it had more in its cache than was known",
+    Label(
+        "result",
+        (
+            ("asked", "sent with vllm_xargs"),
+            ("refused", "answered 400; an engine that does so three times in a row gets no more"),
+        ),
+    ),
+)
 
 
 class KnowingPrefixes:
@@ -99,18 +200,18 @@ class KnowingPrefixes:
         while True:  # noqa: ASYNC110 - events leave something to remove so often that a signal would cost more
             await asyncio.sleep(TIDY_PAUSE if self.knowledge.tidy(TIDY_AT_ONCE) else IDLE)
 
-    def gauges(self) -> list[Gauge]:
-        """Return the metrics. Each is read at every scrape."""
+    def show(self, observers: Observers) -> None:
+        """Show the metrics."""
         knowledge = self.knowledge
 
         def predictions() -> Samples:
             for basis, score in knowledge.scores.items():
-                for result, _ in catalog.RESULTS:
+                for result, _ in RESULTS:
                     yield (basis, result), getattr(score, result)
 
         def tokens() -> Samples:
             for basis, score in knowledge.scores.items():
-                for what, _ in catalog.TOKENS:
+                for what, _ in TOKENS:
                     yield (basis, what), getattr(score, what)
 
         def kept() -> Samples:
@@ -134,16 +235,14 @@ class KnowingPrefixes:
         def refreshes() -> Samples:
             return [(("asked",), knowledge.refreshing.asked), (("refused",), knowledge.refreshing.refused)]
 
-        return [
-            Gauge(catalog.PREFIX_PREDICTIONS, predictions),
-            Gauge(catalog.PREFIX_TOKENS, tokens),
-            Gauge(catalog.PREFIX_BLOCKS, kept),
-            Gauge(catalog.PREFIX_EVENT_BLOCKS, blocks),
-            Gauge(catalog.PREFIX_DISPROVED, lambda: [((), knowledge.disproved)]),
-            Gauge(catalog.PREFIX_SKIPPED, skipped),
-            Gauge(catalog.PREFIX_REFRESHES, refreshes),
-            Gauge(catalog.PREFIX_SHARED_AGE, age),
-        ]
+        observers.show(PREFIX_PREDICTIONS, predictions)
+        observers.show(PREFIX_TOKENS, tokens)
+        observers.show(PREFIX_BLOCKS, kept)
+        observers.show(PREFIX_EVENT_BLOCKS, blocks)
+        observers.show(PREFIX_DISPROVED, lambda: [((), knowledge.disproved)])
+        observers.show(PREFIX_SKIPPED, skipped)
+        observers.show(PREFIX_REFRESHES, refreshes)
+        observers.show(PREFIX_SHARED_AGE, age)
 
 
 def build_knowledge(pool: Pool, share: Share | Alone) -> Knowledge | None:
@@ -192,7 +291,6 @@ def build_prefixes(
     engines: EngineRegistry,
     ledger: Ledger,
     observers: Observers,
-    metrics: Metrics,
     now: Callable[[], float],
     kv_events: ReadingKvEvents | None,
     share: Share | Alone,
@@ -210,5 +308,5 @@ def build_prefixes(
     engines.watch(prefixes)
     engines.when_forgotten(knowledge.remove)
     observers.add(prefixes)
-    metrics.add_gauges(prefixes.gauges())
+    prefixes.show(observers)
     return prefixes

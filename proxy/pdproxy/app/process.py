@@ -9,7 +9,7 @@ from typing import Self
 
 from pdproxy.app.capacity import SharedPlaces
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.gauges import process_gauges, request_gauges
+from pdproxy.app.gauges import show_process
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.share import Alone, Share
 from pdproxy.app.tokens import Library
@@ -105,10 +105,9 @@ class Process:
             admission = Admission(*admitted)
         else:
             admission = several.admission = SharedAdmission(*admitted, shared=several.places())
-        retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock)
+        retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock, observers)
         bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
-        metrics.add_gauges(request_gauges(admission, bodies, retries))
-        metrics.add_gauges(process_gauges(tasks, log, lines))
+        show_process(observers, tasks, log, lines)
         return cls(
             settings=settings,
             watch=watch,
@@ -133,7 +132,7 @@ class Process:
             models=models,
             places=SharedPlaces(admission) if len(settings.pools) > 1 or several is not None else None,
             heartbeat=Heartbeat(observers),
-            wrong_keys=WrongKeys(clock.now),
+            wrong_keys=WrongKeys(clock.now, observers),
         )
 
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
-from pdproxy.observe import catalog_fleet
-from pdproxy.observe.metrics import Gauge
+from pdproxy.observe.description import Label, Rule, counter
+from pdproxy.observe.events import Observers
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
@@ -26,6 +26,18 @@ LOOK_EVERY = 1.0
 """Seconds. A file is read once it was the same at two looks: an editor may be half-way."""
 MAX_LINES = 3
 """Mistakes that are shown."""
+RELOADS = (
+    ("applied", "what has changed is in force, but for what needs a restart"),
+    ("unchanged", "nothing has changed"),
+    ("refused", "they can't be used: nothing has changed"),
+)
+RELOADED = counter(
+    "pdproxy_settings_reloads_total",
+    "reads",
+    "How often the settings were read again, because a file has changed or at SIGHUP",
+    Label("result", RELOADS),
+    workers=Rule.MOST,  # each follows the settings: one change is counted in all of them
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Reloading:
         self._wake = asyncio.Event()
         self._failure: str | None = None
         self._restart: tuple[str, ...] = ()
-        self._counts = dict.fromkeys((name for name, _ in catalog_fleet.RELOADS), 0)
+        self._counts = dict.fromkeys((name for name, _ in RELOADS), 0)
 
     def __repr__(self) -> str:
         return f"<Reloading of {', '.join(self._paths)}: {self._failure or 'good'}>"
@@ -75,9 +87,9 @@ class Reloading:
             found.append(f"these settings have changed, and need a restart: {', '.join(self._restart)}")
         return found
 
-    def gauges(self) -> list[Gauge]:
-        """Return the metrics. Each is read at every scrape."""
-        return [Gauge(catalog_fleet.RELOADED, lambda: [((name,), count) for name, count in self._counts.items()])]
+    def show(self, observers: Observers) -> None:
+        """Show the metrics."""
+        observers.show(RELOADED, lambda: [((name,), count) for name, count in self._counts.items()])
 
     def soon(self) -> None:
         """Read the settings now: somebody asks for it."""

@@ -8,11 +8,25 @@ from collections.abc import Callable
 from pdproxy.app.compose import Proxy
 from pdproxy.fleet.dns_source import LookUp
 from pdproxy.fleet.replicas import ReplicaCount
-from pdproxy.observe import catalog_fleet
-from pdproxy.observe.metrics import Gauge
+from pdproxy.observe.description import NODE, ROLE, Rule, Samples, gauge
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.settings.dns import DnsName
 from pdproxy.upstream.resolver import Resolver
+
+REPLICAS = gauge(
+    "pdproxy_replicas",
+    "proxies",
+    "Proxies in front of the same engines, with this one (replicas.count)",
+    workers=Rule.MOST,
+)
+NODE_OTHERS = gauge(
+    "pdproxy_node_other_requests",
+    "requests",
+    "Requests that an engine is estimated to have from other replicas, or from others' clients",
+    NODE,
+    ROLE,
+    workers=Rule.MOST,
+)
 
 
 def follow_replicas(
@@ -26,7 +40,7 @@ def follow_replicas(
     ledgers = [pool.ledger for pool in proxy.pools if isinstance(pool.ledger, ReplicaLedger)]
     if not ledgers:
         return None
-    proxy.metrics.add_gauges(_gauges(proxy, ledgers[0]))
+    _show(proxy, ledgers[0])
     if replicas.name is None:
         return None
 
@@ -45,12 +59,10 @@ def follow_replicas(
     return found
 
 
-def _gauges(proxy: Proxy, ledger: ReplicaLedger) -> list[Gauge]:
-    def others() -> list[tuple[tuple[str, ...], float]]:
+def _show(proxy: Proxy, ledger: ReplicaLedger) -> None:
+    def others() -> Samples:
         engines = [engine for pool in proxy.pools for engine in pool.engines.values()]
         return [((one.url, one.node.role.value), one.node.of_replicas[0]) for one in engines]
 
-    return [
-        Gauge(catalog_fleet.REPLICAS, lambda: [((), ledger.replicas)]),
-        Gauge(catalog_fleet.NODE_OTHERS, others),
-    ]
+    proxy.observers.show(REPLICAS, lambda: [((), ledger.replicas)])
+    proxy.observers.show(NODE_OTHERS, others)

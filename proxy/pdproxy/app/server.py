@@ -192,7 +192,7 @@ def follow(proxy: Proxy, source: SettingsSource, log: Log) -> Reloading:
     live = LiveSettings(proxy, partial(set_level, log), fit_files)
     reloading = Reloading(source, live, lambda: proxy.admission.closed)
     proxy.readiness.show(reloading.shortcomings)
-    proxy.metrics.add_gauges(reloading.gauges())
+    reloading.show(proxy.observers)
     proxy.tasks.keep(reloading.run, "settings")
     return reloading
 

@@ -33,9 +33,9 @@ from pdproxy.kit.shared_places import SharedPlaces
 from pdproxy.kit.shared_records import SharedRecords
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog_workers
+from pdproxy.observe.description import counter
 from pdproxy.observe.events import Observers
-from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access import shared_quotas
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.shared_quotas import SharedQuotas
@@ -54,6 +54,11 @@ SECRET_BYTES = 32
 REFRESH_EVERY = 0.25
 """Seconds between two looks at all that is shared: an engine that drains is looked at without a request, and a store that another
 core saw late is found."""
+UNSHARED = counter(
+    "pdproxy_kv_handles_unshared_total",
+    "handles",
+    "KV handles that had no space in the memory that outlives a worker: if it is killed, their KV is left to its own time",
+)
 
 
 class Shared:
@@ -241,7 +246,7 @@ class Share:
     def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
         """Return what clients are shown of all workers. The arguments: those of `Shown`."""
         assert isinstance(admission, SharedAdmission)
-        metrics.add_gauges([Gauge(catalog_workers.UNSHARED, lambda: [((), self._area.without_space)])])
+        metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
         self._shown = ShownOfAll(
             admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere
         )

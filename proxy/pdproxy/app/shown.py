@@ -14,7 +14,7 @@ from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.links import Message
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog_workers
+from pdproxy.observe.description import Rule, counter
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.request.admission import Admission
@@ -22,6 +22,12 @@ from pdproxy.web.operation import Readiness, State
 
 REPORT_EVERY = 1.0
 """Seconds between two reports of a worker's counts: what a killed one has counted since its last report is lost."""
+RESTARTS = counter(
+    "pdproxy_worker_restarts_total",
+    "starts",
+    "How often a worker was started again, because it had ended or was killed",
+    workers=Rule.MOST,
+)
 
 
 class Shown:
@@ -93,7 +99,7 @@ class ShownOfAll(Shown):
         here = [self._told(), *map(decode, answers.of.values())]
         gone = [decode(one).without_gone(here) for one in (*answers.last.values(), answers.past) if one]
         page = merged([*here, *gone])
-        page.values[catalog_workers.RESTARTS.name] = {(): answers.restarts}
+        page.values[RESTARTS.name] = {(): answers.restarts}
         return page_of(page)
 
     def start(self, tasks: TaskOwner) -> None:

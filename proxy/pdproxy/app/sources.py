@@ -16,8 +16,7 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.fleet.sources import EngineSource, FoundEngines, source_of
-from pdproxy.observe import catalog_fleet
-from pdproxy.observe.metrics import Gauge
+from pdproxy.observe.description import Description, Label, Rule, Samples, counter, gauge
 from pdproxy.settings.engines import Node, both_schemes
 from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.pools import Pool
@@ -28,6 +27,38 @@ logger = logging.getLogger("pdproxy.settings")
 Key = tuple[int, str]
 """The number of a pool, and the URL of a source."""
 Make = Callable[[str, Settings], EngineSource]
+RESULTS = (
+    ("changed", "it names other engines than before"),
+    ("same", "it names the same engines"),
+    ("empty", "it names no engine"),
+    ("failed", "there was no answer that can be used: the last one stays in use"),
+)
+
+
+def _of_source(name: str, answers: str, engines: str, age: str) -> tuple[Description, Description, Description]:
+    source = Label("source", text="the URL that names engines, as in the settings")
+    return (
+        counter(f"pdproxy_{name}_answers_total", "answers", answers, source, Label("result", RESULTS)),
+        gauge(f"pdproxy_{name}_engines", "engines", engines, source, workers=Rule.MOST),
+        gauge(f"pdproxy_{name}_age_seconds", "seconds", age, source, workers=Rule.MOST),
+    )
+
+
+METRICS = {
+    None: _of_source(
+        "source",
+        "Answers of sources of engines, such as DNS",
+        "Engines that a source names",
+        "Time since the last good answer of a source",
+    ),
+    "dns": _of_source(
+        "dns",
+        "Answers of DNS about the names of engines (dns:// and srv://)",
+        "Engines that a name stands for",
+        "Time since the last good answer about a name",
+    ),
+}
+"""The metrics of sources, by their kind. None: of all kinds."""
 
 
 class _New(NamedTuple):
@@ -139,29 +170,26 @@ class Sources:
         if self._followed and not self._is_shown:
             self._is_shown = True
             proxy.readiness.show(lambda: [text for one in self.found for text in one.shortcomings()])
-            proxy.metrics.add_gauges(_gauges(self, proxy.now))
+            for kind in METRICS:
+                self._show(kind)
+
+    def _show(self, kind: str | None) -> None:
+        """Show the metrics of the sources of one kind. None: of all."""
+        show, now = self._proxy.observers.show, self._proxy.now
+
+        def found() -> list[FoundEngines]:
+            return [one for one in self.found if kind in (None, one.kind)]
+
+        def ages() -> Samples:
+            return [((one.name,), now() - one.answered_at) for one in found() if one.answered_at is not None]
+
+        answers, engines, age = METRICS[kind]
+        show(answers, lambda: [((one.name, how), one.counts[how]) for one in found() for how, _ in RESULTS])
+        show(engines, lambda: [((one.name,), len(one.urls)) for one in found()])
+        show(age, ages)
 
 
 def _pool_of(url: str, pools: Sequence[PoolParts]) -> str | None:
     """Return the name of the pool that an engine is in, with or without TLS; None if it is in none of these."""
     spelled = both_schemes(url)
     return next((pool.name for pool in pools if any(one in pool.membership.members for one in spelled)), None)
-
-
-def _gauges(sources: Sources, now: Callable[[], float]) -> list[Gauge]:
-    return [gauge for kind in catalog_fleet.OF_SOURCES for gauge in _gauges_of(sources, kind, now)]
-
-
-def _gauges_of(sources: Sources, kind: str | None, now: Callable[[], float]) -> list[Gauge]:
-    """Return the metrics of the sources of one kind. None: of all."""
-    results = [name for name, _ in catalog_fleet.SOURCE_RESULTS]
-
-    def found() -> list[FoundEngines]:
-        return [one for one in sources.found if kind in (None, one.kind)]
-
-    answers, engines, age = catalog_fleet.OF_SOURCES[kind]
-    return [
-        Gauge(answers, lambda: [((one.name, how), one.counts[how]) for one in found() for how in results]),
-        Gauge(engines, lambda: [((one.name,), len(one.urls)) for one in found()]),
-        Gauge(age, lambda: [((one.name,), now() - one.answered_at) for one in found() if one.answered_at is not None]),
-    ]

@@ -12,9 +12,7 @@ from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.shared_canary import SharedCanaries
 from pdproxy.kit.clock import Clock
-from pdproxy.observe import catalog
 from pdproxy.observe.events import Observers
-from pdproxy.observe.metrics import Gauge
 from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.schema import Settings
@@ -53,10 +51,6 @@ class Tokens:
     canaries: Canaries
     tokenizing: Tokenizing
     threads: ThreadPoolExecutor
-
-    def gauges(self) -> list[Gauge]:
-        """Return the gauges of tokenizing."""
-        return [Gauge(catalog.TOKENIZE_AGREES, self.canaries.agreements)]
 
     def stop(self) -> None:
         """End the threads. Each one finishes the prompt that it is at work on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pdproxy.fleet.engine import Account, Engine
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.observe.description import NODE, Label, Rule, counter, gauge
 from pdproxy.observe.events import KvCounted, KvShortfall, Observers, PairEjected
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
@@ -16,6 +17,27 @@ from pdproxy.upstream.metrics_page import Scrape
 
 EXTERNAL = "external_kv_transfer"
 LOCAL_HIT = "local_cache_hit"
+KV_MOVED = counter(
+    "pdproxy_kv_moved_total",
+    "tokens",
+    "Prompt tokens (whole blocks) sent to decode engines by KV transfer, by what those engines' own counters show",
+    Label("result", (("transferred", "they arrived"), ("recomputed", "they did not: the engine computed them again"))),
+    of=KvCounted,
+    counts=lambda event: [(("transferred",), event.moved), (("recomputed",), event.missing)],
+)
+KV_MISSING = gauge(
+    "pdproxy_kv_missing_tokens",
+    "tokens",
+    "Prompt tokens that never arrived by KV transfer since the decode engine's start",
+    NODE,
+    workers=Rule.MOST,
+)
+PAIRS_EJECTED = counter(
+    "pdproxy_pairs_ejected_total",
+    "pairs",
+    "Pairs ejected because they counted different prompt lengths",
+    of=PairEjected,
+)
 
 
 class Auditor:
@@ -28,6 +50,7 @@ class Auditor:
         self._engines = engines
         self._ledger = ledger
         self._observers = observers
+        observers.show(KV_MISSING, lambda: [((url,), tokens) for url, tokens in self.missing().items()])
 
     def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
         """Count a prompt whose KV a decode engine was given. It may count the KV at once, long before it sends data."""

@@ -20,6 +20,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
+from pdproxy.observe.description import NODE, Label, counter
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
@@ -40,6 +41,21 @@ STUCK = "stuck"
 
 _Addresses = Mapping[str, str]
 """The address of each worker, by its ranks as a text."""
+BOOTSTRAP_QUERIES = counter(
+    "pdproxy_bootstrap_queries_total",
+    "questions",
+    "Questions to the bootstrap servers of prefill engines",
+    NODE,
+    Label(
+        "result",
+        (
+            ("complete", "it named all workers of the engine"),
+            ("incomplete", "it named a part of them, or they can't be used: see /ready"),
+            ("failed", "no answer, or none that can be read"),
+        ),
+    ),
+    of=BootstrapAsked,
+)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.text import truncate
+from pdproxy.observe.description import NODE, Label, Rule, Samples, gauge
 from pdproxy.observe.events import Event, NodeChanged, Observers, TokenizerJudged
 from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
@@ -44,6 +45,14 @@ _NO_ROUTE = (403, 404, 405, 501)
 _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 
 _T = TypeVar("_T")
+TOKENIZE_AGREES = gauge(
+    "pdproxy_tokenize_agrees",
+    "bool",
+    "Whether prompts may become token ids here, as the engine would make them",
+    NODE,
+    Label("model", text="a model of the engine"),
+    workers=Rule.LEAST,
+)
 
 
 class ModelAnswers(msgspec.Struct, array_like=True):
@@ -102,6 +111,7 @@ class Canaries:
         self._trusted: dict[tuple[str | None, Route], Trusted | None] = {}
         self._wake = asyncio.Event()
         engines.watch(self)
+        observers.show(TOKENIZE_AGREES, self.agreements)
 
     def __repr__(self) -> str:
         return f"<Canaries of {len(self._engines)} engines, {len(self._trusted)} answers kept>"
@@ -315,7 +325,7 @@ class Canaries:
             if judgement.why
         ]
 
-    def agreements(self) -> Iterable[tuple[tuple[str, ...], float]]:
+    def agreements(self) -> Samples:
         """Yield ((engine, model), 1 or 0) for each engine that was asked."""
         for url, model, judgement in self._judgements():
             yield (url, model), float(not judgement.why)

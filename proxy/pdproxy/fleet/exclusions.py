@@ -10,6 +10,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import NODE, Label, Samples, counter
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
@@ -17,6 +18,16 @@ from pdproxy.scheduling.outliers import Counted, Outliers
 from pdproxy.settings.health import OutlierSettings
 
 REASONS = ("errors", "latency")
+EXCLUSIONS = counter(
+    "pdproxy_exclusions_total",
+    "exclusions",
+    "How often an engine was excluded as an outlier (outliers)",
+    NODE,
+    Label(
+        "reason",
+        (("errors", "it failed more often than its peers"), ("latency", "it was slower than its peers")),
+    ),
+)
 
 
 async def _nothing() -> Sequence[Sequence[Counted]]:
@@ -52,6 +63,7 @@ class Exclusions:
         self._settings = settings
         self._counts: dict[str, Counter[str]] = {}
         engines.watch(self)
+        observers.show(EXCLUSIONS, self._shown)
 
     def start(self) -> None:
         """Compare engines from now on, unless the settings have turned it off. Needs a running event loop."""
@@ -88,6 +100,5 @@ class Exclusions:
                 reason = f"{found.why}: excluded for {found.seconds:g} s"
                 self._observers.notify(NodeChanged(found.url, role, up=False, reason=reason, state="excluded"))
 
-    def counts(self) -> list[tuple[tuple[str, ...], float]]:
-        """Return how often each engine was excluded, by reason."""
+    def _shown(self) -> Samples:
         return [((url, reason), counts[reason]) for url, counts in self._counts.items() for reason in REASONS]

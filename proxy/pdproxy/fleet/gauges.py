@@ -4,16 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.exclusions import Exclusions
-from pdproxy.fleet.stalls import Stalls
-from pdproxy.observe import catalog, catalog_fleet, catalog_health
-from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.observe.description import NODE, ROLE, Label, Rule, Samples, gauge
+from pdproxy.observe.events import Observers
+from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.nodes import STATES
 
-Samples = list[tuple[tuple[str, ...], float]]
+NODE_INFO = gauge(
+    "pdproxy_node_info",
+    "bool",
+    "Always 1; the labels are an engine's role and its pool",
+    NODE,
+    ROLE,
+    Label("pool", text="the name of its pool"),
+    workers=Rule.MOST,
+)
+NODE_INFLIGHT = gauge("pdproxy_node_inflight", "legs", "Legs in flight on an engine", NODE, ROLE, workers=Rule.SUM)
+NODE_UP = gauge(
+    "pdproxy_node_up",
+    "bool",
+    "Whether an engine may be used: probes find it up, it does not stand still, and its breaker is closed",
+    NODE,
+    ROLE,
+    workers=Rule.MEAN,  # the part of the workers that see it so
+)
+NODE_STATE = gauge(
+    "pdproxy_node_state",
+    "bool",
+    "1 for the state that an engine is in, 0 for the others",
+    NODE,
+    Label(
+        "state",
+        (
+            ("up", "it gets requests"),
+            ("down", "probes find it down: it gets none"),
+            ("draining", "it is to leave, or has been drained: it gets none"),
+            ("stalled", "its core stands still (health.stalled_after): it gets none"),
+            ("asleep", "it sleeps, as its vllm:engine_sleep_state says: it gets none"),
+            ("excluded", "by its breaker, or as an outlier: it gets requests only if there is no other engine"),
+            ("half_open", "it gets one request at a time, until one has shown that it serves again"),
+            (
+                "kv_failing",
+                "KV does not move to or from it: no prompt is split with it, it may serve prompts whole",
+            ),
+            ("slow_start", "it gets more and more requests (health.slow_start)"),
+        ),
+    ),
+    workers=Rule.MEAN,  # the part of the workers that see it so
+)
 
 
 class MetricsOfEngines:
@@ -31,15 +70,8 @@ class MetricsOfEngines:
         self._metrics.drop_node(engine.url)
 
 
-def engine_gauges(
-    engines: EngineRegistry,
-    auditor: Auditor,
-    stalls: Stalls,
-    exclusions: Exclusions,
-    now: Callable[[], float],
-    pool: str,
-) -> list[Gauge]:
-    """Return the gauges of all engines of a pool. Each is read at every scrape. `pool`: its name."""
+def show_engines(observers: Observers, engines: EngineRegistry, now: Callable[[], float], pool: str) -> None:
+    """Show the gauges of all engines of a pool. `pool`: its name."""
 
     def inflight() -> Samples:
         return [((url, one.node.role.value), one.node.requests - one.node.elsewhere[0]) for url, one in engines.items()]
@@ -50,25 +82,16 @@ def engine_gauges(
 
     def states() -> Samples:
         at = now()
-        found: Samples = []
+        found = []
         for url, one in engines.items():
             is_in = one.node.state(at)
             found += [((url, state), float(state == is_in)) for state in STATES]
         return found
 
-    def missing() -> Samples:
-        return [((url,), tokens) for url, tokens in auditor.missing().items()]
-
     def infos() -> Samples:
         return [((url, one.node.role.value, pool), 1) for url, one in engines.items()]
 
-    return [
-        Gauge(catalog_fleet.NODE_INFO, infos),
-        Gauge(catalog.NODE_INFLIGHT, inflight),
-        Gauge(catalog_health.NODE_UP, up),
-        Gauge(catalog.KV_MISSING, missing),
-        Gauge(catalog_health.NODE_STATE, states),
-        Gauge(catalog_health.STALLS, stalls.stalls),
-        Gauge(catalog_health.CANARIES, stalls.canaries),
-        Gauge(catalog_health.EXCLUSIONS, exclusions.counts),
-    ]
+    observers.show(NODE_INFO, infos)
+    observers.show(NODE_INFLIGHT, inflight)
+    observers.show(NODE_UP, up)
+    observers.show(NODE_STATE, states)

@@ -24,9 +24,8 @@ from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
-from pdproxy.observe import catalog_kv_events as catalog
+from pdproxy.observe.description import NODE, Description, Label, Rule, Samples, counter, gauge
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
-from pdproxy.observe.metrics import Gauge
 from pdproxy.settings.kv import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.addresses import Resolve, by_system
@@ -42,7 +41,92 @@ _NO_ROUTE = (404, 405)
 NONE = "publishes no KV events: start it with --kv-events-config"
 Key = tuple[int, str]
 """What tells ranks that connect apart: our port, and their topic."""
-Samples = list[tuple[tuple[str, ...], float]]
+RESULTS = (
+    ("live", "taken as it was published"),
+    ("replayed", "taken from a replay"),
+    ("repeated", "a replay had brought it before"),
+    ("stale", "it belongs to a run of the engine that is over"),
+    ("dropped", "there was no space for it; it is asked for again"),
+)
+CAUSES = (
+    ("lost", "messages are missing before it"),
+    ("restart", "it belongs to another run of the engine"),
+)
+REPLAYS = (
+    ("complete", "all that was missing has come"),
+    ("too_old", "the engine does not keep that much: what is known of it begins later"),
+    ("unanswered", "no answer in deadlines.kv_replay: all of the engine was forgotten"),
+    ("incomplete", "messages are still missing: all of the engine was forgotten"),
+    ("failed", "what came was no answer, or the address can't be used: all of the engine was forgotten"),
+    ("unavailable", "the engine has no replay_endpoint, or replays have just failed: all of it was forgotten"),
+)
+SKIPPED = (
+    ("undecodable", "a message or an event that can't be read"),
+    ("unknown_event", "an event of a type that pdproxy does not know"),
+    ("unknown_field", "a field that pdproxy does not know; the event was taken"),
+    ("inconsistent", "the numbers of blocks and tokens do not agree"),
+    ("unknown_topic", "a message of a topic that is no engine's"),
+    ("not_passed", "a message that did not reach all workers, for too much waited: they ask the engine for it"),
+)
+KV_EVENT_MESSAGES = counter(
+    "pdproxy_kv_event_messages_total",
+    "messages",
+    "Messages with KV events of engines",
+    NODE,
+    Label("result", RESULTS),
+)
+KV_EVENT_BLOCKS = counter(
+    "pdproxy_kv_event_blocks_total",
+    "blocks",
+    "Blocks that engines have reported",
+    Label(
+        "change",
+        (
+            ("stored", "in a cache now, or announced again"),
+            ("removed", "evicted"),
+            ("cleared", "counts caches that were emptied, not blocks"),
+        ),
+    ),
+)
+KV_EVENTS_SKIPPED = counter(
+    "pdproxy_kv_events_skipped_total",
+    "events",
+    "What was skipped of KV events",
+    Label("reason", SKIPPED),
+)
+KV_EVENT_GAPS = counter(
+    "pdproxy_kv_event_gaps_total",
+    "gaps",
+    "Messages with KV events that do not follow the one before",
+    NODE,
+    Label("cause", CAUSES),
+)
+KV_EVENT_REPLAYS = counter(
+    "pdproxy_kv_event_replays_total",
+    "replays",
+    "Requests to engines for messages that were published before, at the start and after gaps",
+    Label("result", REPLAYS),
+)
+KV_EVENT_SOURCES = gauge(
+    "pdproxy_kv_event_sources",
+    "sources",
+    "Data-parallel ranks of engines whose KV events are read",
+    Label("state", (("connected", "there is a connection"), ("not_connected", "there is none"))),
+    workers=Rule.MOST,
+)
+KV_EVENT_AGE = gauge(
+    "pdproxy_kv_event_age_seconds",
+    "seconds",
+    "Time since the last message of an engine's ranks, once there was one. An idle engine sends none",
+    NODE,
+    workers=Rule.MOST,
+)
+KV_EVENT_BACKLOG = gauge(
+    "pdproxy_kv_event_backlog_bytes",
+    "bytes",
+    "KV events that were received and are not indexed yet",
+    workers=Rule.SUM,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +201,7 @@ class KvEventSources:
         self.bound: Mapping[int, Subscription] = {port: made(partial(self._received, port)) for port in ports}
         """The sockets to which engines connect, by port. They are bound by their owner."""
         engines.watch(self)
+        self._show()
 
     def __repr__(self) -> str:
         return f"<KvEventSources {len(self._places)} places>"
@@ -375,9 +460,9 @@ class KvEventSources:
                 found.append(f"{engine.url}: no connection to {where}, where it publishes KV events")
         return found
 
-    def gauges(self) -> list[Gauge]:
-        """Return the metrics. Each is read at every scrape."""
-        counts = self.counts
+    def _show(self) -> None:
+        """Show the metrics."""
+        counts, show = self.counts, self._observers.show
 
         def sources() -> Samples:
             connected = [one.source.connected for _, one in self._sources()]
@@ -390,24 +475,21 @@ class KvEventSources:
                     heard[engine.url] = max(one.source.heard, heard.get(engine.url, one.source.heard))
             return [((url,), now - at) for url, at in heard.items()]
 
-        def known(counted: Mapping[str, int], names: tuple[tuple[str, str], ...]) -> Samples:
-            return [((name,), counted.get(name, 0)) for name, _ in names]
+        def show_known(metric: Description, counted: Mapping[str, int]) -> None:
+            show(metric, lambda: [((name,), counted.get(name, 0)) for name in metric.labels[0].known])
 
-        def by_engine(counted: Mapping[tuple[str, str], int], names: tuple[tuple[str, str], ...]) -> Samples:
-            urls = [engine.url for engine in self._entries]
-            return [((url, name), counted.get((url, name), 0)) for url in urls for name, _ in names]
+        def show_by_engine(metric: Description, counted: Mapping[tuple[str, str], int]) -> None:
+            engines, names = self._entries, metric.labels[1].known
+            show(metric, lambda: [((e.url, name), counted.get((e.url, name), 0)) for e in engines for name in names])
 
-        changes = catalog.KV_EVENT_BLOCKS.labels[0].values
-        return [
-            Gauge(catalog.KV_EVENT_MESSAGES, lambda: by_engine(counts.messages, catalog.RESULTS)),
-            Gauge(catalog.KV_EVENT_GAPS, lambda: by_engine(counts.gaps, catalog.CAUSES)),
-            Gauge(catalog.KV_EVENT_BLOCKS, lambda: known(counts.blocks, changes)),
-            Gauge(catalog.KV_EVENTS_SKIPPED, lambda: known(counts.skipped, catalog.SKIPPED)),
-            Gauge(catalog.KV_EVENT_REPLAYS, lambda: known(counts.replays, catalog.REPLAYS)),
-            Gauge(catalog.KV_EVENT_SOURCES, sources),
-            Gauge(catalog.KV_EVENT_AGE, age),
-            Gauge(catalog.KV_EVENT_BACKLOG, lambda: [((), self._feed.bytes)]),
-        ]
+        show_by_engine(KV_EVENT_MESSAGES, counts.messages)
+        show_by_engine(KV_EVENT_GAPS, counts.gaps)
+        show_known(KV_EVENT_BLOCKS, counts.blocks)
+        show_known(KV_EVENTS_SKIPPED, counts.skipped)
+        show_known(KV_EVENT_REPLAYS, counts.replays)
+        show(KV_EVENT_SOURCES, sources)
+        show(KV_EVENT_AGE, age)
+        show(KV_EVENT_BACKLOG, lambda: [((), self._feed.bytes)])
 
 
 def resolve(config: wire.Source, host: str, ports: Collection[int]) -> Address | str:

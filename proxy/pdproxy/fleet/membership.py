@@ -17,6 +17,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState, UnknownMemberError
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import Label, Rule, counter
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
@@ -34,6 +35,22 @@ SETTINGS = "settings"
 """The source of the engines that files, flags and variables name."""
 ADMIN = "admin"
 """The source of the engines that an operator adds by the admin API."""
+CHANGES = (
+    ("added", "an engine was added while the proxy runs"),
+    ("draining", "it gets no more requests"),
+    ("drained", "nothing is left of its requests; it stays until it is undrained or removed"),
+    ("undrained", "it gets requests again"),
+    ("replaced", "its settings have changed"),
+    ("removed", "it was removed"),
+)
+MEMBER_CHANGES = counter(
+    "pdproxy_member_changes_total",
+    "changes",
+    "Changes of the pool's engines while the proxy runs",
+    Label("change", CHANGES),
+    workers=Rule.MOST,  # each follows the settings: one change is counted in all of them
+    of=MemberChanged,
+)
 
 
 class Setup(Protocol):

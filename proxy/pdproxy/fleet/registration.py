@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock, Timer
-from pdproxy.observe.events import Event, NodeChanged, Observers, RegistrationSeen
+from pdproxy.observe.description import Label, counter
+from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.transfer.peers import Peer
@@ -42,6 +43,20 @@ ReadRegistration = Callable[[Registration], tuple[Peer, ...] | str]
 """How a contract reads a registration: it returns the engine's ranks, or why the registration can't be used, as what follows an
 engine's name."""
 CheckPeers = Callable[[tuple[Peer, ...] | str, str], tuple[Peer, ...] | str]
+REGISTRATION_RESULTS = (
+    ("known", "it registers an engine of the pool, or keeps it registered"),
+    ("unknown", "its address is no engine's of the pool"),
+    ("contested", "it contradicts the heartbeats of another sender, and is ignored"),
+    ("unreadable", "it is no heartbeat"),
+    ("not_passed", "there were too many to tell other workers of them"),
+    ("expired", "no heartbeat: an engine sent none in registration.timeout"),
+)
+REGISTRATIONS = counter(
+    "pdproxy_registrations_total",
+    "heartbeats",
+    "Heartbeats by which engines register, by what pdproxy did with them",
+    Label("result", REGISTRATION_RESULTS),
+)
 
 
 @dataclass(slots=True)
@@ -173,7 +188,7 @@ class Registrations:
         self._seen("unreadable")
 
     def _seen(self, result: str) -> None:
-        self._observers.notify(RegistrationSeen(result))
+        self._observers.count(REGISTRATIONS, result)
 
     def _contest(self, entry: Entry, owned: Owned, address: str) -> None:
         """Take note of a heartbeat that contradicts the engine's registration."""

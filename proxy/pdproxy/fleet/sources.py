@@ -103,7 +103,7 @@ class FoundEngines:
         self.answered_at: float | None = None
         """When the last answer with engines came."""
         self.counts: Counter[str] = Counter()
-        """Answers by their result, one of `catalog_fleet.SOURCE_RESULTS`."""
+        """Answers by their result, as in pdproxy_source_answers_total."""
 
     def __repr__(self) -> str:
         return f"<FoundEngines of {self.name}: {len(self.urls)}>"

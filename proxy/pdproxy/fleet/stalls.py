@@ -18,11 +18,28 @@ from pdproxy.fleet.stall_watch import LOOKS, StallWatch
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import NODE, Label, counter
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import Scrape
+
+STALLS = counter("pdproxy_stalls_total", "stalls", "How often an engine was found to stand still", NODE)
+CANARIES = counter(
+    "pdproxy_canaries_total",
+    "requests",
+    "Requests for one token by which engines that were silent were asked whether they work",
+    NODE,
+    Label(
+        "result",
+        (
+            ("answered", "the engine works"),
+            ("failed", "no answer in health.canary_timeout, or an error of the engine"),
+            ("refused", "the engine serves no such requests, or has no place for one: this shows nothing"),
+        ),
+    ),
+)
 
 
 class Stalls:
@@ -58,6 +75,8 @@ class Stalls:
         self._watches: dict[str, StallWatch] = {}
         self._suspected: list[StallWatch] = []
         engines.watch(self)
+        observers.show(STALLS, self.stalls)
+        observers.show(CANARIES, self.canaries)
 
     def start(self) -> None:
         """Look at all engines from now on, unless the settings have turned it off. Needs a running event loop."""
@@ -115,11 +134,8 @@ class Stalls:
 
     def canaries(self) -> list[tuple[tuple[str, ...], float]]:
         """Return how many canaries each engine got, by their result."""
-        return [
-            ((url, result), watch.canaries[result])
-            for url, watch in self._watches.items()
-            for result in ("answered", "failed", "refused")
-        ]
+        results = CANARIES.labels[1].known
+        return [((url, one), watch.canaries[one]) for url, watch in self._watches.items() for one in results]
 
     # -- for the watches
 

@@ -10,11 +10,34 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdproxy.observe import catalog_health
+from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
 from pdproxy.observe.events import Event, KvCounted, Observers, TransferFaultSeen
-from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.transfer_faults import KINDS, TransferFault, TransferFaults
+
+_FAULT = Label(
+    "kind",
+    (
+        ("prefill", "no decode engine can load a prefill engine's KV, or it makes none"),
+        ("decode", "a decode engine can load no KV, or computes it again"),
+        ("link", "KV does not get from one prefill engine to one decode engine, which both move KV with others"),
+    ),
+)
+TRANSFER_FAULTS = gauge(
+    "pdproxy_kv_faults",
+    "faults",
+    "Engines and links with which no prompt is split since KV does not move; GET /ready names them",
+    _FAULT,
+    workers=Rule.MOST,  # what one finds all know
+)
+TRANSFER_FAULTS_FOUND = counter(
+    "pdproxy_kv_faults_found_total",
+    "faults",
+    "How often it was found that KV does not move to or from an engine, or over a link",
+    _FAULT,
+    of=TransferFaultSeen,
+    counts=lambda event: [] if event.over or event.elsewhere else [((event.kind,), 1)],
+)
 
 
 class _Told(msgspec.Struct, array_like=True):
@@ -50,6 +73,7 @@ class Transfers:
         self.known: TransferFaults = ledger.transfers
         """Read only."""
         ledger.when_forgiven = self._forgiven
+        observers.show(TRANSFER_FAULTS, self._shown)
 
     def __repr__(self) -> str:
         return f"<Transfers with {len(self.known.faults)} faults>"
@@ -95,14 +119,9 @@ class Transfers:
             if self._ledger.follow_transfers(fault, over=told.over):
                 self._seen(fault, fault.why, over=told.over, elsewhere=True)
 
-    def gauges(self) -> list[Gauge]:
-        """Return the gauge of faults. It is read at every scrape."""
-
-        def faults() -> list[tuple[tuple[str, ...], float]]:
-            counts = Counter(fault.kind for fault in self.known.faults.values())
-            return [((kind,), counts[kind]) for kind in KINDS]
-
-        return [Gauge(catalog_health.TRANSFER_FAULTS, faults)]
+    def _shown(self) -> Samples:
+        counts = Counter(fault.kind for fault in self.known.faults.values())
+        return [((kind,), counts[kind]) for kind in KINDS]
 
     def _found(self, fault: TransferFault | None) -> None:
         if fault is None:

@@ -13,13 +13,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.kit.errors import EngineError, OverloadedError
-from pdproxy.observe.events import Observers, SilenceAllowed
+from pdproxy.observe.description import Label, counter
+from pdproxy.observe.events import WAITS, Observers, SilenceAllowed
 from pdproxy.upstream.metrics_page import Scrape
 
 COUNTED = 1.0
 """Seconds before an engine's last sign: what was sent earlier is in the numbers that it reports."""
 LOOKS, BETWEEN = 5, 0.1
 """How often these numbers are read before they prove that a request is lost, and the seconds between."""
+SILENCES_ALLOWED = counter(
+    "pdproxy_silences_allowed_total",
+    "waits",
+    "Waits for a silent engine that went on behind their deadline, because it was seen to work",
+    Label("wait", tuple(one for one in WAITS if one[0] in ("prefill", "first_token", "between_tokens"))),
+    of=SilenceAllowed,
+)
 
 
 class Works:

@@ -6,10 +6,13 @@ change and never per chunk, and must not raise or wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+
+from pdproxy.kit.errors import Wait
+from pdproxy.observe.description import Description, Label, Samples, counter
 
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds in seconds of the buckets in which gaps between tokens are counted."""
@@ -58,7 +61,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
     `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the client asked for one, None if
     that is not known. `client`: its address; `key`: the name of its API key, None without keys. `reason`: why it was refused,
-    one of `catalog_refusals.REASONS`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
+    one of `kit.errors.Reason`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
     has a name.
     """
 
@@ -86,8 +89,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
 class Refused(msgspec.Struct, frozen=True):
     """A request was refused before its body was complete, or for its key; or a connection was.
 
-    `reason`: one of `catalog.REFUSED`; `client`: the client's address. `overload`: one of `catalog_refusals.REASONS`, None if the
-    same request would be refused at any time.
+    `reason`: as in pdproxy_early_refusals_total; `client`: the client's address. `overload`: one of `kit.errors.Reason`, None
+    if the same request would be refused at any time.
     """
 
     reason: str
@@ -101,6 +104,35 @@ class ServedAlone(msgspec.Struct, frozen=True):
     reason: str
 
 
+ALONE = (
+    ("n", "several choices, which only one engine alone can sample"),
+    ("echo", "the client wants its prompt back"),
+    ("prompt_logprobs", "the client wants log probabilities of its prompt"),
+    ("beam_search", "beam search"),
+    ("non_text", "the prompt is not only text"),
+    ("prompt_ids", "a chat's prompt comes as token ids in kv_transfer_params"),
+    ("short_prompt", "the prompt is too short to be split"),
+    ("unusual", "a request that cannot be split for another reason"),
+    ("no_pair", "no prefill engine was free or could be paired with a decode engine"),
+    ("prefill_refused", "a prefill engine refused the prompt"),
+    ("prefill_failed", "the prefill failed"),
+    ("no_handle", "the prefill engine gave no usable handle"),
+    ("no_tokens", "the prompt's token ids, which the connector needs, could not be made"),
+    ("kv_buffer", "the KV does not fit into a receive buffer"),
+    ("kv_late", "the notice that the KV is ready did not come in time"),
+    ("kv_failed", "decode engines could not load the KV of this prompt, and one try was left"),
+    ("first_token", "the prefill engine's first token cannot begin the answer"),
+    ("decided", "the placement chose one engine: the prompt could have been split"),
+)
+ALONES = counter(
+    "pdproxy_alone_total",
+    "prompts",
+    "Prompts given to one engine alone on routes that can be split; one counts again if its reason changes",
+    Label("reason", ALONE),
+    of=ServedAlone,
+)
+
+
 class Decided(msgspec.Struct, frozen=True):
     """A placement has decided about an attempt. `choice`: whole, split or refused; `reason`: one of a few words of its own."""
 
@@ -109,7 +141,7 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 class StreamContinued(msgspec.Struct, frozen=True):
-    """The engine of a stream has failed. `result`: one of `catalog_continuations.RESULTS`.
+    """The engine of a stream has failed. `result`: as in pdproxy_continuations_total.
 
     `reason`: the kind of failure if the client gets its whole answer all the same, else why it does not. `seconds`: without data,
     where another engine has gone on.
@@ -128,6 +160,22 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
     node: str | None = None
 
 
+_OTHER_WAITS = {
+    Wait.STALLED: "health.stalled_after",
+    Wait.ENGINE: "deadlines.queue, for an engine that stands still",
+    Wait.CANARY: "health.canary_timeout",
+    Wait.DNS: "dns.timeout",
+}
+WAITS = tuple((wait.value, _OTHER_WAITS.get(wait, f"deadlines.{wait.value}")) for wait in Wait)
+DEADLINES = counter(
+    "pdproxy_deadline_total",
+    "waits",
+    "Waits ended by their deadline",
+    Label("wait", WAITS),
+    of=DeadlinePassed,
+)
+
+
 class SilenceAllowed(msgspec.Struct, frozen=True):
     """A deadline on an engine's silence has come, and the engine was seen to work: the wait goes on for as long again."""
 
@@ -136,7 +184,7 @@ class SilenceAllowed(msgspec.Struct, frozen=True):
 
 
 class HandleEnded(msgspec.Struct, frozen=True):
-    """A KV handle has ended. `end`: one of `catalog.ENDS`."""
+    """A KV handle has ended. `end`: as in pdproxy_kv_handles_ended_total."""
 
     end: str
     prefill: str
@@ -183,7 +231,7 @@ class NodeChanged(msgspec.Struct, frozen=True):
 
 
 class MemberChanged(msgspec.Struct, frozen=True):
-    """An engine was added to the pool, drained or removed. `change`: one of `catalog_fleet.CHANGES`; `by`: who asked for it."""
+    """An engine was added, drained or removed. `change`: as in pdproxy_member_changes_total; `by`: who asked for it."""
 
     node: str
     role: str
@@ -242,16 +290,6 @@ class KvNoticed(msgspec.Struct, frozen=True):
     result: str
 
 
-class RegistrationSeen(msgspec.Struct, frozen=True):
-    """An engine's heartbeat came, or an engine's heartbeats have stopped. `result`: what the proxy did.
-
-    known; unknown (its address is no engine's); contested (it contradicts the heartbeats of another sender); unreadable (it is no
-    heartbeat); expired (none came in registration.timeout: the engine takes part in no KV transfer).
-    """
-
-    result: str
-
-
 class KvTransferred(msgspec.Struct, frozen=True):
     """A decode engine reported that it has loaded a prompt's KV, with the duration and the size; None: not reported."""
 
@@ -278,7 +316,7 @@ class TurnReused(msgspec.Struct, frozen=True):
 
 
 class TurnDropped(msgspec.Struct, frozen=True):
-    """A turn's KV at a decode engine (`node`) will not be used. `reason`: one of `catalog_turns.TURN_DROPS`."""
+    """A turn's KV at a decode engine (`node`) will not be used. `reason`: as in pdproxy_turns_dropped_total."""
 
     node: str
     reason: str
@@ -308,8 +346,8 @@ class KvWaited(msgspec.Struct, frozen=True):
 class Tokenized(msgspec.Struct, frozen=True):
     """Token ids of a prompt were requested before an engine gets it.
 
-    `source`: here, or an engine (its `/tokenize`); `result`: one of `catalog.RESULTS_OF_TOKENIZING`; `seconds` from the
-    request for ids to the result.
+    `source`: here, or an engine (its `/tokenize`); `result`: as in pdproxy_tokenize_total; `seconds` from the request for
+    ids to the result.
     """
 
     source: str
@@ -350,6 +388,22 @@ class Evicted(msgspec.Struct, frozen=True):
     what: str
 
 
+EVICTED = (
+    ("queue", "a request that waited for a place"),
+    ("body", "a body that was not complete"),
+    ("connection", "an idle connection"),
+    ("reader", "a stream that was read too slowly"),
+    ("answer", "an answer that was not read"),
+)
+EVICTIONS = counter(
+    "pdproxy_evicted_total",
+    "evictions",
+    "What was taken from clients that held more than their share while others waited",
+    Label("what", EVICTED),
+    of=Evicted,
+)
+
+
 class LoopBeat(msgspec.Struct, frozen=True):
     """The event loop called a timer `late_s` seconds after its time.
 
@@ -382,7 +436,6 @@ Event = (
     | TransferFaultSeen
     | KvCounted
     | KvNoticed
-    | RegistrationSeen
     | KvTransferred
     | KvWaited
     | TurnKept
@@ -403,24 +456,57 @@ class Observer(Protocol):
         """Process an event, quickly."""
 
 
+@runtime_checkable
+class Counting(Protocol):
+    """An observer that has metrics: `observe.metrics.Metrics`, which describes its methods."""
+
+    def counters_of(self, kind: type[Event]) -> Sequence[Callable[[Any], None]]:
+        """Return what is called with each event of a type, in place of `notify`."""
+
+    def count(self, metric: Description, *labels: str, by: float = 1) -> None:
+        """Add to a counter, or observe a histogram's value."""
+
+    def show(self, metric: Description, read: Callable[[], Samples]) -> None:
+        """Show what `read` yields at each scrape."""
+
+
 class Observers:
-    """All observers. Each event goes in order to those that want it."""
+    """All observers. Each event goes in order to those that want it; what is only counted, to those that have metrics."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
-        self._of_type: dict[type[Event], tuple[Observer, ...]] = {}
+        self._metrics = [one for one in self._observers if isinstance(one, Counting)]
+        self._of_type: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
+        """What takes an event, by its type."""
 
     def add(self, *observers: Observer) -> None:
         """Pass events to more observers, after those that are there."""
         self._observers += observers
+        self._metrics += [one for one in observers if isinstance(one, Counting)]
         self._of_type.clear()
+
+    def count(self, metric: Description, *labels: str, by: float = 1) -> None:
+        """Count what is no event: add to a counter, or observe a histogram's value. `labels`: the values of its labels."""
+        for one in self._metrics:
+            one.count(metric, *labels, by=by)
+
+    def show(self, metric: Description, read: Callable[[], Samples]) -> None:
+        """Show a gauge, or a counter that its owner keeps, for as long as the process runs: `read` is called at each scrape."""
+        for one in self._metrics:
+            one.show(metric, read)
 
     def notify(self, event: Event) -> None:
         """Pass an event to every observer that wants it."""
         kind = type(event)
         found = self._of_type.get(kind)
         if found is None:
-            wanting = [one for one in self._observers if kind in getattr(one, "only", (kind,))]
-            found = self._of_type[kind] = tuple(wanting)
-        for observer in found:
-            observer.notify(event)
+            found = self._of_type[kind] = tuple(self._takers(kind))
+        for take in found:
+            take(event)
+
+    def _takers(self, kind: type[Event]) -> Iterator[Callable[[Any], None]]:
+        for one in self._observers:
+            if isinstance(one, Counting):
+                yield from one.counters_of(kind)
+            elif kind in getattr(one, "only", (kind,)):
+                yield one.notify

@@ -1,74 +1,31 @@
 """Prometheus metrics of what happened (events) and of the present state (gauges that are read at scrape time).
 
 Owns one registry. Counts are kept as plain numbers and become samples at a scrape, so that an event costs a few additions, and
-no chunk costs a look-up of labels. `observe.catalog` describes each metric. Series whose labels are known in advance are there
-from the start, with 0: otherwise a rate over the first event of a kind would miss it.
+no chunk costs a look-up of labels. The modules that count declare the metrics (`observe.description`); those of a request's end
+are counted here. Series whose labels are known in advance are there from the start, with 0: otherwise a rate over the first event
+of a kind would miss it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import add
+from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 
-from pdproxy.observe import (
-    catalog,
-    catalog_continuations,
-    catalog_decisions,
-    catalog_fleet,
-    catalog_health,
-    catalog_peers,
-    catalog_refusals,
-    catalog_turns,
-)
-from pdproxy.observe.catalog import METRICS, REMOVED
-from pdproxy.observe.description import NODE, Description, Kind
-from pdproxy.observe.events import (
-    BootstrapAsked,
-    DeadlinePassed,
-    Decided,
-    EngineLost,
-    Event,
-    Evicted,
-    HandleEnded,
-    KvCounted,
-    KvNoticed,
-    KvShortfall,
-    KvTransferred,
-    KvWaited,
-    LegFailed,
-    LegTimes,
-    LoopBeat,
-    MemberChanged,
-    NodeChanged,
-    PairEjected,
-    Refused,
-    RegistrationSeen,
-    RequestEnded,
-    ServedAlone,
-    SilenceAllowed,
-    StreamContinued,
-    Tokenized,
-    TokenizerJudged,
-    TransferFaultSeen,
-    TurnClaimed,
-    TurnDropped,
-    TurnKept,
-    TurnReleased,
-    TurnReused,
-)
+from pdproxy.observe import requests
+from pdproxy.observe.description import NODE, OTHER, REMOVED, Description, Kind, Label, Samples, declared
+from pdproxy.observe.events import Event, LegTimes, RequestEnded
 from pdproxy.observe.snapshot import Buckets, Series, Snapshot, families
 
 MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
 MAX_TENANTS = 1000
 """Tenants whose names are labels. All others are counted as "other"."""
-MAX_RANKS = 64
-"""Ranks of an engine that are labels."""
+_OF_LEGS = (requests.NODE_LEGS, requests.NODE_SECONDS)
 
 
 @dataclass(slots=True)
@@ -89,29 +46,6 @@ class _Histogram:
         self.total += total
 
 
-@dataclass(frozen=True, slots=True)
-class Gauge:
-    """A gauge, or a counter that another object keeps. `read` is called at a scrape and yields (label values, value).
-
-    `together`: what becomes of two values with the same labels, of two pools.
-    """
-
-    description: Description
-    read: Callable[[], Iterable[tuple[tuple[str, ...], float]]]
-    together: Callable[[float, float], float] = add
-
-    def and_also(self, other: Gauge) -> Gauge:
-        """Return one for two pools."""
-
-        def read() -> Iterable[tuple[tuple[str, ...], float]]:
-            found: dict[tuple[str, ...], float] = {}
-            for labels, value in (*self.read(), *other.read()):
-                found[labels] = self.together(found[labels], value) if labels in found else value
-            return found.items()
-
-        return Gauge(self.description, read, self.together)
-
-
 class Metrics:
     """An observer that counts, and the page that shows the counts. `lists` returns whether an engine lists a model."""
 
@@ -121,36 +55,58 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._counts: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
-        for one in METRICS:
-            if one.kind is Kind.HISTOGRAM:
-                self._histograms[one.name] = {labels: _Histogram(one.bounds) for labels in one.series}
-            elif one.kind is Kind.COUNTER and one not in _OF_LEGS:
-                self._counts[one.name] = dict.fromkeys(one.series, 0)
-        self._phases = {labels[0]: kept for labels, kept in self._histograms[catalog.PHASE.name].items()}
+        self._begun = 0
+        """How many metrics were declared when it was last looked."""
+        self._begin()
+        self._phases = {labels[0]: kept for labels, kept in self._histograms[requests.PHASE.name].items()}
         self._legs: dict[tuple[str, str], list[float]] = {}
         """By engine and phase: how many legs, and their seconds."""
-        self._gauges: dict[str, Gauge] = {}
+        self._reads: dict[str, list[Callable[[], Samples]]] = {}
+        """What others keep, by the metric's name."""
         self._models: set[str] = set()
         self._tenants: set[str] = set()
         self._nodes: set[str] = set()
-        self._reasons: set[str] = set()
+        self._values: dict[Label, set[str]] = {}
+        """The values of labels that show a limited number of them."""
         self._registry.register(self)
         # The process's own figures: CPU time, memory, open files; collections of garbage; versions.
         for collector in (ProcessCollector, GCCollector, PlatformCollector):
             collector(registry=self._registry)
 
-    def add_gauges(self, gauges: Iterable[Gauge]) -> None:
-        """Show more gauges, and counters that others keep. One that another pool shows already is shown of both together."""
-        for gauge in gauges:
-            known = self._gauges.get(gauge.description.name)
-            self._gauges[gauge.description.name] = gauge if known is None else known.and_also(gauge)
-            self._counts.pop(gauge.description.name, None)
+    def _begin(self) -> None:
+        """Begin to count what is not counted yet. A plugin may be imported, and declare metrics, after this was made."""
+        metrics = declared()
+        if len(metrics) == self._begun:
+            return
+        self._begun = len(metrics)
+        for one in metrics:
+            if one.kind is Kind.HISTOGRAM:
+                self._histograms.setdefault(one.name, {labels: _Histogram(one.bounds) for labels in one.series})
+            elif one.kind is Kind.COUNTER and one not in _OF_LEGS:
+                self._counts.setdefault(one.name, dict.fromkeys(one.series, 0))
+
+    def show(self, metric: Description, read: Callable[[], Samples]) -> None:
+        """Show a gauge, or a counter that another object keeps: what `read` yields at each scrape.
+
+        Several may show one metric, such as those of several pools: values with the same labels become one by its rule `pools`.
+        """
+        self._reads.setdefault(metric.name, []).append(read)
+
+    def count(self, metric: Description, *labels: str, by: float = 1) -> None:
+        """Add to a counter, or observe a histogram's value. `labels`: the values of the metric's labels."""
+        if metric.name not in self._counts and metric.name not in self._histograms:
+            self._begin()
+        values = self._bounded(metric, labels)
+        if metric.kind is Kind.HISTOGRAM:
+            self._histogram(metric, *values).observe(by)
+        else:
+            self._count(metric, *values, by=by)
 
     def add_node(self, url: str, role: str) -> None:
         """Count an engine by its URL from now on."""
         self._nodes.add(url)
-        failures, phases = self._counts[catalog.LEG_FAILURES.name], catalog.phases_of(role)
-        for phase, _ in catalog.FAILED_LEGS:
+        failures, phases = self._counts[requests.LEG_FAILURES.name], requests.phases_of(role)
+        for phase, _ in requests.FAILED_LEGS:
             if role == "any" or (phase == "prefill") == (role == "prefill"):
                 failures.setdefault((url, phase), 0)
         for phase in phases:
@@ -161,10 +117,11 @@ class Metrics:
         self._nodes.discard(url)
         for key in [key for key in self._legs if key[0] == url]:
             del self._legs[key]
-        for one in _OF_NODES:
-            counts = self._counts.get(one.name, {})  # none of those that another object keeps
-            for labels in [labels for labels in counts if labels[0] == url]:
-                del counts[labels]
+        for one in declared():
+            if one.is_of_nodes:
+                counts = self._counts.get(one.name, {})
+                for labels in [labels for labels in counts if labels[0] == url]:
+                    del counts[labels]
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus text format."""
@@ -172,78 +129,56 @@ class Metrics:
 
     def notify(self, event: Event) -> None:
         """Count an event."""
-        match event:
-            case RequestEnded():
-                self._ended(event)
-            case HandleEnded(end):
-                self._count(catalog.HANDLES_ENDED, end)
-            case ServedAlone(reason):
-                self._count(catalog.ALONES, reason)
-            case Decided(choice, reason):
-                self._decided(choice, reason)
-            case DeadlinePassed(wait):
-                self._count(catalog.DEADLINES, wait)
-            case SilenceAllowed(wait):
-                self._count(catalog.SILENCES_ALLOWED, wait)
-            case LegFailed(node=node, phase=phase):
-                self._count(catalog.LEG_FAILURES, self._node(node), phase)
-            case EngineLost(several=several):
-                self._count(catalog_health.ENGINES_LOST, "several" if several else "one")
-            case MemberChanged(change=change):
-                self._count(catalog_fleet.MEMBER_CHANGES, change)
-            case PairEjected():
-                self._count(catalog.PAIRS_EJECTED)
-            case KvCounted(moved=moved, missing=missing):
-                self._count(catalog.KV_MOVED, "transferred", by=moved)
-                self._count(catalog.KV_MOVED, "recomputed", by=missing)
-            case BootstrapAsked(node, result):
-                self._count(catalog_peers.BOOTSTRAP_QUERIES, self._node(node), result)
-            case KvNoticed(kind, result):
-                self._count(catalog.KV_NOTICES, kind, result)
-            case RegistrationSeen(result):
-                self._count(catalog_peers.REGISTRATIONS, result)
-            case KvTransferred(seconds, size):
-                if seconds is not None:
-                    self._histogram(catalog.KV_SECONDS).observe(seconds)
-                if size is not None:
-                    self._count(catalog.KV_BYTES, by=size)
-            case KvWaited(node, result, seconds, missing):
-                self._histogram(catalog.KV_READY_WAIT, result).observe(seconds)
-                node = self._node(node)
-                for at, rank in enumerate(missing):
-                    self._count(catalog.SILENT_RANKS, node, rank if at < MAX_RANKS else "more")
-            case Tokenized():
-                self._count(catalog.TOKENIZED, event.source, event.result)
-                self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
-            case Refused(reason):
-                self._count(catalog_refusals.EARLY_REFUSALS, reason)
-                if event.overload is not None:
-                    self._overload(event.overload)
-            case StreamContinued(result, reason, seconds):
-                self._count(catalog_continuations.CONTINUATIONS, result, reason)
-                if seconds is not None:
-                    self._histogram(catalog_continuations.CONTINUATION_SECONDS).observe(seconds)
-            case Evicted(what):
-                self._count(catalog.EVICTIONS, what)
-            case LoopBeat(late_s):
-                self._histogram(catalog.LOOP_LATENESS).observe(late_s)
-            case TurnKept():
-                self._count(catalog_turns.TURNS_KEPT)
-            case TurnReused(tokens, trimmed, seconds):
-                self._count(catalog_turns.TURNS_REUSED, "trimmed" if trimmed else "whole")
-                self._count(catalog_turns.TURN_TOKENS, by=tokens)
-                self._count(catalog_turns.TURN_SECONDS, by=seconds)
-            case TurnDropped(reason=reason):
-                self._count(catalog_turns.TURNS_DROPPED, reason)
-            case TurnClaimed(result):
-                self._count(catalog_turns.TURN_CLAIMS, result)
-            case TurnReleased(result):
-                self._count(catalog_turns.TURN_RELEASES, result)
-            case TransferFaultSeen(kind, over=over, elsewhere=elsewhere):
-                if not over and not elsewhere:
-                    self._count(catalog_health.TRANSFER_FAULTS_FOUND, kind)
-            case KvShortfall() | NodeChanged() | TokenizerJudged():
-                pass  # logged, and shown by gauges
+        for count in self.counters_of(type(event)):
+            count(event)
+
+    def counters_of(self, kind: type[Event]) -> Sequence[Callable[[Any], None]]:
+        """Return what counts events of a type, for who has many of them."""
+        self._begin()
+        found = [self._counter(one) for one in declared() if one.of is not None and one.of.event is kind]
+        return [self._ended, *found] if kind is RequestEnded else found
+
+    def _counter(self, one: Description) -> Callable[[Any], None]:
+        """Return what counts an event for a metric of it."""
+        assert one.of is not None
+        found = one.of.found
+        if any(label is NODE or label.most is not None for label in one.labels):
+
+            def count(event: Any) -> None:  # noqa: ANN401 - of the type that the metric says
+                for labels, value in found(event):
+                    self.count(one, *labels, by=value)
+
+            return count
+        if one.kind is Kind.HISTOGRAM:
+
+            def observe(event: Any) -> None:  # noqa: ANN401
+                for labels, value in found(event):
+                    self._histogram(one, *labels).observe(value)
+
+            return observe
+        counts = self._counts[one.name]
+
+        def add(event: Any) -> None:  # noqa: ANN401
+            for labels, value in found(event):
+                counts[labels] = counts.get(labels, 0) + value
+
+        return add
+
+    def _bounded(self, one: Description, labels: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the values that are shown: no label has more than it may, and no engine that is not in the pool."""
+        return tuple(self._shown(label, value) for label, value in zip(one.labels, labels, strict=True))
+
+    def _shown(self, label: Label, value: str) -> str:
+        if label is NODE:
+            return self._node(value)
+        if label.most is None:
+            return value
+        values = self._values.setdefault(label, set())
+        if value not in values:
+            if len(values) >= label.most:
+                return OTHER
+            values.add(value)
+        return value
 
     def _tenant(self, name: str) -> str:
         if name not in self._tenants:
@@ -253,15 +188,7 @@ class Metrics:
         return name
 
     def _overload(self, reason: str) -> None:
-        self._count(catalog_refusals.REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
-
-    def _decided(self, choice: str, reason: str) -> None:
-        if reason not in self._reasons:
-            if len(self._reasons) < catalog_decisions.MAX_REASONS:
-                self._reasons.add(reason)
-            else:
-                reason = "other"
-        self._count(catalog_decisions.DECISIONS, choice, reason)
+        self._count(requests.REFUSALS, reason, requests.STATUS_OF[reason])
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)
@@ -275,13 +202,13 @@ class Metrics:
                 path = "split"
             self._leg(leg)
         if event.first_s is not None:
-            self._histogram(catalog.TTFT, path).observe(event.first_s)
+            self._histogram(requests.TTFT, path).observe(event.first_s)
         if any(event.gaps.buckets):
-            self._histogram(catalog.ITL).add(event.gaps.buckets, event.gaps.total)
+            self._histogram(requests.ITL).add(event.gaps.buckets, event.gaps.total)
         if event.tenant is not None:
             tokens = (event.prompt_tokens or 0) + (event.completion_tokens or 0)
-            self._count(catalog_refusals.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
-        counts = self._counts[catalog.TOKENS.name]
+            self._count(requests.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
+        counts = self._counts[requests.TOKENS.name]
         counts["prompt",] += event.prompt_tokens or 0
         counts["completion",] += event.completion_tokens or 0
 
@@ -295,9 +222,9 @@ class Metrics:
                 self._models.add(model)
             else:
                 model = "other"
-        counts = self._counts[catalog.REQUESTS.name]
+        counts = self._counts[requests.REQUESTS.name]
         if (model, event.endpoint, event.outcome) not in counts:
-            for outcome, _ in catalog.OUTCOMES:
+            for outcome, _ in requests.OUTCOMES:
                 counts[model, event.endpoint, outcome] = 0
         counts[model, event.endpoint, event.outcome] += 1
 
@@ -308,7 +235,7 @@ class Metrics:
         if leg.first_s is not None:
             self._phase("kv" if split else "alone", leg.decode, leg.first_s)
         if leg.overlap_s is not None:
-            self._histogram(catalog.OVERLAP).observe(leg.overlap_s)
+            self._histogram(requests.OVERLAP).observe(leg.overlap_s)
         if leg.decode_s is not None:
             self._phase("decode", leg.decode, leg.decode_s)
         if leg.whole_s is not None:
@@ -342,21 +269,24 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """Return all metrics but the process's own, as they are now."""
+        self._begin()
         values: dict[str, Series] = {}
         histograms: dict[str, dict[tuple[str, ...], Buckets]] = {}
-        for one in METRICS:
+        for one in declared():
             if (kept := self._histograms.get(one.name)) is not None:
                 histograms[one.name] = {labels: Buckets(each.buckets, each.total) for labels, each in kept.items()}
             elif one in _OF_LEGS:
                 at = _OF_LEGS.index(one)
                 values[one.name] = {key: each[at] for key, each in self._legs.items()}
             else:
-                gauge = self._gauges.get(one.name)
-                values[one.name] = dict(self._counts.get(one.name, {}) if gauge is None else gauge.read())
+                reads = self._reads.get(one.name)
+                values[one.name] = dict(self._counts.get(one.name, {}) if reads is None else _read(one, reads))
         return Snapshot(values, histograms)
 
 
-_OF_LEGS = (catalog.NODE_LEGS, catalog.NODE_SECONDS)
-_OF_NODES = [
-    one for one in METRICS if one.kind is Kind.COUNTER and one.labels and one.labels[0] is NODE and one not in _OF_LEGS
-]
+def _read(one: Description, reads: Sequence[Callable[[], Samples]]) -> Series:
+    found: Series = {}
+    for read in reads:
+        for labels, value in read():
+            found[labels] = one.pools.of_two(found[labels], value) if labels in found else value
+    return found

@@ -1,104 +1,27 @@
 """All metrics of a process at one moment: as numbers that can be sent to another process, added up there, and shown as a page.
 
-Owns how the numbers of several workers become one page: counters and histograms are sums; `RULES` says it for all others.
+Owns how the numbers of several workers become one page: histograms are sums, all others follow the rule of their description.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdproxy.observe.catalog import METRICS, REMOVED, TASK_RESTARTS
-from pdproxy.observe.description import NODE, Kind
+from pdproxy.observe.description import REMOVED, TASK, Description, Kind, Rule, declared, described
 
 Series = dict[tuple[str, ...], float]
 """Values by those of their labels."""
 
 
-class Rule(Enum):
-    """How the numbers of several workers become one."""
-
-    SUM = "sum"
-    MOST = "most"
-    LEAST = "least"
-    MEAN = "mean"
-
-
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "pdproxy_body_readers": Rule.SUM,
-        "pdproxy_build_info": Rule.MOST,
-        "pdproxy_capacity": Rule.MOST,
-        "pdproxy_connections": Rule.SUM,
-        "pdproxy_dns_age_seconds": Rule.MOST,
-        "pdproxy_dns_engines": Rule.MOST,
-        "pdproxy_engines_kept_for_prefill": Rule.MOST,
-        "pdproxy_held_bytes": Rule.SUM,
-        "pdproxy_inflight": Rule.SUM,
-        "pdproxy_kv_buffer_slots": Rule.SUM,
-        "pdproxy_kv_event_age_seconds": Rule.MOST,
-        "pdproxy_kv_event_backlog_bytes": Rule.SUM,
-        "pdproxy_kv_event_sources": Rule.MOST,
-        "pdproxy_kv_faults": Rule.MOST,  # what one finds all know
-        "pdproxy_kv_handle_age_seconds": Rule.MOST,
-        "pdproxy_kv_handles": Rule.SUM,
-        "pdproxy_kv_missing_tokens": Rule.MOST,
-        "pdproxy_kv_notices_kept": Rule.SUM,
-        "pdproxy_kv_ready_waits": Rule.SUM,
-        "pdproxy_kv_stuck": Rule.SUM,
-        "pdproxy_kv_stuck_age_seconds": Rule.MOST,
-        # Each worker follows the settings: one change is counted in all of them.
-        "pdproxy_member_changes_total": Rule.MOST,
-        "pdproxy_settings_reloads_total": Rule.MOST,
-        "pdproxy_node_inflight": Rule.SUM,
-        "pdproxy_node_info": Rule.MOST,
-        "pdproxy_node_other_requests": Rule.MOST,
-        # The part of the workers that see it so.
-        "pdproxy_node_state": Rule.MEAN,
-        "pdproxy_node_up": Rule.MEAN,
-        "pdproxy_state": Rule.MEAN,
-        "pdproxy_placement_shared_age_seconds": Rule.MOST,
-        "pdproxy_places": Rule.LEAST,  # one number for all; the fewest are in force
-        "pdproxy_prediction_error_ratio": Rule.MEAN,
-        "pdproxy_prefix_blocks": Rule.MOST,  # each has what all were told
-        "pdproxy_prefix_shared_age_seconds": Rule.MOST,
-        "pdproxy_queue": Rule.SUM,
-        "pdproxy_replicas": Rule.MOST,
-        "pdproxy_retries": Rule.SUM,
-        "pdproxy_source_age_seconds": Rule.MOST,
-        "pdproxy_source_engines": Rule.MOST,
-        "pdproxy_tasks": Rule.SUM,
-        "pdproxy_suspected": Rule.SUM,
-        "pdproxy_time_correction_ratio": Rule.MEAN,
-        "pdproxy_tokenize_agrees": Rule.LEAST,
-        "pdproxy_tokens_in_flight": Rule.SUM,
-        "pdproxy_turn_blocks": Rule.SUM,
-        "pdproxy_turn_bytes": Rule.SUM,
-        "pdproxy_turns": Rule.SUM,
-        "pdproxy_waiting_for_engines": Rule.SUM,
-        "pdproxy_worker_restarts_total": Rule.MOST,
-        "pdproxy_workers": Rule.SUM,
-    }
-)
-"""Of each gauge, and of counters that are no sums."""
 _OF_PROCESS = {
     "process_start_time_seconds": Rule.LEAST,
     "process_max_fds": Rule.LEAST,
     "python_info": Rule.MOST,
-}
-_DESCRIBED = {one.name: one for one in METRICS}
-_OF_NODES = frozenset(one.name for one in METRICS if one.labels and one.labels[0] is NODE)
-_PICK: Mapping[Rule, Callable[[float, float], float]] = {
-    Rule.SUM: lambda one, other: one + other,
-    Rule.MEAN: lambda one, other: one + other,  # divided at the end
-    Rule.MOST: max,
-    Rule.LEAST: min,
 }
 
 
@@ -128,7 +51,7 @@ class Snapshot(msgspec.Struct, array_like=True):
 
     def without_levels(self) -> Snapshot:
         """Return what counts on after the process is gone: sums of what has happened."""
-        counters = {name: series for name, series in self.values.items() if _DESCRIBED[name].kind is Kind.COUNTER}
+        counters = {one.name: self.values[one.name] for one in _of(self.values) if one.kind is Kind.COUNTER}
         cpu = [one for one in self.process if one.kind == "counter"]
         return Snapshot(counters, self.histograms, cpu, 0)
 
@@ -136,17 +59,24 @@ class Snapshot(msgspec.Struct, array_like=True):
         """Return the same without the counts of engines that are in none of the `present` snapshots: they were removed."""
         gone = _nodes([self]) - _nodes(present) - {REMOVED}
         values = dict(self.values)
-        for name in _OF_NODES & values.keys():
-            values[name] = {labels: value for labels, value in values[name].items() if labels[0] not in gone}
-        tasks = values.get(TASK_RESTARTS.name, {})  # tasks of an engine have its URL behind a blank
-        values[TASK_RESTARTS.name] = {
-            labels: value for labels, value in tasks.items() if labels[0].rpartition(" ")[2] not in gone
-        }
+        for one in _of(self.values):
+            series = self.values[one.name]
+            if one.is_of_nodes:
+                values[one.name] = {labels: value for labels, value in series.items() if labels[0] not in gone}
+            elif one.labels[:1] == (TASK,):
+                left = {labels: value for labels, value in series.items() if labels[0].rpartition(" ")[2] not in gone}
+                values[one.name] = left
         return msgspec.structs.replace(self, values=values)
 
 
 def _nodes(snapshots: Iterable[Snapshot]) -> set[str]:
-    return {labels[0] for one in snapshots for name in _OF_NODES for labels in one.values.get(name, ())}
+    series = [one.values[metric.name] for one in snapshots for metric in _of(one.values) if metric.is_of_nodes]
+    return {labels[0] for one in series for labels in one}
+
+
+def _of(values: Iterable[str]) -> list[Description]:
+    """Return the metrics of these names that are known here."""
+    return [one for name in values if (one := described(name)) is not None]
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -161,7 +91,8 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
     for one in snapshots:
         found.workers += one.workers
         for name, series in one.values.items():
-            rule = RULES.get(name, Rule.SUM)
+            known = described(name)
+            rule = Rule.SUM if known is None else known.workers
             _merge_series(found.values.setdefault(name, {}), series, rule)
             if rule is Rule.MEAN:
                 counts = means.setdefault(name, {})
@@ -186,7 +117,7 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 
 def _merge_series(mine: Series, series: Series, rule: Rule) -> None:
-    pick = _PICK[rule]
+    pick = rule.of_two
     for labels, value in series.items():
         mine[labels] = pick(mine[labels], value) if labels in mine else value
 
@@ -196,7 +127,7 @@ def _merge_process(process: dict[str, OfProcess], metric: OfProcess) -> None:
     if had is None:
         process[metric.name] = metric
         return
-    pick = _PICK[_OF_PROCESS.get(metric.name, Rule.SUM)]
+    pick = _OF_PROCESS.get(metric.name, Rule.SUM).of_two
     samples = {(name, tuple(sorted(labels.items()))): value for name, labels, value in had.samples}
     for name, labels, value in metric.samples:
         key = name, tuple(sorted(labels.items()))
@@ -223,8 +154,8 @@ def of_process() -> list[OfProcess]:
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield the metrics of pdproxy as `prometheus_client` shows them, in the order of their table."""
-    for one in METRICS:
+    """Yield the metrics of pdproxy as `prometheus_client` shows them, by name."""
+    for one in declared():
         names = one.label_names
         if one.kind is Kind.HISTOGRAM:
             histogram = HistogramMetricFamily(one.name, one.text, labels=names)

@@ -17,6 +17,7 @@ import msgspec
 
 from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import (
+    ConnectionLostError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
@@ -346,11 +347,13 @@ class EngineAdmin:
                 raise no_more_files(error) from None
             raise EngineUnreachableError(f"no connection: {describe_os(error.os_error)}") from None
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientConnectionResetError):
-            raise EngineError(f"{path}: {describe_close(tls)}") from None
+            raise ConnectionLostError(f"{path}: {describe_close(tls)}") from None
         except ssl.SSLError as error:
             raise EngineTlsError(describe_tls(error)) from None
         except OSError as error:
-            raise EngineError(f"{path}: {describe_os(error)}") from None
+            raise ConnectionLostError(f"{path}: {describe_os(error)}") from None
+        except aiohttp.ClientPayloadError as error:
+            raise ConnectionLostError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
         except aiohttp.ClientError as error:
             raise EngineError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
         if answer.status != 200:

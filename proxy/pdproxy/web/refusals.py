@@ -19,6 +19,7 @@ from pdproxy.kit.errors import (
     TooManyConnectionsError,
     UnauthorizedError,
 )
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers, Refused
 
 _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
@@ -32,10 +33,32 @@ _REASONS: tuple[tuple[type[PdproxyError], str], ...] = (
     (TooManyConnectionsError, "connections"),
     (OverloadedError, "no_space"),
 )
+REFUSED = (
+    ("no_key", "no API key was sent, and one is required"),
+    ("wrong_key", "the API key is none of the valid ones"),
+    ("ended_key", "the API key has expired, or was taken away while the request was read"),
+    ("not_allowed", "the API key is not good for that route or tenant, or a page of another site asks the admin API"),
+    ("certificate", "the client's certificate is not valid any more"),
+    ("connections", "too many connections are open"),
+    ("body_too_large", "the body is larger than limits.max_body_bytes"),
+    ("body_slow", "the body was not complete in deadlines.client_body"),
+    ("no_space", "no space for the body: limits.max_buffered_bytes"),
+    ("head_too_large", "the head is larger than limits.max_header_bytes"),
+    ("head_slow", "the head was not complete in deadlines.client_head"),
+    ("path_too_long", "the path is longer than that of any route"),
+    ("bad_http", "what came is not a valid HTTP request"),
+)
+EARLY_REFUSALS = counter(
+    "pdproxy_early_refusals_total",
+    "refusals",
+    "Requests and connections that were refused before their body was complete, and requests without a valid key",
+    Label("reason", REFUSED),
+    of=Refused,
+)
 
 
 def reason_of(error: PdproxyError) -> str:
-    """Return the reason of a refusal: one of `catalog_refusals.REFUSED`."""
+    """Return the reason of a refusal: one of `REFUSED`."""
     if error.reason is Reason.WRONG_KEYS:
         return "wrong_key"
     if isinstance(error, RevokedError) and error.what == "certificate":

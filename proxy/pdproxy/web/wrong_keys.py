@@ -7,10 +7,12 @@ limited elsewhere: log lines (`observe.few_lines`), and connections (`web.connec
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 
 from pdproxy.kit.errors import LimitError, PdproxyError, Reason, UnauthorizedError
+from pdproxy.observe.description import Label, counter
+from pdproxy.observe.events import Observers
 
 AT_ONCE = 20
 """Wrong keys that an address may send at once."""
@@ -20,17 +22,26 @@ CLIENTS, ADMIN = "clients", "admin"
 """The listeners."""
 MAX_ADDRESSES = 4096
 """Addresses that are remembered. Beyond them, the one whose last wrong key is the oldest is forgotten."""
+WRONG_KEYS = counter(
+    "pdproxy_wrong_keys_total",
+    "requests",
+    "Requests with a wrong key, of clients and of operators",
+    Label("listener", (("clients", "where clients reach the proxy"), ("admin", "listen.admin"))),
+    Label(
+        "answer",
+        (("refused", "with 401"), ("throttled", "with 429: its address had sent too many before")),
+    ),
+)
 
 
 class WrongKeys:
     """The wrong keys that have come to one process. `now`: monotonic seconds."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], observers: Observers) -> None:
         self._now = now
+        self._observers = observers
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """What each address has left, and since when."""
-        self.counts: Counter[tuple[str, str]] = Counter()
-        """By listener, and how they were answered: refused, throttled."""
 
     def __repr__(self) -> str:
         return f"<WrongKeys of {len(self._known)} addresses>"
@@ -46,7 +57,7 @@ class WrongKeys:
         self._known[address] = (left, now) if is_over else (left - 1, now)
         if len(self._known) > MAX_ADDRESSES:
             self._known.popitem(last=False)
-        self.counts[listener, "throttled" if is_over else "refused"] += 1
+        self._observers.count(WRONG_KEYS, listener, "throttled" if is_over else "refused")
         if not is_over:
             return error
         text = "Incorrect API keys come from this address too often."

@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from tests.chaos.options import Options
-from tests.chaos.planted.bug import all_bugs
+from tests.chaos.planted.bugs import BUGS
 from tests.chaos.planted.hunt import HEAD, Hunt, hunts
 
 _CONTROL = "no bug"
@@ -21,9 +21,8 @@ _CONTROL = "no bug"
 
 def main(arguments: list[str]) -> int:
     """Hunt the bugs, and return the exit code."""
-    known = all_bugs()
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.planted", description="Have chaos find planted bugs.")
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"bugs (default: all): {', '.join(known)}")
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"bugs (default: all): {', '.join(BUGS)}")
     parser.add_argument("--seeds", type=int, default=30, help="seeds per bug at most (default: 30)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--seconds", type=float, default=15.0, help="virtual seconds of load and faults (default: 15)")
@@ -31,11 +30,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="bugs at once (default: 2)")
     parser.add_argument("--control", type=int, help="seeds without a bug (default: as --seeds)")
     given = parser.parse_args(arguments)
-    if wrong := [name for name in given.names if name not in known]:
+    if wrong := [name for name in given.names if name not in BUGS]:
         parser.error(f"no bug named {', '.join(wrong)}")
     seeds = range(given.first, given.first + given.seeds)
     control = seeds if given.control is None else seeds[: given.control]
-    hunted = [(name, known[name], seeds) for name in given.names or known]
+    hunted = [(name, BUGS[name], seeds) for name in given.names or BUGS]
     without = [(_CONTROL, None, part) for first in range(given.jobs) if (part := control[first :: given.jobs])]
     print(HEAD, flush=True)
     options = Options(seconds=given.seconds, faults=given.faults)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import pdproxy
-from tests.chaos.planted import bugs
 
 PACKAGE = Path(pdproxy.__file__).parent
 
@@ -63,12 +60,6 @@ class Bug:
             texts[file] = change.of(texts.get(file) or file.read_text())
         for file, text in texts.items():
             file.write_text(text)
-
-
-def all_bugs() -> dict[str, Bug]:
-    """Return all bugs by their names."""
-    names = sorted(module.name for module in iter_modules(bugs.__path__))
-    return {name: import_module(f"{bugs.__name__}.{name}").BUG for name in names}
 
 
 def copy_package(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from pdproxy.kit.errors import EngineTimeoutError, TooLateError, Wait
 from pdproxy.kit.ids import mint
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Decided
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Role
@@ -221,6 +222,21 @@ PAIR = (Role.PREFILL, Role.DECODE)
 """The roles that a split prompt needs an engine of. The last one answers the client."""
 MAX_USER = 256
 """Bytes of a body's `user` that name a session. What follows makes no other session."""
+CHOICES = (
+    ("whole", "one engine serves the request"),
+    ("split", "a prefill and a decode engine share the work"),
+    ("refused", "503: no engine can serve it in time (policy.refuse_late)"),
+)
+MAX_REASONS = 32
+"""How many reasons are labels. Further ones are counted as "other": a placement has a few."""
+DECISIONS = counter(
+    "pdproxy_decisions_total",
+    "decisions",
+    "Decisions of the pool's placement (policy.placement); a request has one for each attempt",
+    Label("choice", CHOICES),
+    Label("reason", text="the placement's reason, one of a few words of its own; or late", most=MAX_REASONS),
+    of=Decided,
+)
 
 
 def begin(

@@ -11,9 +11,17 @@ import asyncio
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
+from pdproxy.observe.description import Rule, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.limits import Limits
+
+WAITING_FOR_ENGINES = gauge(
+    "pdproxy_waiting_for_engines",
+    "requests",
+    "Requests that wait for an engine that stands still, because no other can serve them (deadlines.queue)",
+    workers=Rule.SUM,
+)
 
 
 class Comebacks:
@@ -26,6 +34,7 @@ class Comebacks:
         self._limits = limits
         self._waiting: dict[asyncio.Future[None], None] = {}
         ledger.when_changed(self._changed)
+        observers.show(WAITING_FOR_ENGINES, lambda: [((), self.waiting)])
 
     def __repr__(self) -> str:
         return f"<Comebacks {self.waiting} waiting>"

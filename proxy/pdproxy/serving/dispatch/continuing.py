@@ -19,6 +19,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.cut import Cut, find_cut
+from pdproxy.serving.dispatch.in_turn import AskedFor
 from pdproxy.serving.dispatch.parsed_stream import ParsedStream
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.record import Record
@@ -52,10 +53,10 @@ MakeParsed = Callable[[ResponseWriter, ContinuedEvents], ParsedStream]
 class Continuation:
     """How another engine goes on with a stream: by `asked`, another request. `done`: tokens of the answer before that.
 
-    `parsed`: makes the writer of a stream whose events a parser makes.
+    `asked_for`: of the questions that the stream needs. `parsed`: makes the writer of a stream whose events a parser makes.
     """
 
-    __slots__ = ("_asked", "_events", "_held", "_stream", "_writer", "done", "parsed")
+    __slots__ = ("_asked", "_asked_for", "_events", "_held", "_stream", "_writer", "done", "parsed")
 
     def __init__(
         self,
@@ -64,9 +65,11 @@ class Continuation:
         last: LastEvent,
         cut: Cut,
         cached: int | None,
+        asked_for: AskedFor,
         parsed: MakeParsed | None = None,
     ) -> None:
         self._asked: Asked | None = asked
+        self._asked_for = asked_for
         self.done = cut.done
         self.parsed = parsed
         self._stream: ParsedStream | None = None
@@ -83,8 +86,9 @@ class Continuation:
         assert asked is not None
         return asked
 
-    def writer(self) -> ResponseWriter:
-        """Return where the engine's stream goes. The client first gets the text that was held back from it."""
+    def writer(self, engine: str | None) -> ResponseWriter:
+        """Return where the stream of an engine, its URL, goes. The client first gets the text that was held back from it."""
+        self._asked_for.engine = engine
         if self._held:
             self._writer.write(self._held)
         if self.parsed is not None:
@@ -137,10 +141,13 @@ async def continuation(
         return Reason.NO_IDS  # those of what was not written are counted
     kept = record.kept
     own = next((value for _, value in request.headers.authorization), None)
+    asked_for = AskedFor(resources.lost, request.headers, request.fingerprint)
 
     async def text(some: Sequence[int]) -> str | None:
         detokenizing = resources.detokenizing
-        return None if detokenizing is None else await detokenizing.text(kept.model, some, own, without=failed)
+        if detokenizing is None:
+            return None
+        return await detokenizing.text(kept.model, some, own, without=failed, asked_for=asked_for)
 
     cut: Cut | Reason = Reason.TOOLS if kept.calls_tools else Reason.REASONING_SEEN
     if not last.is_chat or (not kept.calls_tools and _is_content(last, is_parsed=record.is_parsed)):
@@ -151,7 +158,7 @@ async def continuation(
     if isinstance(cut, Reason):
         if not record.chat or not last.is_chat:
             return cut
-        found = await _parsed(resources, record, fast_path, last, own, failed)
+        found = await _parsed(resources, record, fast_path, last, own, failed, asked_for)
         if isinstance(found, Reason):
             return found
         makes = found
@@ -162,11 +169,18 @@ async def continuation(
     parsed, prompt = continued(kept, record.prompt_ids, ids[: cut.done], limit=limit)
     headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
     new_relay = record.new_relay if makes is None else partial(_showing_ids, record.new_relay)
-    return Continuation((parsed, prompt, headers, new_relay), writer, last, cut, relay.filter.cached_tokens, makes)
+    asked, cached = (parsed, prompt, headers, new_relay), relay.filter.cached_tokens
+    return Continuation(asked, writer, last, cut, cached, asked_for, makes)
 
 
 async def _parsed(
-    resources: ExchangeResources, record: Record, stream: FastPath, last: LastEvent, own: bytes | None, failed: str
+    resources: ExchangeResources,
+    record: Record,
+    stream: FastPath,
+    last: LastEvent,
+    own: bytes | None,
+    failed: str,
+    asked_for: AskedFor,
 ) -> MakeParsed | Reason:
     """Return what makes the client's end of a stream whose events a parser makes, or why nobody can go on with it.
 
@@ -179,7 +193,7 @@ async def _parsed(
         return Reason.TOO_LONG
     if (lens := _lens(len(stream.ids), stream.several)) is None:
         return Reason.NO_IDS
-    ask = partial(derendering.answer, authorization=own, without=failed)
+    ask = partial(derendering.answer, authorization=own, without=failed, asked_for=asked_for)
     rendered = await ask(RENDER, kept.model, record.chat, max_bytes=_MAX_RENDERED + len(record.prompt_ids))
     why = Reason.DERENDER if rendered is None else why_not(rendered)
     if why is not None:

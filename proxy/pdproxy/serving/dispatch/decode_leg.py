@@ -297,6 +297,7 @@ class DecodeLeg:
             raise self._ended_by
         attempt, custody, headers = self._attempt, self._custody, self._request.headers
         self._sent_at = self._resources.now()
+        self._request.sent()
         if custody is None:
             body = alone_body(attempt.parsed_for(self._url, parsed), prompt)
             return self._client.request(headers.path, headers.headers, body)

@@ -12,7 +12,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
-from pdproxy.serving.dispatch.in_turn import first_answer
+from pdproxy.serving.dispatch.in_turn import AskedFor, first_answer
 from pdproxy.settings.limits import Deadlines
 
 Ask = Callable[[str, str, bytes, bytes | None, int], Awaitable[bytes]]
@@ -74,7 +74,15 @@ class Derendering:
         return found
 
     async def answer(
-        self, path: str, model: str | None, body: bytes, authorization: bytes | None, *, without: str, max_bytes: int
+        self,
+        path: str,
+        model: str | None,
+        body: bytes,
+        authorization: bytes | None,
+        *,
+        without: str,
+        max_bytes: int,
+        asked_for: AskedFor,
     ) -> bytes | None:
         """Return an engine's answer, None if none has answered in time. `without`: the URL of an engine that is asked last."""
         now = self._clock.now()
@@ -97,6 +105,7 @@ class Derendering:
                         self._deadlines.between_tokens,
                         Wait.BETWEEN_TOKENS,
                         self._observers,
+                        asked_for,
                     )
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.BETWEEN_TOKENS.value))

@@ -8,7 +8,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import Observers
-from pdproxy.serving.dispatch.in_turn import first_answer
+from pdproxy.serving.dispatch.in_turn import AskedFor, first_answer
 from pdproxy.settings.limits import Deadlines
 
 AskForText = Callable[[str, str | None, Sequence[int], bytes | None], Awaitable[str]]
@@ -37,7 +37,13 @@ class Detokenizing:
         return f"<Detokenizing within {self._deadlines.tokenize:g} s>"
 
     async def text(
-        self, model: str | None, ids: Sequence[int], authorization: bytes | None, *, without: str
+        self,
+        model: str | None,
+        ids: Sequence[int],
+        authorization: bytes | None,
+        *,
+        without: str,
+        asked_for: AskedFor,
     ) -> str | None:
         """Return the text of ids, None if no engine has answered in time. `without`: the URL of an engine that is not asked."""
         now = self._clock.now()
@@ -51,4 +57,5 @@ class Detokenizing:
             self._deadlines.tokenize,
             Wait.TOKENIZE,
             self._observers,
+            asked_for,
         )

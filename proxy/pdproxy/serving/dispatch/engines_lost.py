@@ -11,11 +11,11 @@ The course of one request:
     answered      it is not the cause, nor is its client: both are forgotten as suspects
 
     losses   of a fingerprint                          of a client
-    1        one request at a time; for a minute,      -
-             not the last engine of the role that
-             has lost one
+    1        few requests at a time (`few_first`);     -
+             for a minute, not the last engine of
+             the role that has lost one
     2        one engine, and no role's last one        the same, for each of its requests
-    3        refused for a time, twice as long behind  one request at a time, and only roles of which more than half of the
+    3        refused for a time, twice as long behind  few requests at a time, and only roles of which more than half of the
              each further loss; then as with 2         engines answer
 
 The first loss of a request counts only if the request was the only suspect, and for its client if all suspects were the client's.
@@ -33,6 +33,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import ConnectionLostError, EngineError, EnginesLostError
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
 from pdproxy.observe.events import EngineLost, Event, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -43,7 +44,8 @@ from pdproxy.serving.dispatch.few_first import FewFirst, Permit
 from pdproxy.serving.dispatch.fingerprint import Fingerprint, keyed
 from pdproxy.serving.dispatch.loss import SOON, BrokenLeg, Loss, RequestLosses
 from pdproxy.serving.dispatch.loss_detector import LossDetector
-from pdproxy.serving.dispatch.suspects import REFUSED_AT, Suspects
+from pdproxy.serving.dispatch.suspects import REFUSED_AT, Suspect, Suspects
+from pdproxy.settings.limits import Limits
 from pdproxy.wire.fields import Fields
 
 MOST = 2
@@ -54,9 +56,29 @@ BURST = 10.0
 """Seconds behind the second loss of a request in which others may have been sent that end engines, too."""
 WAITING = 2
 """Requests of a limited client that wait for their turn. Each holds a place that others could have."""
-WAITING_ALIKE = 32
-"""Requests of a fingerprint with a loss that wait for their turn. Mostly, the first answer ends this."""
 _ROLES = frozenset(Role)
+ENGINES_LOST = counter(
+    "pdproxy_engines_lost_total",
+    "engines",
+    "Engines that disappeared under a request, once for each request that was under way there",
+    Label("requests", (("one", "no other request was under way there"), ("several", "others were, too"))),
+    of=EngineLost,
+    counts=lambda event: [(("several" if event.several else "one",), 1)],
+)
+SUSPECTED = gauge(
+    "pdproxy_suspected",
+    "entries",
+    "What is remembered since engines disappeared under it alone, time and again",
+    Label(
+        "what",
+        (
+            ("one_engine", "requests with two such engines: each gets one engine when it comes again"),
+            ("refused", "requests with three or more: they are refused"),
+            ("client", "clients with three or more: few of their requests run at a time"),
+        ),
+    ),
+    workers=Rule.SUM,
+)
 
 
 class Sender(Protocol):
@@ -91,11 +113,13 @@ class EnginesLost:
         tasks: TaskOwner,
         clock: Clock,
         now: Callable[[], float],
+        limits: Limits,
     ) -> None:
         self._engines = engines
         self._observers = observers
         self._clock = clock
         self._now = now
+        self._limits = limits
         self._fingerprint = keyed()
         self._numbers = count()
         self._detector = LossDetector(ledger, engines, is_alive, observers, tasks, clock, now, self._count_abandoned)
@@ -105,8 +129,11 @@ class EnginesLost:
         self._retries = FewFirst(clock)
         """For all requests that have lost an engine."""
         self._burst_until = 0.0
+        self._waiting = 0
+        """Requests that wait for their turn."""
         self.remembers = False
         """Whether any request is treated otherwise than all. An attribute: every request reads it."""
+        observers.show(SUSPECTED, self._suspected)
 
     def __repr__(self) -> str:
         return f"<EnginesLost {len(self._fingerprints)} fingerprints, {len(self._clients)} clients>"
@@ -145,6 +172,18 @@ class EnginesLost:
         for lease in leases:
             one = AbandonedRequest(sender.request_id, sender.client, request, fingerprint, lease.since, until)
             self._abandoned.add(lease.node, one)
+            loss = self._detector.at(lease.node)
+            if loss is not None and loss.is_lost:  # it has left as that was found out
+                self._count_abandoned(loss)
+
+    async def look_back(self, sender: Sender) -> None:
+        """Find out which engines are lost where parts of a request were under way that were ended: another part has failed."""
+        (request,) = sender.lost
+        nodes = [engine.node for engine in self._engines.values()]
+        at = [node for node in nodes if any(one.losses is request for one in self._abandoned.at(node, self._now()))]
+        losses = [self._detector.suspect(node, None) for node in at]
+        for known in [self._detector.find_out(loss) for loss in losses if loss is not None]:
+            await known.wait()
 
     only = (NodeChanged,)
     """What `notify` wants."""
@@ -290,29 +329,47 @@ class EnginesLost:
             self._of(sender).protected = roles
 
     async def in_turn(self, sender: Sender, fingerprint: Fingerprint, seconds: float) -> Permit | None:
-        """Wait for the turn of a request whose fingerprint has a loss, or whose client is limited. None: it is neither.
+        """Wait for the turn of a request whose client is limited, or whose fingerprint has a loss. None: it is neither.
 
         The requests of one fingerprint take turns whoever sends them: sent at once, they would all have their engines before the
-        first of these is lost.
+        first of these is lost. The permit is left `SOON` behind the moment at which the request is sent to its last engine:
+        until then, the request may be the cause of a loss.
 
         Raises:
             EnginesLostError: its turn did not come within `seconds`, or too many others wait.
         """
-        suspect, most, whose = self._fingerprints.get(fingerprint), WAITING_ALIKE, "requests like this"
-        if suspect is None or not suspect.losses:
-            suspect, most, whose = self._clients.get(sender.client), WAITING, "requests of this client"
-            if suspect is None or suspect.losses < LIMITED_AT:
-                return None
-        turns = suspect.turns = suspect.turns or FewFirst(self._clock, singly=True)
-        permit = await turns.enter(seconds) if turns.waiting < most else None
-        if permit is None:
-            raise EnginesLostError(f"engines disappeared under {whose}: they are served one after the other")
+        until = self._now() + seconds
+        permit: Permit | None = None
         try:
-            self._limit(sender, fingerprint)  # more may be known now
+            client = self._clients.get(sender.client)
+            if client is not None and client.losses >= LIMITED_AT:
+                permit = await self._turn(client, permit, until, "requests of this client", WAITING)
+            alike = self._fingerprints.get(fingerprint)
+            if alike is not None and alike.losses:
+                permit = await self._turn(alike, permit, until, "requests like this", self._limits.max_inflight)
+            if permit is not None:
+                self._limit(sender, fingerprint)  # more may be known now
         except BaseException:
-            permit.leave()
+            if permit is not None:
+                permit.leave(harmless=False)
             raise
         return permit
+
+    async def _turn(self, suspect: Suspect, permit: Permit | None, until: float, whose: str, most: int) -> Permit:
+        """Wait for one turn, and return a permit with it: `permit`, if there is one. `most`: how many like it may wait.
+
+        As all who wait keep their places, at most half of the places do. Raises as `in_turn`.
+        """
+        turns = suspect.turns = suspect.turns or FewFirst(self._clock, singly=1, moment=None)
+        waits = turns.waiting < most and self._waiting < self._limits.max_inflight // 2
+        self._waiting += 1
+        try:
+            found = await turns.enter(until - self._now(), permit, waits=waits)
+        finally:
+            self._waiting -= 1
+        if found is None:
+            raise EnginesLostError(f"engines disappeared under {whose}: few of them are served at once")
+        return found
 
     # -- a request is answered, while something is remembered
 
@@ -342,8 +399,7 @@ class EnginesLost:
 
     # -- for operators
 
-    def counts(self) -> list[tuple[tuple[str, ...], float]]:
-        """Return how many fingerprints get one engine or are refused, and how many clients are limited."""
+    def _suspected(self) -> Samples:
         self._forget_old()
         now, suspects = self._now(), [one for one in self._fingerprints.values() if one.losses >= MOST]
         refused = sum(one.refused_for(now) > 0 for one in suspects)
@@ -361,7 +417,7 @@ class EnginesLost:
         ]
         if limited := self._limited:
             found.append(
-                f"engines disappeared under requests of {limited} clients: each is served one request at a time"
+                f"engines disappeared under requests of {limited} clients: few requests of each are served at a time"
             )
         return found
 

@@ -23,8 +23,8 @@ from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch.attempt import Attempt, begin, begin_placed, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.decisions import decided, spelled
 from pdproxy.serving.dispatch.failure_class import is_doubtful
-from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.following import Following, Streams
+from pdproxy.serving.dispatch.loss import SOON
 from pdproxy.serving.dispatch.orders import ORDERS, one_engine
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
@@ -69,7 +69,6 @@ class Exchange(PromptRequest):
         "_following",
         "_keep",
         "_number",
-        "_permit",
         "_prefill_failed",
         "_served_alone",
         "_until",
@@ -101,8 +100,6 @@ class Exchange(PromptRequest):
         self._prefill_failed: Alone | None = None
         self._until = 0.0
         """Until when it may wait for an engine that stands still, 0 before it does."""
-        self._permit: Permit | None = None
-        """While its client's requests are served one after the other."""
         self._following: Following | None = None
         """What follows the failure of the stream, None before that."""
 
@@ -197,12 +194,15 @@ class Exchange(PromptRequest):
         except asyncio.CancelledError:
             if self.assignment is not None:
                 resources.lost.left(self.headers, self.assignment.leases, self.parsed.fields, self.fingerprint)
+                if self.permit is not None:  # it may still end its engine
+                    self.permit.leave_in(SOON, harmless=False)
+                    self.permit = None
             raise
         finally:
             self.drop()  # it refers to the caller of this exchange
             self.leave_slot()
-            if self._permit is not None:
-                self._permit.leave()
+            if self.permit is not None:
+                self.permit.leave(harmless=False)
             self.drop_record()
 
     def _why_alone(self) -> Alone | None:
@@ -275,14 +275,14 @@ class Exchange(PromptRequest):
     # -- where engines were lost under requests
 
     async def _admit(self) -> None:
-        """Look at a request that may be the cause of a loss, and wait for its turn if its client's requests have turns.
+        """Look at a request that may be the cause of a loss, and wait for its turn if it has one.
 
         Raises:
             EnginesLostError: it is refused.
         """
         lost = self.resources.lost
         self.fingerprint = lost.admit(self.headers, self.parsed.fields)
-        self._permit = await lost.in_turn(self.headers, self.fingerprint, self.resources.deadlines.queue)
+        self.permit = await lost.in_turn(self.headers, self.fingerprint, self.resources.deadlines.queue)
 
     def _answered(self, outcome: Answered) -> None:
         if outcome.answer is None or outcome.answer.status == 200:
@@ -410,7 +410,7 @@ class Exchange(PromptRequest):
         if not self.is_of_use:
             self.drop_record()
         exchange = Exchange(self.resources, parsed, prompt, headers, new_relay, self.left - 1)
-        exchange.slot = slot
+        exchange.slot, exchange.permit = slot, self.permit
         exchange.stalled, exchange.fingerprint = self.stalled, self.fingerprint
         # The engine that has failed may serve on: a broken connection is not its end.
         exchange._avoid = (failed, *self.resources.suspected()) if silent else (failed,)

@@ -5,15 +5,48 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.nodes import Node
+from pdproxy.serving.dispatch.engines_lost import EnginesLost, Sender
+from pdproxy.serving.dispatch.fingerprint import Fingerprint
 
 MOST = 2
 """Engines that are asked one question."""
 
 Answer = TypeVar("Answer")
+
+
+class AskedFor(msgspec.Struct, eq=False):
+    """The request that a question is for: engines that disappear under the question are lost under the request.
+
+    `fingerprint`: the request's, None if it is not known. `engine`: the URL of the engine that makes the rest of its answer, None
+    before there is one.
+    """
+
+    lost: EnginesLost
+    sender: Sender
+    fingerprint: Fingerprint | None
+    engine: str | None = None
+
+    def may_ask(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Return which engines may be asked. Behind a lost one it is one: the one that has the request, if there is any."""
+        forbidden = self.lost.forbidden(self.sender)
+        found = [node for node in nodes if node.url not in forbidden]
+        if any(one.engines for one in self.sender.lost):
+            return sorted(found, key=lambda node: node.url != self.engine)[:1]
+        return found[:MOST]
+
+    def broke(self, node: Node, error: EngineError, since: float) -> None:
+        """Note an engine that has failed. `since`: when it was asked."""
+        self.lost.broke(self.sender, node, error, since, streamed=False)
+
+    async def may_go_on(self) -> bool:
+        """Find out which engines are lost. Return whether one more may be asked."""
+        return not self.sender.lost or await self.lost.judge(self.sender, {}, self.fingerprint) is None
 
 
 async def first_answer(
@@ -23,15 +56,26 @@ async def first_answer(
     seconds: float,
     wait: Wait,
     observers: Observers,
+    asked_for: AskedFor,
 ) -> Answer | None:
-    """Return the first answer, None if none of the first engines gives one in time. Each has an equal part of the time."""
-    asked = nodes[:MOST]
+    """Return the first answer, None if none of the first engines gives one in time. Each has an equal part of the time.
+
+    Behind an engine that has disappeared, one more is asked at most, and not the last one of a role.
+    """
+    asked = asked_for.may_ask(nodes)
     for node in asked:
+        if node not in asked_for.may_ask([node]):  # the one before was lost
+            continue
+        since = clock.now()
         try:
             with clock.within(seconds / len(asked)):
                 return await ask(node)
-        except (EngineError, OverloadedError):
+        except EngineError as error:
+            asked_for.broke(node, error, since)
+        except OverloadedError:
             continue
         except TimeoutError:
             observers.notify(DeadlinePassed(wait.value))
+        if not await asked_for.may_go_on():
+            return None
     return None

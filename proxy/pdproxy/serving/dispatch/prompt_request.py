@@ -13,7 +13,9 @@ from pdproxy.observe.events import LegTimes
 from pdproxy.scheduling.leases import Assignment, Lease
 from pdproxy.scheduling.prefix.prompts import Beginning
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
+from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.fingerprint import Fingerprint
+from pdproxy.serving.dispatch.loss import SOON
 from pdproxy.serving.dispatch.record import Record
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -54,6 +56,7 @@ class PromptRequest:
         "may_be_answered",
         "new_relay",
         "parsed",
+        "permit",
         "prefilled",
         "prompt",
         "record",
@@ -97,6 +100,8 @@ class PromptRequest:
         """Failures of engines that it may have caused, until it is answered; None while there are none."""
         self.fingerprint: Fingerprint | None = None
         """None while nothing asks for it (`dispatch.engines_lost`)."""
+        self.permit: Permit | None = None
+        """While requests of its client, or like it, take turns: its own turn."""
         self.slot: RetrySlot | None = None
         """The place of an attempt behind the first one, until its first data."""
         self._suspects: tuple[OpenLegs, ...] = ()
@@ -148,6 +153,11 @@ class PromptRequest:
                 open_legs.suspects -= 1
             self._suspects = ()
 
+    def sent(self) -> None:
+        """The engine that answers is asked: its turn ends a moment later."""
+        if self.permit is not None:
+            self.permit.leave_in(SOON)
+
     def broke(
         self,
         lease: Lease,
@@ -164,6 +174,8 @@ class PromptRequest:
         if may_be_lost and self.slot is not None:
             # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
             self.slot.permit = None
+        if may_be_lost and self.permit is not None:
+            self.permit.leave_in(SOON, harmless=False)  # unless it is tried again before
 
     def in_doubt(self) -> DoubtfulFailures:
         """Return the failures that it may have caused, to note another one."""

@@ -11,8 +11,23 @@ from collections.abc import Callable
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.places_in_order import PlacesInOrder
+from pdproxy.observe.description import Label, Rule, counter, gauge
+from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.settings.limits import Deadlines, Limits
+
+RETRIES = gauge(
+    "pdproxy_retries",
+    "requests",
+    "Requests whose engine failed before its data, and that are tried again (limits.retry_share)",
+    Label("state", (("running", "another engine was asked, and has sent no data yet"), ("waiting", "too many run"))),
+    workers=Rule.SUM,
+)
+RETRIES_REFUSED = counter(
+    "pdproxy_retries_refused_total",
+    "requests",
+    "Requests that were not tried again since too many were for deadlines.retry",
+)
 
 
 class RetrySlot:
@@ -41,13 +56,17 @@ class RetryBudget(PlacesInOrder):
     how many requests are being served. `clock`: of that deadline.
     """
 
-    def __init__(self, limits: Limits, deadlines: Deadlines, inflight: Callable[[], int], clock: Clock) -> None:
+    def __init__(
+        self, limits: Limits, deadlines: Deadlines, inflight: Callable[[], int], clock: Clock, observers: Observers
+    ) -> None:
         super().__init__(clock)
         self.limits = limits
         self._deadlines = deadlines
         self._inflight = inflight
         self.refused = 0
         """How many got no place in time."""
+        observers.show(RETRIES, lambda: [(("running",), self.running), (("waiting",), self.waiting)])
+        observers.show(RETRIES_REFUSED, lambda: [((), self.refused)])
 
     @property
     def limit(self) -> int:

@@ -16,12 +16,16 @@ from pdproxy.serving.dispatch.few_first import FewFirst
 from pdproxy.serving.dispatch.loss import Loss
 
 KEPT = 600.0
-"""Seconds behind its last loss for which a suspect is remembered."""
+"""Seconds behind its last loss, or behind its last refusal, for which a suspect is remembered."""
 REFUSED_AT = 3
 """Losses behind which a fingerprint is refused for a time."""
 FIRST_REFUSAL = 15.0
 """Seconds of the first refusal behind the last loss, doubled by each further loss. Then the fingerprint gets one engine, and no
 role's last one: engines that fail by themselves may all have had the same prompt."""
+LAST_REFUSAL = 3600.0
+"""Seconds of the longest refusal."""
+MOST_LOSSES = 16
+"""Losses of one suspect: the oldest is forgotten. As many are refused for the longest time."""
 FRESH = 60.0
 """Seconds behind its last loss for which a suspect with one loss is kept from the last engine of that role."""
 MOST_KEPT = 1024
@@ -35,10 +39,11 @@ class Suspect(msgspec.Struct, eq=False):
 
     `engines`: each that was lost, with the question whether the loss counts, since it may turn out later that others were there;
     None: it counts in any case.
-    `turns`: of the requests of a limited client.
+    `last`: when it has lost the last one. `turns`: of its requests, once they have some.
     """
 
     until: float = 0.0
+    last: float = 0.0
     engines: dict[Loss, Counts] = {}
     streamed: bool = False
     turns: FewFirst | None = None
@@ -51,10 +56,8 @@ class Suspect(msgspec.Struct, eq=False):
     def refused_for(self, now: float) -> float:
         """Return the seconds for which the fingerprint is refused from now on, 0 if it is not."""
         losses = self.losses
-        if losses < REFUSED_AT:
-            return 0.0
-        last = self.until - KEPT
-        return max(0.0, last + min(FIRST_REFUSAL * 2.0 ** (losses - REFUSED_AT), KEPT) - now)
+        seconds = 0.0 if losses < REFUSED_AT else min(FIRST_REFUSAL * 2.0 ** (losses - REFUSED_AT), LAST_REFUSAL)
+        return max(0.0, self.last + seconds - now)
 
 
 class Suspects(Expiring[K, Suspect]):
@@ -74,15 +77,25 @@ class Suspects(Expiring[K, Suspect]):
         suspect.engines = {one: still for one, still in suspect.engines.items() if still is None or still()}
         if counts is None or loss not in suspect.engines:
             suspect.engines[loss] = counts
+        if len(suspect.engines) > MOST_LOSSES:
+            del suspect.engines[next(iter(suspect.engines))]
         suspect.streamed |= streamed
-        suspect.until = now + KEPT
+        suspect.last = now
+        suspect.until = now + suspect.refused_for(now) + KEPT
+        if suspect.turns is not None:
+            suspect.turns.again()
         self.keep(key, suspect)
         return suspect.losses
+
+    def forget_old(self, now: float) -> None:
+        """Forget those whose time is over: refusals have different lengths, so that the oldest may not be the first to end."""
+        for key in [key for key, suspect in self.items() if suspect.until <= now]:
+            del self[key]
 
     def fresh_roles(self, key: K, now: float) -> frozenset[Role]:
         """Return the roles of which a suspect has lost an engine just before, as it was begun there."""
         found = self.get(key)
-        if found is None or now >= found.until - KEPT + FRESH:
+        if found is None or now >= found.last + FRESH:
             return frozenset()
         return frozenset(
             loss.node.role

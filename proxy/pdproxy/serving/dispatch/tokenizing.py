@@ -19,6 +19,7 @@ from pdproxy.fleet.canary import Trusted
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
+from pdproxy.observe.description import Label, counter, histogram
 from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
 from pdproxy.settings.limits import Deadlines
@@ -47,6 +48,32 @@ _Result = tuple[str, TokenIds | None]
 """The `result` of the event `Tokenized`, and the prompt's ids."""
 
 _ids_decoder = msgspec.json.Decoder(list[int])
+RESULTS_OF_TOKENIZING = (
+    ("ok", "ids were made"),
+    ("off", "they are not made here for this model: its canaries differ, or are not known"),
+    ("unsure", "only an engine knows the ids of this request"),
+    ("rejected", "the template or the engine rejected the request"),
+    ("late", "they did not come in deadlines.tokenize"),
+    ("busy", "too many prompts wait for the threads"),
+    ("long", "the prompt is too long to be tokenized here"),
+    ("failed", "the tokenizer or the engine failed"),
+)
+_SOURCE = Label("source", (("here", "in this process"), ("engine", "by an engine's /tokenize")))
+TOKENIZED = counter(
+    "pdproxy_tokenize_total",
+    "prompts",
+    "Prompts whose token ids were requested before an engine gets them; a prompt counts once per source",
+    _SOURCE,
+    Label("result", RESULTS_OF_TOKENIZING),
+    of=Tokenized,
+)
+TOKENIZE = histogram(
+    "pdproxy_tokenize_seconds",
+    "Seconds to get the token ids of a prompt, or to fail",
+    _SOURCE,
+    of=Tokenized,
+    by="seconds",
+)
 
 
 class Trust(Protocol):

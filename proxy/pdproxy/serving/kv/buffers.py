@@ -14,10 +14,18 @@ from pdproxy.fleet.engine import Engine, ReceiveBuffer
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, Reason, Wait
+from pdproxy.observe.description import NODE, Rule, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.settings.limits import Deadlines
 
 _T = TypeVar("_T")
+KV_BUFFER_SLOTS = gauge(
+    "pdproxy_kv_buffer_slots",
+    "chunks",
+    "Chunks of KV that may be in a decode engine's receive buffer",
+    NODE,
+    workers=Rule.SUM,
+)
 
 
 class BufferSpace:
@@ -60,6 +68,7 @@ class ReceiveBuffers:
         """Whether any engine's buffer has a bound."""
         self._count_bounded()
         engines.watch(self)
+        observers.show(KV_BUFFER_SLOTS, lambda: [((url,), taken) for url, taken in self.taken.items()])
 
     def __repr__(self) -> str:
         buffers = (f"{url}: {buffer.taken} of {buffer.capacity}" for url, buffer in self._buffers())

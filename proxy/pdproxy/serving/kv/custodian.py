@@ -15,6 +15,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import NODE, Label, Rule, counter, gauge, histogram
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.custody import Custody, End, State
@@ -26,6 +27,71 @@ from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.wire.notices import Notice, NoticeEvent
 
 logger = logging.getLogger("pdproxy.kv")
+ENDS = (
+    ("loaded", "the decode engine has it"),
+    ("released", "pdproxy released it"),
+    ("refused", "the decode engine refused the request and released it"),
+    ("aborted", "the decode engine had it when its request was closed, and frees it"),
+    ("lost", "it could not be released: the prefill engine frees it after its own time"),
+    ("expired", "the prefill engine reported that its time is over"),
+    ("not_made", "the prefill failed or was closed while a decode engine was asked at the same time: there was no KV"),
+    ("stuck", "it was not made, or not pushed, and the decode engine may wait for it: see pdproxy_kv_stuck"),
+)
+_STATES = (
+    ("promised", "both engines were asked at the same time, and the prefill engine has not answered yet"),
+    ("held", "no decode engine was asked"),
+    ("asked", "a decode engine was sent the handle, and has shown nothing yet"),
+    ("releasing", "it is being released"),
+)
+HANDLES_ENDED = counter(
+    "pdproxy_kv_handles_ended_total",
+    "handles",
+    "KV handles that have ended",
+    Label("end", ENDS),
+    of=HandleEnded,
+)
+KV_HANDLES = gauge(
+    "pdproxy_kv_handles",
+    "handles",
+    "KV handles that have not ended, by state",
+    Label("state", _STATES),
+    workers=Rule.SUM,
+)
+KV_HANDLE_AGE = gauge(
+    "pdproxy_kv_handle_age_seconds",
+    "seconds",
+    "Age of the oldest KV handle in a state",
+    Label("state", _STATES),
+    workers=Rule.MOST,
+    pools=Rule.MOST,
+)
+KV_SECONDS = histogram(
+    "pdproxy_kv_transfer_seconds",
+    "Seconds of KV transfers, as decode engines reported them",
+    of=KvTransferred,
+    counts=lambda event: [] if event.seconds is None else [((), event.seconds)],
+)
+KV_BYTES = counter(
+    "pdproxy_kv_transfer_bytes_total",
+    "bytes",
+    "Bytes of KV that decode engines reported as loaded",
+    of=KvTransferred,
+    counts=lambda event: [] if event.bytes is None else [((), event.bytes)],
+)
+KV_STUCK = gauge(
+    "pdproxy_kv_stuck",
+    "requests",
+    "Requests of a decode engine that may wait for KV that will not come, and keep their blocks. An upper bound",
+    NODE,
+    workers=Rule.SUM,
+)
+KV_STUCK_AGE = gauge(
+    "pdproxy_kv_stuck_age_seconds",
+    "seconds",
+    "Age of the oldest of pdproxy_kv_stuck",
+    NODE,
+    workers=Rule.MOST,
+)
 
 
 class Custodian:
@@ -65,6 +131,10 @@ class Custodian:
         self._release = holds
         awaited = None if holds is None else lambda: holds.abandoned_timeout
         self.orphans = Orphans(contract, awaited, observers, self._tasks, clock, self._release_at_once)
+        observers.show(KV_HANDLES, lambda: [((state,), count) for state, (count, _) in self.snapshot().items()])
+        observers.show(KV_HANDLE_AGE, lambda: [((state,), age) for state, (_, age) in self.snapshot().items()])
+        observers.show(KV_STUCK, lambda: [((url,), count) for url, (count, _) in self.stuck.snapshot(now()).items()])
+        observers.show(KV_STUCK_AGE, lambda: [((url,), age) for url, (_, age) in self.stuck.snapshot(now()).items()])
 
     @property
     def holds(self) -> bool:

@@ -103,7 +103,7 @@ class Reuse(msgspec.Struct, frozen=True, eq=False):
 class KeptTurns:
     """All turns of one pool, and what is known of other workers' turns.
 
-    `dropped(record, handle, reason)` is called for each own one that leaves unused (`catalog_turns.TURN_DROPS`), `removed(turn)`
+    `dropped(record, handle, reason)` is called for each own one that leaves unused (`turns.TURN_DROPS`), `removed(turn)`
     for each that leaves.
     """
 

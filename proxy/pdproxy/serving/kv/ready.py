@@ -15,6 +15,7 @@ import msgspec
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
+from pdproxy.observe.description import NODE, Label, Rule, counter, gauge, histogram
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
 from pdproxy.wire.notices import Notice, NoticeEvent
 
@@ -24,6 +25,62 @@ MAX_MISSING = 64
 """How many missing ranks are named: an engine decides how many ranks there are."""
 KEPT_FOR = 30.0
 """Seconds for which both are kept. A notice comes milliseconds before or after the prefill's answer."""
+NOTICES = ("ready", "loaded", "failed", "released", "expired", "kept")
+NOTICE_RESULTS = (
+    ("awaited", "a prompt waited for it"),
+    ("double", "its rank had sent one already"),
+    ("early", "nothing waits for it yet"),
+    ("late", "nothing waits for it any more"),
+    ("unknown", "it was early, and nothing waited for it later"),
+    ("undecodable", "it is not a notice"),
+    ("known", "it is about a handle that has not ended"),
+    ("over", "it is about a handle that has ended"),
+    ("given_up", "its client had left, and the KV is released"),
+    ("not_passed", "it was for another worker, and too much waited to be passed on"),
+)
+_READY_RESULTS = ("awaited", "double", "early", "late", "unknown")
+_TOGETHER = (
+    *(("ready", result) for result in _READY_RESULTS),
+    *((event, result) for event in NOTICES for result in ("known", "over", "given_up")),
+    *((event, "not_passed") for event in NOTICES),
+    ("unknown", "undecodable"),
+)
+KV_NOTICES = counter(
+    "pdproxy_kv_notices_total",
+    "notices",
+    "Notices of KV transfers, by what pdproxy did with them",
+    Label("event", (*((event, f"the engine's event {event}") for event in NOTICES), ("unknown", "not decodable"))),
+    Label("result", NOTICE_RESULTS),
+    together=_TOGETHER,
+    of=KvNoticed,
+)
+KV_NOTICES_KEPT = gauge(
+    "pdproxy_kv_notices_kept",
+    "notices",
+    "Notices that nobody has waited for yet",
+    workers=Rule.SUM,
+)
+KV_READY_WAITS = gauge("pdproxy_kv_ready_waits", "prompts", "Prompts whose notices are expected", workers=Rule.SUM)
+KV_READY_WAIT = histogram(
+    "pdproxy_kv_ready_wait_seconds",
+    "Seconds from the prefill's answer to the last notice that its KV is ready; 0 if all came before",
+    Label("result", (("ready", "all ranks sent one"), ("timeout", "some did not before deadlines.kv_ready"))),
+    of=KvWaited,
+    by="seconds",
+)
+MAX_RANKS = 64
+"""Ranks of an engine that are labels."""
+SILENT_RANKS = counter(
+    "pdproxy_kv_silent_ranks_total",
+    "notices",
+    "Notices that did not come before deadlines.kv_ready, by the rank that did not send one",
+    NODE,
+    Label("rank", text='the rank\'s number; "unnamed" if notices name none, "more" after 64'),
+    of=KvWaited,
+    counts=lambda event: [
+        ((event.node, rank if at < MAX_RANKS else "more"), 1) for at, rank in enumerate(event.missing)
+    ],
+)
 
 
 class Expected:
@@ -88,6 +145,8 @@ class KvReady:
         self._early: OrderedDict[str, tuple[float, list[Notice]]] = OrderedDict()
         self._early_count = 0
         self._over: OrderedDict[str, float] = OrderedDict()
+        observers.show(KV_READY_WAITS, lambda: [((), self.waiting)])
+        observers.show(KV_NOTICES_KEPT, lambda: [((), self.kept)])
 
     def __repr__(self) -> str:
         return f"<KvReady {len(self._expected)} waits, {self._early_count} early notices>"

@@ -19,6 +19,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.shared_records import Area
 from pdproxy.kit.switchboard import ALL
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers, TurnClaimed
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
@@ -54,6 +55,20 @@ TOLD_AGAIN = 4 << 20
 """Bytes of turns that a worker which has just started learns from each other one: the newest."""
 MAX_LATE = 256
 """Questions without an answer that are remembered: what is still given then is released."""
+TURN_CLAIMS = counter(
+    "pdproxy_turn_claims_total",
+    "turns",
+    "Questions of one worker to another for a turn that it keeps",
+    Label(
+        "result",
+        (
+            ("given", "the prompt uses it"),
+            ("gone", "it was used or dropped meanwhile"),
+            ("late", "the worker did not answer in time: it has ended, or is stopped"),
+        ),
+    ),
+    of=TurnClaimed,
+)
 
 
 class Siblings(Protocol):

@@ -15,6 +15,7 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachabl
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import DeadlinePassed, Observers, TurnReleased
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.kept_turns import TurnRecord
@@ -30,6 +31,19 @@ LEAST_WAITING = 1024
 engine's own time."""
 _REFUSED = 400
 """The status of a refusal by the handler that releases KV; 401 and 404 come from before it."""
+TURN_RELEASES = counter(
+    "pdproxy_turn_releases_total",
+    "turns",
+    "Releases of such KV that is not used",
+    Label(
+        "result",
+        (
+            ("released", "the decode engine has a report that nobody reads the KV"),
+            ("left", "it has none: it frees the KV later"),
+        ),
+    ),
+    of=TurnReleased,
+)
 
 
 class TurnReleases:

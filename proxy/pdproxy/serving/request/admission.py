@@ -20,6 +20,7 @@ import msgspec
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
 from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
+from pdproxy.observe.description import Rule, gauge
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
@@ -97,6 +98,20 @@ class Place(msgspec.Struct, eq=False):
 
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
+INFLIGHT = gauge("pdproxy_inflight", "requests", "Requests that have a place and have not ended", workers=Rule.SUM)
+QUEUE = gauge("pdproxy_queue", "requests", "Requests that wait for a place", workers=Rule.SUM)
+PLACES = gauge(
+    "pdproxy_places",
+    "requests",
+    "Requests that may be served at once now: by limits.max_inflight, by what engines can take, and by clients' deadlines",
+    workers=Rule.LEAST,  # one number for all; the fewest are in force
+)
+TOKENS_IN_FLIGHT = gauge(
+    "pdproxy_tokens_in_flight",
+    "tokens",
+    "Tokens of the requests that have a place: prompts and expected answers, as estimated before (limits.max_inflight_tokens)",
+    workers=Rule.SUM,
+)
 
 
 class Admission:
@@ -133,6 +148,10 @@ class Admission:
         self._closed = False
         self._drained = asyncio.Event()
         """Set once admission is closed and no place is taken any more."""
+        observers.show(INFLIGHT, lambda: [((), self.inflight)])
+        observers.show(QUEUE, lambda: [((), self.waiting)])
+        observers.show(PLACES, lambda: [((), self.places)])
+        observers.show(TOKENS_IN_FLIGHT, lambda: [((), self.tokens)])
 
     def __repr__(self) -> str:
         return f"<Admission {self.inflight} in flight, {self.waiting} waiting{', closed' * self._closed}>"

@@ -11,6 +11,7 @@ import msgspec
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Reason, Wait
 from pdproxy.kit.workers import NoMemoryError, Workers
+from pdproxy.observe.description import Label, Rule, Samples, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
@@ -29,6 +30,13 @@ MEMORY = 256 * 2**20
 """Bytes of address space for a reader process itself, and for its objects: `limits.max_body_items` objects take 100 MB."""
 COPIES = 6
 """Additional address space, as a multiple of the largest body: a body with NaN or in UTF-16 becomes objects, then JSON again."""
+BODY_READERS = gauge(
+    "pdproxy_body_readers",
+    "processes",
+    "Reader processes, and large bodies that wait for one, by state",
+    Label("state", (("busy", "processes at work"), ("idle", "free ones"), ("awaited", "bodies that wait for one"))),
+    workers=Rule.SUM,
+)
 
 
 def memory_for(max_body: int) -> int:
@@ -69,6 +77,11 @@ class BodyReader:
         self._clock = clock
         self._observers = observers
         self._bounds = self._bounds_of_settings()
+        observers.show(BODY_READERS, self._states)
+
+    def _states(self) -> Samples:
+        workers = self.workers
+        return [(("busy",), workers.busy), (("idle",), workers.idle), (("awaited",), workers.waiting)]
 
     def configure(self) -> None:
         """Use the settings as they are now, from the next body on."""

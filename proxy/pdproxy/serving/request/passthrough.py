@@ -46,6 +46,7 @@ from pdproxy.serving.dispatch.failure_class import (
 )
 from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.fingerprint import Fingerprint, fields_of
+from pdproxy.serving.dispatch.loss import SOON, RequestLosses
 from pdproxy.serving.dispatch.recovery import has_stalled
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
@@ -128,15 +129,27 @@ class _Lost:
         self._permit: Permit | None = None
 
     async def admit(self) -> None:
-        """As `EnginesLost.admit` and `in_turn`."""
-        lost = self._resources.lost
-        self._fingerprint = lost.admit(self._headers, fields_of(self._body))
-        self._permit = await lost.in_turn(self._headers, self._fingerprint, self._resources.deadlines.queue)
+        """As `EnginesLost.admit` and `in_turn`. Raises EnginesLostError also if too many engines were lost under it before."""
+        lost, headers = self._resources.lost, self._headers
+        if headers.lost:
+            await lost.look_back(headers)
+        if lost.remembers:
+            self._fingerprint = lost.admit(headers, fields_of(self._body))
+            self._permit = await lost.in_turn(headers, self._fingerprint, self._resources.deadlines.queue)
+        if headers.lost:
+            why_not = await lost.judge(headers, fields_of(self._body), self._fingerprint)
+            if why_not is not None:
+                raise why_not
+
+    def sent(self) -> None:
+        """An engine is asked: its turn ends a moment later."""
+        if self._permit is not None:
+            self._permit.leave_in(SOON)
 
     def leave(self) -> None:
         """The request is over."""
         if self._permit is not None:
-            self._permit.leave()
+            self._permit.leave(harmless=False)
 
     def began(self) -> None:
         """Its stream has begun."""
@@ -152,11 +165,16 @@ class _Lost:
     def left(self, lease: Lease) -> None:
         """Its client has left before any data."""
         self._resources.lost.left(self._headers, [lease], fields_of(self._body), self._fingerprint)
+        if self._permit is not None:  # it may still end its engine
+            self._permit.leave_in(SOON, harmless=False)
+            self._permit = None
 
     async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""
         lost, headers = self._resources.lost, self._headers
-        lost.broke(headers, lease.node, error, lease.since, streamed=streamed)
+        may_be_lost = lost.broke(headers, lease.node, error, lease.since, streamed=streamed)
+        if may_be_lost and self._permit is not None:
+            self._permit.leave_in(SOON, harmless=False)  # unless it is tried again before
         if not headers.lost:
             return None
         drop_traceback(error)  # the client may leave while this waits
@@ -164,7 +182,10 @@ class _Lost:
 
 
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
-    """A request of a route that one engine serves whole."""
+    """A request of a route that one engine serves whole.
+
+    `losses`: the engines that were lost under it before, where parts of it were served on another route (`LegHeaders.lost`).
+    """
 
     __slots__ = (
         "_asked",
@@ -174,6 +195,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_events",
         "_forward",
         "_incoming",
+        "_losses",
         "_lost",
         "_service",
         "_slot",
@@ -183,7 +205,13 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         "_whole",
     )
 
-    def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
+    def __init__(
+        self,
+        service: Passthrough,
+        incoming: IncomingPassthrough,
+        output: AsyncResponseWriter,
+        losses: list[RequestLosses] | None = None,
+    ) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
         self.method, self.address, self.key = incoming.entry.methods[0], incoming.client, incoming.key
         self._service = service
@@ -203,6 +231,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         """Writes of events so far."""
         self._usage: Usage | None = None
         """What the engine has reported with a whole answer."""
+        self._losses = [] if losses is None else losses
         self._lost: _Lost | None = None
         self._doubtful: DoubtfulFailures | None = None
         """Failures of engines that it may have caused, until it is answered; None while there are none."""
@@ -271,15 +300,18 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         authorization = self._service.keys.to_engine(incoming.authorization)
         own = [JSON_TYPE] if incoming.entry.has_body else []
         headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
+        client, losses = self.writer.client.name, self._losses
         leg_headers = LegHeaders(
-            self.request_id, incoming.entry.path, headers, authorization, client=self.writer.client.name
+            self.request_id, incoming.entry.path, headers, authorization, client=client, lost=losses
         )
         lost = self._lost = _Lost(resources, leg_headers, body.data, computes=incoming.entry.computes)
-        if resources.lost.remembers:
-            await lost.admit()
         try:
+            await lost.admit()
+            if any(one.engines for one in losses):
+                await self._take_slot(leg_headers)
             await self._ask_one_after_the_other(body, leg_headers, lost)
         finally:
+            self._leave_slot()
             lost.leave()
 
     async def _ask_one_after_the_other(self, body: PassedBody, leg_headers: LegHeaders, lost: _Lost) -> None:
@@ -308,6 +340,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             url = self._url = lease.node.url
             self._attempts += 1
             self._asked = resources.now()
+            lost.sent()
             verdict = Verdict.NEUTRAL
             try:
                 open_legs = resources.engines.known[url].open_legs

@@ -30,6 +30,7 @@ from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.failure_class import is_clients_fault
 from pdproxy.serving.dispatch.hints import NO_HINTS
+from pdproxy.serving.dispatch.loss import RequestLosses
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
@@ -170,7 +171,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if is_batch or is_invocation:
             self._whole = parsed
             if parsed.goes_whole:
-                return self._serve_whole
+                return partial(self._serve_whole, leg_headers.lost)
         if is_batch or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
             return partial(self._serve_list, parsed, leg_headers)
         if parsed.alone is None:
@@ -228,7 +229,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if answer is None:
             output.finish()
         elif self._whole is not None and is_clients_fault(answer):
-            await self._serve_whole()
+            await self._serve_whole(exchange.headers.lost)
         else:
             self._answer(answer)
 
@@ -255,7 +256,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             comments.stop()
         if refused:
             del prompts  # with the answers to the other conversations
-            await self._serve_whole()
+            await self._serve_whole(leg_headers.lost)
             return
         if output.gone:
             return
@@ -266,8 +267,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         else:
             self._end_merged(parsed, prompts)
 
-    async def _serve_whole(self) -> None:
-        """Have one engine serve the whole request on the client's route.
+    async def _serve_whole(self, losses: list[RequestLosses]) -> None:
+        """Have one engine serve the whole request on the client's route. `losses`: the engines that were lost under it before.
 
         Also after engines refused a part of it on another route: only this one has the client's route's words for that.
         """
@@ -296,7 +297,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             session=session,
             salt=incoming.salt,
         )
-        request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
+        request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer), losses)
         fields = parsed.fields
         body = PassedBody(msgspec.json.encode(fields), parsed.model, has_value(fields, "stream", b"true"))
         request.stream = body.stream

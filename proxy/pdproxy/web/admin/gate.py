@@ -6,7 +6,6 @@ Owns the log line of each change, and the answer to a failure of the API itself.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdproxy.kit.addresses import is_loopback, read_place
 from pdproxy.kit.errors import ForbiddenError, PdproxyError, RevokedError, UnauthorizedError
 from pdproxy.kit.frames import drop_traceback, frames
+from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.keys import CHALLENGE, Keys, ValidKey
 from pdproxy.settings.errors import quote
@@ -31,6 +31,17 @@ _CHECKED = "pdproxy.checked"
 """The key of an ASGI scope under which it is found who sends the request, or why it is refused."""
 OPEN = ("/docs", "/openapi.json")
 """The documentation, which needs no key: a browser sends none for a page."""
+ADMIN_ENDS = (
+    ("done", "answered"),
+    ("refused", "it was wrong, had no valid key, or is not possible for the engine (4xx)"),
+    ("failed", "it failed in pdproxy itself"),
+)
+ADMIN_REQUESTS = counter(
+    "pdproxy_admin_requests_total",
+    "requests",
+    "Requests to the admin API (listen.admin)",
+    Label("result", ADMIN_ENDS),
+)
 
 
 class Gate:
@@ -48,8 +59,6 @@ class Gate:
         self._keys = keys
         self._observers = observers
         self._is_tcp = is_tcp
-        self.counts: Counter[str] = Counter()
-        """Requests by how they ended: done, refused or failed."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. One whose key was taken away meanwhile does nothing, and shows nothing.
@@ -98,7 +107,7 @@ class Gate:
             drop_traceback(error)
             if not status:
                 await answer_of(PdproxyError(type(error).__name__))(scope, receive, watched)
-        self.counts["done" if status < 400 else "refused" if status < 500 else "failed"] += 1
+        self._observers.count(ADMIN_REQUESTS, "done" if status < 400 else "refused" if status < 500 else "failed")
         if by is not None and scope["method"] not in _READING:
             logger.info("%s %s by %s: %d", scope["method"], quote(scope["path"]), by, status)
 

@@ -1,0 +1,151 @@
+"""The metrics of a request's end, which `observe.metrics` counts: outcomes, refusals, tokens, times; and of legs that failed."""
+
+from __future__ import annotations
+
+from pdproxy.kit.errors import Fault, Reason
+from pdproxy.observe.description import NODE, Label, counter, histogram
+from pdproxy.observe.events import ITL_BOUNDS, LegFailed, Refused
+
+OUTCOMES = (
+    ("ok", "answered"),
+    (Fault.CLIENT.value, "the request was refused: it is wrong, or it has no valid key"),
+    (Fault.ENGINE.value, "an engine failed, was too late, or sent invalid data"),
+    (Fault.CAPACITY.value, "no place, no engine, or shutting down"),
+    (Fault.OURS.value, "a defect of pdproxy"),
+    (Fault.CLIENT_LEFT.value, "the client closed its connection before the end"),
+)
+PHASES = (
+    ("queue", "from a request's complete body to its place (limits.max_inflight)"),
+    ("prefill", "a prompt: the prefill leg, from its start to its answer"),
+    ("kv", "a split prompt's stream: from asking the decode engine to its first data: the KV transfer and one step"),
+    ("decode", "a prompt's stream: from the engine's first data to its end"),
+    (
+        "decode_whole",
+        "a split prompt's answer that is not streamed: the decode leg: KV transfer and decode, not known apart",
+    ),
+    ("alone", "a stream of one engine alone: from asking it to its first data: its own queue and prefill"),
+    ("alone_whole", "an answer of one engine alone that is not streamed: its whole leg"),
+    ("total", "from a request's complete body to its end"),
+)
+LEG_PHASES = PHASES[1:-1]
+FAILED_LEGS = (
+    ("prefill", "the prefill leg"),
+    ("decode", "the leg that answers, also of an engine that serves alone"),
+    ("alone", "a leg of a route that one engine always serves alone"),
+)
+_ROLE_PHASES = {
+    "prefill": ("prefill",),
+    "decode": ("kv", "decode", "decode_whole", "alone", "alone_whole"),
+    "aggregated": ("decode", "alone", "alone_whole"),
+    "any": ("prefill", "kv", "decode", "decode_whole", "alone", "alone_whole"),
+}
+_PATH = Label("path", (("split", "prefill and decode by two engines"), ("alone", "one engine")))
+_OURS, _CLIENTS = "503", "429"
+REASONS = (
+    (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
+    (Reason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
+    (Reason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
+    (Reason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
+    (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
+    (Reason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
+    (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
+    (Reason.DEADLINE, _OURS, "it can't be served within its X-Request-Timeout"),
+    (Reason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
+    (Reason.RETRY_BUDGET, _OURS, "its engine has failed, and no place to try it again came free in deadlines.retry"),
+    (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
+    (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
+    (Reason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
+    (Reason.ENGINES_LOST, _OURS, "engines disappeared under it, and it may be the cause"),
+    (Reason.DRAINING, _OURS, "pdproxy is shutting down"),
+    (Reason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
+    (Reason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),
+    (Reason.ANSWERS, _OURS, "no space for an engine's answer: limits.max_buffered_answer_bytes"),
+    (Reason.SLOW_READER, _OURS, "its client reads too slowly and holds more than its share, while others wait"),
+    (Reason.CONNECTIONS, _OURS, "limits.max_connections are open"),
+    (Reason.OPEN_FILES, _OURS, "the process may open no more files (ulimit -n)"),
+)
+"""Each reason with its status and its meaning."""
+STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
+REQUESTS = counter(
+    "pdproxy_requests_total",
+    "requests",
+    "Requests of engines' routes that have ended, however: also those with a wrong key, and those that no engine was asked for. "
+    "What was refused before its body was complete is in pdproxy_early_refusals_total only",
+    Label("model", text='a model that an engine lists and that was served; else "other"'),
+    Label("endpoint", text="the route's path"),
+    Label("outcome", OUTCOMES),
+)
+LEG_FAILURES = counter(
+    "pdproxy_leg_failures_total",
+    "legs",
+    "Legs that failed, also in the middle of a stream; an engine that refuses what is wrong with the request has not failed",
+    NODE,
+    Label("phase", FAILED_LEGS),
+    of=LegFailed,
+)
+NODE_LEGS = counter(
+    "pdproxy_node_legs_total",
+    "legs",
+    "Measured phases of legs: by pdproxy_node_leg_seconds_total, the mean time of each engine",
+    NODE,
+    Label("phase", LEG_PHASES),
+)
+NODE_SECONDS = counter(
+    "pdproxy_node_leg_seconds_total",
+    "seconds",
+    "Seconds of the phases of legs, summed up for each engine; phases as in pdproxy_phase_seconds",
+    NODE,
+    Label("phase", LEG_PHASES),
+)
+TOKENS = counter(
+    "pdproxy_tokens_total",
+    "tokens",
+    "Tokens of requests that have ended, as engines reported them on any route; without a report what is known: the prompt by "
+    "the prefill engine or by its bytes, the answer by the token ids or the events that were seen",
+    Label("kind", (("prompt", "tokens of prompts"), ("completion", "generated tokens"))),
+)
+TENANT_TOKENS = counter(
+    "pdproxy_tenant_tokens_total",
+    "tokens",
+    "Tokens of prompts and answers by tenant, of requests that have ended: counted as pdproxy_tokens_total",
+    Label(
+        "tenant",
+        text='a name of the file of keys or of overload.weights; "other" for other names in overload.tenant_header',
+    ),
+)
+REFUSALS = counter(
+    "pdproxy_refusals_total",
+    "refusals",
+    "Requests and connections that were refused now and may succeed later, by the reason in the error's body",
+    Label("reason", tuple((reason.value, text) for reason, _, text in REASONS)),
+    Label("status", ((_CLIENTS, "the client's own limit or share"), (_OURS, "what all clients share"))),
+    together=tuple(STATUS_OF.items()),
+    of=Refused,
+    counts=lambda event: [] if event.overload is None else [((event.overload, STATUS_OF[event.overload]), 1)],
+)
+TTFT = histogram(
+    "pdproxy_ttft_seconds",
+    "Seconds from the complete body of a request with a stream to the first data that was sent. Answers that are not streamed "
+    "do not count",
+    _PATH,
+)
+OVERLAP = histogram(
+    "pdproxy_legs_overlap_seconds",
+    "Seconds in which both engines of a prompt had been asked and the prefill engine had not answered yet (connectors whose "
+    "legs run at once)",
+)
+ITL = histogram(
+    "pdproxy_itl_seconds",
+    "Seconds between the events of a stream; events that come in one read have none between them",
+    bounds=ITL_BOUNDS,
+)
+PHASE = histogram(
+    "pdproxy_phase_seconds",
+    "Seconds of each phase: queue and total once per request, the others once per prompt, of its last attempt",
+    Label("phase", PHASES),
+)
+
+
+def phases_of(role: str) -> tuple[str, ...]:
+    """Return the phases of an engine's legs by its role."""
+    return _ROLE_PHASES.get(role, ())
