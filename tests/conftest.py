@@ -42,7 +42,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # full collections come as often as what was left by the last one demands: a little, from here on
-    gc.set_threshold(10_000, 10, 20)
+    gc.set_threshold(100_000, 10, 20)  # with 10,000 it takes 6 % of such a test's time
 
 
 @pytest.hookimpl(wrapper=True)

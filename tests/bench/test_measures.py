@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +57,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=300), st.sampled_from((50, 90, 95, 99)))
 def test_percentiles_are_numpys(values: list[float], which: int) -> None:
+    import numpy  # half a second, which each process that collects tests would take
 
     assert percentile(sorted(values), which) == pytest.approx(float(numpy.percentile(values, which)))
 

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from tests.fakes.forked import Piped, piped
+
 PROMPT = "Ctrl-C ends it."
 DEADLINE = 60.0
 MUCH_WORK = 0.5
@@ -41,13 +43,12 @@ def waited(line: str) -> bool:
 class Running:
     """One demo on pipes. What it prints is read as it comes."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: Piped) -> None:
         self.process = process
         self.printed: list[str] = []
 
     async def until(self, words: str) -> str:
         """Read until a line holds these words; return all lines so far."""
-        assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE):
             while not any(words in line for line in self.printed):
                 line = (await self.process.stdout.readline()).decode()
@@ -57,14 +58,12 @@ class Running:
 
     async def errors(self) -> str:
         """Everything on standard error up to its end, but for warnings that the machine did not run the event loop."""
-        assert self.process.stderr is not None
         async with asyncio.timeout(DEADLINE):
             lines = (await self.process.stderr.read()).decode().splitlines(keepends=True)
         return "".join(line for line in lines if not waited(line))
 
     async def ended(self) -> int:
         """Read to the end; return the exit code."""
-        assert self.process.stdout is not None
         async with asyncio.timeout(DEADLINE):
             self.printed += (await self.process.stdout.read()).decode().splitlines()
             return await self.process.wait()
@@ -77,10 +76,7 @@ class Running:
 @asynccontextmanager
 async def running(*options: str, **env: str) -> AsyncIterator[Running]:
     """A demo; killed if it still runs at the end."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command(*options), stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment(**env)
-    )
+    process = await piped("demo", *options, env=environment(**env))
     try:
         yield Running(process)
     finally:

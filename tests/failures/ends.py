@@ -79,7 +79,12 @@ def waiting() -> str:
 
 
 def _tasks() -> list[asyncio.Task[Any]]:
-    return [one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done()]
+    loop = asyncio._get_running_loop()
+    running = asyncio.all_tasks(loop) if loop is not None else set()  # some may be frozen (tests/fakes/garbage.py)
+    return [
+        *running,
+        *(one for one in gc.get_objects() if isinstance(one, asyncio.Task) and not one.done() and one not in running),
+    ]
 
 
 def _places(awaited: Any) -> list[str]:

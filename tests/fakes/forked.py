@@ -1,7 +1,7 @@
 """Processes that begin with the proxy's modules loaded: a fork of a process that has loaded them takes an eighth of the CPU time.
 
-`start` runs code in one, `command` a command of pdproxy. The process from which they are forked is started with the first of
-them, and ends with this one.
+`start` runs code in one, `command` a command of pdproxy, `piped` one whose output is read. The process from which they are
+forked is started with the first of them, and ends with this one.
 """
 
 from __future__ import annotations
@@ -70,13 +70,47 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+class Piped(Forked):
+    """A process with two pipes, as `asyncio.subprocess.Process` is one."""
+
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+
+    async def communicate(self) -> tuple[bytes, bytes]:
+        """Read all that it prints, wait for its end, and return what was read: standard output, standard error."""
+        out, err = await asyncio.gather(self.stdout.read(), self.stderr.read())
+        await self.wait()
+        return out, err
+
+
 def start(code: str, arguments: Sequence[str], env: Mapping[str, str], stderr: int | IO[bytes]) -> Forked:
     """Run `python -c CODE ARGUMENTS`, whose standard error goes to a file, or nowhere: `subprocess.DEVNULL`."""
-    question = {"code": code, "arguments": [*arguments], "env": dict(env)}
+    question = _question(code, arguments, env)
     if stderr == subprocess.DEVNULL:
         with Path(os.devnull).open("wb") as nothing:
             return Forked(_asked(question, nothing.fileno()))
     return Forked(_asked(question, stderr if isinstance(stderr, int) else stderr.fileno()))
+
+
+async def piped(*words: str, env: Mapping[str, str], code: str = COMMAND, cwd: Path | None = None) -> Piped:
+    """Run `pdproxy WORDS`, or other code, with a pipe for each output and nothing to read."""
+    pipes = [os.pipe(), os.pipe()]
+    made = Piped(_asked(_question(code, words, env, cwd), *(writing for _, writing in pipes)))
+    for _, writing in pipes:
+        os.close(writing)
+    made.stdout, made.stderr = [await _reader(reading) for reading, _ in pipes]
+    return made
+
+
+async def _reader(pipe: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0))
+    return reader
+
+
+def _question(code: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> object:
+    return {"code": code, "arguments": [*arguments], "env": dict(env), "cwd": str(cwd or Path.cwd())}
 
 
 def command(*words: str, env: Mapping[str, str], stderr: int | IO[bytes] = subprocess.DEVNULL) -> Forked:
@@ -107,7 +141,7 @@ def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 def _serve(link: socket.socket) -> str | None:
     """Fork what is asked for. Return the code in each new process, None here when nobody can ask any more."""
     while True:
-        said, files, _, _ = socket.recv_fds(link, _MAX, 1)
+        said, files, _, _ = socket.recv_fds(link, _MAX, 2)
         if not said:
             return None
         question = json.loads(said)
@@ -118,26 +152,37 @@ def _serve(link: socket.socket) -> str | None:
         pid = os.fork()
         if pid == 0:
             link.close()
-            os.dup2(files[0], 2)
-            os.close(files[0])
+            _take(files)
+            os.chdir(question["cwd"])
             os.environ.clear()
             os.environ.update(question["env"])
             sys.argv = ["-c", *question["arguments"]]
             return str(question["code"])
-        os.close(files[0])
+        for file in files:
+            os.close(file)
         link.send(str(pid).encode())
 
 
-def _main() -> None:
-    import pdproxy.app.reloading
-    import pdproxy.app.server
-    import pdproxy.app.workers
-    import pdproxy.cli.main
-    import pdproxy.cli.serve  # noqa: F401
+def _take(files: Sequence[int]) -> None:
+    """Make the last file standard error, and one before it standard output, as Python opens that of a new process."""
+    for file, place in zip(reversed(files), (2, 1), strict=False):
+        os.dup2(file, place)
+        os.close(file)
+    if len(files) > 1:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
 
+
+def _main() -> None:
+    import pdproxy_lab.cli.demo
+    import pdproxy_lab.demo.run  # noqa: F401
+
+    code = None
     with contextlib.suppress(KeyboardInterrupt):
-        if (code := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
-            exec(code, {"__name__": "__main__"})
+        code = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if code is not None:
+        exec(code, {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ _S = TypeVar("_S")
 def left_to_the_collector() -> Iterator[list[object]]:
     """Yield a list. At the end it holds pdproxy's objects that the work has made and left in reference cycles.
 
-    What was there before does not count: a proxy of an earlier test may lose its last reference meanwhile. (`gc.freeze` would do
-    for that, too, but it has no end that leaves the tests frozen, which `tests/conftest.py` keeps from being searched.)
+    What was there before does not count: a proxy of an earlier test may lose its last reference meanwhile. It stays frozen, as
+    `tests/conftest.py` leaves the modules: neither this search nor later ones look through it.
     """
     found: list[object] = []
     gc.collect()
-    before = gc.get_objects()
+    gc.freeze()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
@@ -34,7 +34,6 @@ def left_to_the_collector() -> Iterator[list[object]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        before.clear()
         gc.enable()
 
 

@@ -289,12 +289,13 @@ def leads(proxy: Proxy) -> bool:
 
 
 async def until(condition: Callable[[], object], patience: float = LONG) -> None:
-    """Wait until a condition holds; TimeoutError if it does not."""
-    deadline = time.monotonic() + patience
+    """Wait until a condition holds; TimeoutError if it does not. It is looked at less often the longer it takes."""
+    begun = time.monotonic()
     while not condition():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begun
+        if waited > patience:
             raise TimeoutError
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(min(0.002 + waited / 20, 0.02))
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-import sys
+import subprocess
 import textwrap
 
 import pytest
@@ -16,6 +16,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.books import Books
 from tests.fakes.client import Client
 from tests.fakes.engine import FakeEngine, Reply, prefill
+from tests.fakes.forked import piped, start
 from tests.fakes.ports import free_port
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, LONG, completion, until, world
@@ -167,11 +168,7 @@ async def test_the_process_ends_in_order(signals: list[signal.Signals], code: in
     go = asyncio.Event()
     engines[1].script(scripts.after_word(go, _rest))
     port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SERVE, str(port), *(engine.url for engine in engines),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    process = start(SERVE, [str(port), *(engine.url for engine in engines)], os.environ, subprocess.DEVNULL)
     try:
         async with asyncio.timeout(60):
             while not await ready(port):
@@ -202,11 +199,7 @@ async def test_a_port_that_is_taken() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SERVE, str(port), "http://127.0.0.1:1", "http://127.0.0.1:2",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        process = await piped(str(port), "http://127.0.0.1:1", "http://127.0.0.1:2", env=os.environ, code=SERVE)
         _, said = await process.communicate()
         assert process.returncode == 2
         assert f"listen.host:listen.port = 127.0.0.1:{port}" in said.decode()

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -34,6 +33,7 @@ from pdproxy_lab.sim.server import SimServer
 from tests.check.engines import listening
 from tests.fakes.client import exchange, request
 from tests.fakes.clock import ManualClock
+from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
 from tests.fakes.world import COMPLETIONS, completion, until
 
@@ -351,16 +351,9 @@ async def test_the_end_is_not_waited_for(hurried: bool, code: int) -> None:
 
 async def test_the_exit_code_is_2_with_a_line_for_each_engine() -> None:
     async with engines({"connector": "shared"}, {"connector": "shared"}) as (p, d):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pdproxy", "serve", "--connector", AUTO, "--port", str(free_port())),
-            *("--prefill", p.url, "--decode", d.url),
-            env={
-                **os.environ,
-                "PDPROXY_LISTEN__LINGER": "0",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        process = await piped(
+            *("serve", "--connector", AUTO, "--port", str(free_port()), "--prefill", p.url, "--decode", d.url),
+            env={**os.environ, "PDPROXY_LISTEN__LINGER": "0"},
         )
         async with asyncio.timeout(60):
             _, errors = await process.communicate()
@@ -372,17 +365,11 @@ async def test_the_exit_code_is_2_with_a_line_for_each_engine() -> None:
 
 
 async def test_sigterm_while_engines_are_awaited() -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdproxy", "serve", "--connector", AUTO, "--port", str(free_port())),
+    process = await piped(
+        *("serve", "--connector", AUTO, "--port", str(free_port())),
         *("--prefill", f"127.0.0.1:{free_port()}", "--decode", f"127.0.0.1:{free_port()}"),
-        env={
-            **os.environ,
-            "PDPROXY_LISTEN__LINGER": "0",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        },
-        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PDPROXY_LISTEN__LINGER": "0"},
     )
-    assert process.stderr is not None
     async with asyncio.timeout(60):
         while b"Connection refused" not in await process.stderr.readline():
             pass

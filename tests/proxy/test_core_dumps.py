@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,11 +15,13 @@ import pytest
 
 from pdproxy.kit import core_dumps, worker
 from tests.fakes.client import Client, request
+from tests.fakes.forked import COMMAND, start
 from tests.fakes.ports import free_port
 from tests.fakes.served_workers import ENVIRONMENT
 from tests.fakes.world import LONG, until
 
 _PR_GET_DUMPABLE = 3
+LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (4096, 4096))"
 
 
 def in_child(step: str) -> str:
@@ -54,13 +55,8 @@ async def serving(workers: int, *, allowed: bool) -> AsyncIterator[list[int]]:
     """The process ids of a proxy: the process that was started, and its children."""
     environment = {**ENVIRONMENT, "PDPROXY_OBSERVE__CORE_DUMPS": str(allowed).lower()}
     port, nobody = free_port(), free_port()
-    process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "pdproxy", "serve", "--port", str(port), "--workers", str(workers)],
-        *["--aggregated", f"127.0.0.1:{nobody}"],
-        env=environment,
-        stderr=asyncio.subprocess.DEVNULL,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CORE, (4096, 4096)),
-    )
+    words = ["serve", "--port", str(port), "--workers", str(workers), "--aggregated", f"127.0.0.1:{nobody}"]
+    process = start(f"{LIMITED}; {COMMAND}", words, environment, asyncio.subprocess.DEVNULL)
     try:
 
         async def ready() -> bool:

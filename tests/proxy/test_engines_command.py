@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.member import MemberState
 from tests.fakes.admin import Admin, admin
+from tests.fakes.forked import command, piped
 from tests.fakes.ports import free_port
 from tests.fakes.tls import Side, front
 from tests.fakes.world import world
@@ -300,20 +300,14 @@ async def test_a_real_process(tmp_path: Path) -> None:
     )
 
     async def run(*words: str) -> tuple[int, str, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pdproxy", *words),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        process = await piped(*words, env=os.environ)
         out, err = await process.communicate()
         return process.returncode or 0, out.decode(), err.decode()
 
     code, _, err = await run("serve", "--decode", "a:1", "--port", str(port), "--admin", f"0.0.0.0:{free_port()}")
     assert (code, err.count("\n")) == (2, 1)
     assert "others than this machine can reach it" in err
-    serving = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pdproxy", "serve", "--config", str(path)), stderr=asyncio.subprocess.DEVNULL
-    )
+    serving = command("serve", "--config", str(path), env=os.environ)
     try:
         async with asyncio.timeout(100):  # to start takes long where nothing is idle
             while True:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 
 import pytest
 
 from tests.fakes.books import Books
 from tests.fakes.client import Client
 from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.forked import start
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, SERVE
 from tests.fakes.world import COMPLETIONS, completion
@@ -31,22 +31,8 @@ async def test_who_connects_as_soon_as_that_is_possible_is_served(workers: int) 
         await engine.listen()
         engine.admin = {"/health": _slow}
     port = free_port()
-    process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-c",
-            SERVE,
-            str(port),
-            *(one.url for one in engines),
-            "text",
-            "4096",
-            str(workers),
-            "2",
-            "0",
-        ),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    given = [str(port), *(one.url for one in engines), "text", "4096", str(workers), "2", "0"]
+    process = start(SERVE, given, os.environ, asyncio.subprocess.DEVNULL)
     try:
         async with asyncio.timeout(PATIENCE):
             while True:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from pdproxy.cli.main import main
+from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
 from tests.fakes.tls import Side, front
 from tests.fakes.world import world
@@ -30,16 +31,7 @@ async def health(*options: object, env: dict[str, str] | None = None) -> Ended:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
     # No HTTP proxy of the environment may be asked.
     kept |= {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "no_proxy": ""} | (env or {})
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "pdproxy",
-        "health",
-        *map(str, options),
-        env=kept,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await piped("health", *map(str, options), env=kept)
     out, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode is not None
     return Ended(process.returncode, out.decode(), err.decode())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from pdproxy.settings.schema import Settings
 from tests.fakes.client import bearer, request
 from tests.fakes.engine import Reply
 from tests.fakes.files import renewed
+from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
@@ -350,9 +352,7 @@ async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("MARK ER\n")
     line = ["serve", "--port", str(free_port()), "--decode", "127.0.0.1:1", "--api-keys-file", str(path)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", *line, stderr=asyncio.subprocess.PIPE
-    )
+    process = await piped(*line, env=os.environ)
     _, printed = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     (text,) = printed.decode().splitlines()

@@ -7,10 +7,9 @@ import io
 import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import openai
 import pytest
 
 from pdproxy.app.reloading import SettingsSource
@@ -25,6 +24,9 @@ from tests.fakes.pools import PoolOf, Pools, body, pools
 from tests.fakes.ports import free_port
 from tests.fakes.world import until, world
 
+if TYPE_CHECKING:
+    import openai
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WRONG = {
     "error": {
@@ -37,6 +39,8 @@ WRONG = {
 
 
 def client(w: Pools) -> openai.AsyncOpenAI:
+    import openai  # a second, which each process that collects tests would take
+
     return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{w.world.port}/v1", api_key="x", max_retries=0)
 
 
@@ -47,6 +51,8 @@ async def post(engine: SimServer, path: str, fields: dict[str, Any]) -> int:
 
 async def test_two_pools_two_models_one_alias() -> None:
     """openai-python sees all of them, and gets a wrong name's 404 as from vLLM."""
+    import openai  # as above
+
     async with (
         pools(PoolOf("a", "nixl", {"aliases": {"fast": "a"}}), PoolOf("b")) as w,
         client(w) as asking,

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-import openai
 import pytest
 
 from pdproxy_lab.sim.error_body import error_body
@@ -157,6 +156,8 @@ async def test_stored_responses_do_not_exist(method: str, path: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_client_responses(stream: bool) -> None:
     """The official client's plain `responses.create` works, whole and streamed, with the same result both ways."""
+    import openai  # a second, which each process that collects tests would take
+
     given: Any = {"model": "tiny", "input": PROMPT, "max_output_tokens": 8}
     async with world() as w:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{w.port}/v1", api_key="x", max_retries=0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 
 from tests.fakes.client import Client, request
+from tests.fakes.forked import command
 from tests.fakes.ports import free_port
 
 
@@ -37,16 +37,7 @@ async def test_a_process_follows_its_file(tmp_path: Path) -> None:
     write(old)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
     environment["PDPROXY_LISTEN__LINGER"] = "0"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "pdproxy",
-        "serve",
-        "--config",
-        str(path),
-        env=environment,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    process = command("serve", "--config", str(path), env=environment)
     try:
         assert new not in await details(old)
         write(new, "limits: {max_inflight: 7, continuations: 0}\n")

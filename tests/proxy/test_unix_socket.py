@@ -18,6 +18,7 @@ import pytest
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
+from tests.fakes.forked import COMMAND, Piped, piped
 from tests.fakes.world import COMPLETIONS, TEXT, completion
 
 PATIENCE = 180.0
@@ -33,18 +34,17 @@ async def ask(path: str, head: bytes) -> Answer:
         client.close()
 
 
-async def run(*arguments: str) -> asyncio.subprocess.Process:
-    line = ["sh", "-c", 'umask 0007; exec "$@"', "sh", sys.executable, "-m", "pdproxy", *arguments]
-    return await asyncio.create_subprocess_exec(*line, env=ENVIRONMENT, stderr=asyncio.subprocess.PIPE)
+async def run(*arguments: str) -> Piped:
+    return await piped(*arguments, env=ENVIRONMENT, code=f"import os; os.umask(0o007); {COMMAND}")
 
 
-async def end_of(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+async def end_of(process: Piped) -> tuple[int | None, str]:
     async with asyncio.timeout(PATIENCE):
         _, told = await process.communicate()
     return process.returncode, told.decode()
 
 
-async def end(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+async def end(process: Piped) -> tuple[int | None, str]:
     with suppress(ProcessLookupError):
         process.terminate()
     return await end_of(process)
@@ -64,7 +64,7 @@ async def engines() -> AsyncIterator[list[str]]:
             one.stop()
 
 
-async def is_ready(process: asyncio.subprocess.Process, path: str) -> None:
+async def is_ready(process: Piped, path: str) -> None:
     async with asyncio.timeout(PATIENCE):
         while True:
             with suppress(OSError):

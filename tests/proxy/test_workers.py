@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from pdproxy.app.listening import listen_together
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
+from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served, served
 from tests.fakes.scripts import WORD
@@ -108,11 +108,9 @@ async def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> N
 async def test_wrong_settings_end_with_two(arguments: list[str], line: str, tmp_path: Path) -> None:
     """Also what only a worker finds out, and once only."""
     (tmp_path / "pdproxy.yaml").write_text("limits: {max_queue: -1}\n")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "serve", "--workers", "2", "--port", str(free_port()),
-        "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", *arguments,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
-        stderr=asyncio.subprocess.PIPE, cwd=tmp_path,
+    process = await piped(
+        "serve", "--workers", "2", "--port", str(free_port()), "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2",
+        *arguments, env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}, cwd=tmp_path,
     )  # fmt: skip
     try:
         async with asyncio.timeout(60):

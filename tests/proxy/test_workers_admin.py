@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.fakes.admin import BASE
 from tests.fakes.books import Books
 from tests.fakes.client import Client, exchange, request
 from tests.fakes.engine import FakeEngine
+from tests.fakes.forked import piped
 from tests.fakes.process import PATIENCE
 from tests.fakes.scripts import WORD
 from tests.fakes.served_workers import ENVIRONMENT, Run, nodes, serving
@@ -277,13 +277,10 @@ async def test_requests_of_all_workers_are_shown_by_time(tmp_path: Path) -> None
 
 
 async def _engines(*arguments: str, place: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdproxy", "engines", *arguments, "--admin", place,
-        env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    output, _ = await process.communicate()
+    process = await piped("engines", *arguments, "--admin", place, env=ENVIRONMENT)
+    output, errors = await process.communicate()
     assert process.returncode is not None
-    return process.returncode, output.decode()
+    return process.returncode, (output + errors).decode()
 
 
 async def test_the_command_works_at_a_unix_socket(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.sim.facts import Facts, LMCache
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import forked
+from tests.fakes.forked import piped
 from tests.fakes.ports import free_port
 from tests.fakes.process import PATIENCE, Served
 from tests.fakes.served_workers import ENVIRONMENT
@@ -170,16 +170,7 @@ async def test_a_port_that_is_taken_is_said_before_any_worker_begins(tmp_path: P
     settings: dict[str, Any] = {"listen": {"port": free_port(), "workers": 2}, "registration": {"port": port}}
     path = tmp_path / "pdproxy.yaml"
     path.write_text(json.dumps(settings | {"pools": [{"connector": "moriio", "nodes": nodes}]}))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "pdproxy",
-        "serve",
-        "--config",
-        str(path),
-        env=ENVIRONMENT,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await piped("serve", "--config", str(path), env=ENVIRONMENT)
     _, lines = await asyncio.wait_for(process.communicate(), PATIENCE)
     server.close()
     assert process.returncode == 2

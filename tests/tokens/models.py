@@ -1,11 +1,16 @@
 """Tokenizers as models have them, small and made on the spot: they differ in what may go wrong where a text is cut."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>x", "<|im_"]
 WORDS = [
@@ -162,6 +167,8 @@ KINDS = (byte_level, prefix_space, metaspace_first, prepended, stripping, words_
 @cache
 def model(kind: Callable[[], Tokenizer], template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Such a tokenizer as transformers has it. Made once for all tests."""
+    from transformers import PreTrainedTokenizerFast  # a second, which each process that collects tests would take
+
     return PreTrainedTokenizerFast(tokenizer_object=kind(), chat_template=template, bos_token="<s>", eos_token="</s>")
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,15 +69,20 @@ def program(words: list[str]) -> list[str]:
     return [Path(words[0]).name, *words[1:]] if words else []
 
 
+@cache
+def in_pages() -> list[tuple[str, list[str]]]:
+    """Return the commands in all pages' shell blocks, with their page."""
+    return [
+        (str(page.relative_to(ROOT)), words)
+        for page in PAGES
+        for language, text in blocks(page.read_text())
+        for words in (commands(text) if language == "sh" else ())
+    ]
+
+
 def all_commands(name: str) -> list[tuple[str, list[str]]]:
-    """Return the commands of this program in all pages' shell blocks, with their page."""
-    found = []
-    for page in PAGES:
-        for language, text in blocks(page.read_text()):
-            for words in commands(text) if language == "sh" else ():
-                if program(words)[: name.count(" ") + 1] == name.split():
-                    found.append((str(page.relative_to(ROOT)), words))
-    return found
+    """Return those of this program."""
+    return [(page, words) for page, words in in_pages() if program(words)[: name.count(" ") + 1] == name.split()]
 
 
 OURS, ENGINES = all_commands("pdproxy"), all_commands("vllm serve")

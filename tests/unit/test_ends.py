@@ -47,7 +47,7 @@ def test_one_that_waits_says_what_it_waits_for(tmp_path: Path) -> None:
 
 
 ON_UVLOOP = """
-import asyncio, pytest, uvloop
+import asyncio, gc, pytest, uvloop
 
 async def a_step():
     await asyncio.Event().wait()
@@ -55,6 +55,14 @@ async def a_step():
 @pytest.mark.timeout(1)
 def test_waits():
     uvloop.run(a_step())
+
+async def frozen():
+    gc.freeze()
+    await a_step()
+
+@pytest.mark.timeout(1)
+def test_waits_where_the_collector_does_not_look():
+    uvloop.run(frozen())
 
 def test_good(): pass
 """
@@ -65,8 +73,10 @@ def test_one_that_waits_on_uvloops_loop_ends_too(tmp_path: Path) -> None:
     """That loop reports what a signal raises, and goes on."""
     code, output = run(tmp_path, ON_UVLOOP)
     assert code == 1
-    assert "Timeout (>1.0s)" in recorded(tmp_path / "report")["test_some.py::test_waits"]
-    assert re.search(r":\d+ a_step: await asyncio.Event", output)
+    found = recorded(tmp_path / "report")
+    assert len(found) == 2
+    assert all("Timeout (>1.0s)" in one for one in found.values())
+    assert len(re.findall(r":\d+ a_step: await asyncio.Event", output)) >= 2
     assert "1 passed" in output
 
 

@@ -29,7 +29,9 @@ class BlockPool:
         self.block_size = block_size
         self.pages: list[Page] = [EMPTY] * num_blocks
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._fresh = 1
+        """This block and those behind it were never taken. They are free, and come before all in `_free`."""
+        self._free: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, int] = {}
         self._cached: dict[int, int] = {}
         self._lent: set[int] = set()
@@ -44,12 +46,12 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """The share of blocks in use, 0 to 1."""
-        return 1.0 - len(self._free) / (len(self.pages) - 1)
+        return 1.0 - self.available / (len(self.pages) - 1)
 
     @property
     def available(self) -> int:
         """The number of blocks that can be allocated now."""
-        return len(self._free)
+        return len(self.pages) - self._fresh + len(self._free)
 
     def find(self, keys: Sequence[int], limit: int) -> list[int]:
         """Return the blocks that hold a prefix, at most `limit`. They are not held yet: see `hold`."""
@@ -76,7 +78,8 @@ class BlockPool:
         """Take free blocks; the caller has checked that there are enough. Their content stays until it is overwritten."""
         taken = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+            block = self._oldest()
+            del self._free[block]
             key = self._key_of.pop(block, None)
             if key is not None:
                 self._cached.pop(key, None)
@@ -84,6 +87,15 @@ class BlockPool:
             taken.append(block)
         self.on_take(taken)
         return taken
+
+    def _oldest(self) -> int:
+        """Return the free block that is reused next."""
+        if self._fresh == len(self.pages):
+            return next(iter(self._free))
+        block, self._fresh = self._fresh, self._fresh + 1
+        self._free[block] = None
+        self._free.move_to_end(block, last=False)
+        return block
 
     def lend(self, blocks: Iterable[int]) -> None:
         """Take note that another engine knows the ids of these blocks: they are written again as soon as they are free."""
@@ -95,7 +107,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release a request's blocks, its last ones being reused first."""
-        spare, lent = len(self._free), []
+        spare, lent = self.available, []
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:
@@ -106,7 +118,7 @@ class BlockPool:
             self._lent.discard(block)
             if block in self._key_of and spare:
                 spare -= 1
-                self._exchange(block, next(iter(self._free)))
+                self._exchange(block, self._oldest())
             elif block in self._key_of:
                 del self._cached[self._key_of.pop(block)]
                 self.on_take((block,))
@@ -139,7 +151,7 @@ class BlockPool:
 
     def reset(self) -> bool:
         """Empty the prefix cache, unless blocks are in use. Return whether that was done."""
-        if len(self._free) < len(self.pages) - 1:
+        if self.available < len(self.pages) - 1:
             return False
         self.forget_all()
         return True
