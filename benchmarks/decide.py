@@ -35,15 +35,15 @@ import msgspec
 from decide_table import line, plot, table
 from pdproxy.engine_model.profile import load
 from pdproxy_lab.bench.slo import parse_slo
-from pdproxy_lab.bench.trace import Entry, read_trace, spread
+from pdproxy_lab.bench.trace import TraceEntry, read_trace, spread
 from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.plan.arrangement import CHUNKS, Arrangement, plain
 from pdproxy_lab.plan.bounds import bound, work_of
-from pdproxy_lab.plan.capacity import Level, Prober, place_of, rate_at
+from pdproxy_lab.plan.capacity import CapacitySearch, Level, place_of, rate_at
 from pdproxy_lab.plan.question import Drawn, Question, Traced
 from pdproxy_lab.plan.search import Result, levels, search
 from pdproxy_lab.simulate.cluster import Call
-from pdproxy_lab.simulate.load import Replay
+from pdproxy_lab.simulate.load import TraceReplay
 from pdproxy_lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
 from pdproxy_lab.simulate.shape import Shape
 from plan_exhaustive import LENGTHS
@@ -91,7 +91,7 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
 class Slices(msgspec.Struct, frozen=True, kw_only=True):
     """A trace's requests, with its own times stretched to the rate. Seeds 0 to 2 begin at its thirds, others in their middle."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[TraceEntry]
     random = True
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
@@ -101,7 +101,7 @@ class Slices(msgspec.Struct, frozen=True, kw_only=True):
         turned = [*entries[first:], *(msgspec.structs.replace(one, time=one.time + length) for one in entries[:first])]
         turned = turned[:requests]
         own = (len(turned) - 1) / (turned[-1].time - turned[0].time)
-        return Replay(entries=turned, scale=rate / own, requests=requests).calls(0)
+        return TraceReplay(entries=turned, scale=rate / own, requests=requests).calls(0)
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ class _Cell:
         placements = {"auto": auto(bounds_of(limit))}
         placements |= {f"busy {legs}": _hybrid(legs=legs) for legs in BUSY}
         placements |= {f"short {tokens}": _hybrid(tokens=tokens) for tokens in SHORT}
-        self.prober = Prober(self.question, work_of(self.question), placements)
+        self.prober = CapacitySearch(self.question, work_of(self.question), placements)
         requests = {
             "trace": TRACE_REQUESTS[self.engines],
             "alternate": CYCLES * sum(PHASE_REQUESTS) * self.engines,

@@ -24,21 +24,21 @@ from typing import Any
 
 from pdproxy.engine_model.profile import load
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import shared_breakers, shared_ledger
+from pdproxy.scheduling import worker_breakers, worker_ledger
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
-from pdproxy.scheduling.auto.shared import SharedAuto
+from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import ReplicaLedger
-from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 from pdproxy.scheduling.slo import Slo
+from pdproxy.scheduling.worker_breakers import WorkerBreakers
+from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
 
-MakeLedger = Callable[[Sequence[NodeSpec], LedgerOptions], Ledger]
+MakeLedger = Callable[[Sequence[EngineSpec], LedgerOptions], Ledger]
 MakeAuto = Callable[[AutoOptions], Auto]
 OPEN = 4
 """Open requests per engine."""
@@ -61,7 +61,7 @@ def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1,
     """Return a ledger with engines of these roles, all up."""
     if replicas > 1:
         make = partial(ReplicaLedger, replicas=replicas, max_age=lambda: 15.0)
-    specs = [NodeSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
+    specs = [EngineSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
     ledger = make(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement))
     for spec in specs:
         ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
@@ -70,13 +70,13 @@ def ledger_of(roles: list[Role], placement: Placement | None, replicas: int = 1,
 
 def ledgers_of(roles: list[Role], workers: int, placement: Callable[[MakeAuto], Auto] | None) -> list[Ledger]:
     """Return the ledgers of so many workers. `placement`: makes an `Auto` with what is given."""
-    loads = SharedTable(workers, 256, shared_ledger.MEASURES)
-    breakers = SharedTable(workers, 256, shared_breakers.MEASURES, shared_breakers.KEPT)
+    loads = SharedTable(workers, 256, worker_ledger.MEASURES)
+    breakers = SharedTable(workers, 256, worker_breakers.MEASURES, worker_breakers.KEPT)
     memory = AutoMemory(workers, 256)
     found = []
     for number in range(workers):
-        own = partial(SharedBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
-        make = partial(SharedLedger, share=LedgerShare(*loads.of(number), own))
+        own = partial(WorkerBreakers, column=breakers.column(number), others=breakers.others(number), number=number)
+        make = partial(WorkerLedger, share=LedgerShare(*loads.of(number), own))
         auto = partial(WorkerAuto, share=memory.of(number, partial(eq, number, 0)))
         found.append(ledger_of(roles, None if placement is None else placement(auto), make=make))
     return found
@@ -140,12 +140,12 @@ def main() -> None:
     profile, replicas = load("h200-8b"), arguments.replicas
     make: MakeAuto = Auto
     if replicas > 1:
-        make = partial(SharedAuto, replicas=replicas, chance=random.random)
+        make = partial(ReplicaAuto, replicas=replicas, chance=random.random)
     cost, scale, unit = (bytecodes, 1.0, "bytecodes") if arguments.bytecodes else (seconds, 1e6, "us of CPU")
     print(f"engines  prefixes  requests  least_load    auto   added  ({unit} per request)")
     for engines in arguments.engines:
         plain, split = [Role.AGGREGATED] * engines, [Role.PREFILL, Role.DECODE] * (engines // 2)
-        urls = [node.url for node in ledger_of(plain, None).nodes]
+        urls = [engine.url for engine in ledger_of(plain, None).engines]
         for name, found in (("none", {}), ("one", {urls[1]: 2048}), ("all", dict.fromkeys(urls, 512))):
             for kind, slo in (("whole", Slo(ttft=2.0, tpot=0.03)), ("split", Slo(ttft=0.5, tpot=0.008))):
                 whole = kind == "whole"

@@ -14,13 +14,13 @@ from uvicorn.server import ServerState
 
 from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import AUTO, Limits
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork
@@ -58,11 +58,11 @@ class VirtualFleet:
         self._network, self._seed = network, seed
         ports = VirtualPorts(network)
         self.engines: list[SimServer] = []
-        nodes = []
+        engines = []
         for place in range(fleet.prefill + fleet.decode):
             role: Literal["prefill", "decode"] = "prefill" if place < fleet.prefill else "decode"
             host = f"10.0.0.{10 + place}"
-            facts = Facts(
+            facts = SimFacts(
                 role=role,
                 model="sim",
                 hardware=HARDWARE[fleet.hardware],
@@ -74,12 +74,12 @@ class VirtualFleet:
             )
             sim = SimServer(facts, host=host, port=PORT, chance=seed * 100 + place, network=ports)
             self.engines.append(sim)
-            nodes.append(Node(url=sim.url, role=role))
+            engines.append(ConfiguredEngine(url=sim.url, role=role))
         limits = Limits(engine_requests=AUTO) if fleet.places is None else Limits(max_inflight=fleet.places)
         self.settings = Settings(
             listen=Listen(host=PROXY, port=PORT),
             auth=Auth(api_keys_file=str(keys)),
-            pools=(Pool(nodes=tuple(nodes)),),
+            pools=(Pool(nodes=tuple(engines)),),
             limits=limits,
         )
         self.url = f"http://{PROXY}:{PORT}"
@@ -91,7 +91,7 @@ class VirtualFleet:
             await engine.start()
         chance = random.Random(f"{self._seed}/proxy")
         self.proxy = begin_proxy(self.settings, self._network, self.state, chance)
-        while not all(node.probed for node in self.proxy.ledger.nodes):
+        while not all(ledger_engine.probed for ledger_engine in self.proxy.ledger.engines):
             await asyncio.sleep(0.05)
         return self
 

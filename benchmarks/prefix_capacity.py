@@ -24,10 +24,10 @@ from typing import Any
 from decide import LONGEST, PROFILE, SLOS, Slices
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.leases import Lease
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Policy, PolicyFactory
 from pdproxy_lab.bench.measures import spread_of
-from pdproxy_lab.bench.slo import Slo, parse_slo
+from pdproxy_lab.bench.slo import BenchSlo, parse_slo
 from pdproxy_lab.bench.trace import read_trace, spread
 from pdproxy_lab.simulate.cluster import Cluster
 from pdproxy_lab.simulate.placements import auto, bounds_of
@@ -53,22 +53,22 @@ class CacheAware(Policy):
         self._most = TREE_CHARACTERS // (unit * CHARACTERS_PER_TOKEN)
         self._trees: dict[str, OrderedDict[int, None]] = {}
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`."""
-        first = self._best(ask, nodes)
-        return [first, *(node for node in nodes if node is not first)]
+        first = self._best(ask, engines)
+        return [first, *(engine for engine in engines if engine is not first)]
 
-    def _best(self, ask: Ask, nodes: Sequence[Node]) -> Node:
-        loads = [node.requests for node in nodes]
+    def _best(self, ask: Ask, engines: Sequence[LedgerEngine]) -> LedgerEngine:
+        loads = [engine.requests for engine in engines]
         most, least = max(loads), min(loads)
         if most - least > ABSOLUTE and most > RELATIVE * least:
-            return nodes[loads.index(least)]
-        matches = [self._match(self._trees.get(node.url, OrderedDict()), ask.keys) for node in nodes]
+            return engines[loads.index(least)]
+        matches = [self._match(self._trees.get(engine.url, OrderedDict()), ask.keys) for engine in engines]
         longest = max(matches)
         if ask.keys and longest / len(ask.keys) > THRESHOLD:
-            return nodes[matches.index(longest)]
-        sizes = [len(self._trees.get(node.url, ())) for node in nodes]
-        return nodes[sizes.index(min(sizes))]
+            return engines[matches.index(longest)]
+        sizes = [len(self._trees.get(engine.url, ())) for engine in engines]
+        return engines[sizes.index(min(sizes))]
 
     @staticmethod
     def _match(tree: OrderedDict[int, None], keys: Sequence[int]) -> int:
@@ -81,7 +81,7 @@ class CacheAware(Policy):
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
-        tree = self._trees.setdefault(lease.node.url, OrderedDict())
+        tree = self._trees.setdefault(lease.engine.url, OrderedDict())
         for key in ask.keys:
             tree[key] = None
             tree.move_to_end(key)
@@ -92,7 +92,7 @@ class CacheAware(Policy):
 class Comparison:
     """One fleet under one SLO."""
 
-    def __init__(self, fleet: str, slo: Slo, arguments: argparse.Namespace) -> None:
+    def __init__(self, fleet: str, slo: BenchSlo, arguments: argparse.Namespace) -> None:
         self._slo, self._seeds, self._requests = slo, arguments.seeds, arguments.requests
         profile = load(PROFILE)
         self._hardware = profile.hardware

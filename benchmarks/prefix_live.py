@@ -61,10 +61,10 @@ def command_of(system: str, urls: Sequence[str], port: int, folder: Path) -> tup
             "127.0.0.1",
         ]
         return [*command, "--port", str(port), "--prometheus-port", str(metrics), "--log-level", "warning"], "/health"
-    nodes: list[dict[str, object]] = [
+    engines: list[dict[str, object]] = [
         {"url": url, "role": "aggregated", "facts": {"max_num_batched_tokens": CHUNK}} for url in urls
     ]
-    pool = {"policy": system, "kv_events": {"enabled": system in ("auto", "prefix")}, "nodes": nodes}
+    pool = {"policy": system, "kv_events": {"enabled": system in ("auto", "prefix")}, "nodes": engines}
     if system == "auto":
         ttft, tpot = (int(number) / 1000 for number in re.findall(r"(\d+)ms", SLO))
         pool |= {"profile": PROFILE, "slo": {"ttft": ttft, "tpot": tpot}}

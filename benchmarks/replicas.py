@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from pdproxy.engine_model.profile import load
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.slo import Slo
 from pdproxy_lab.simulate.cluster import Call
 from pdproxy_lab.simulate.placements import auto

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy.engine_model.profile import load
-from pdproxy.scheduling.nodes import Role
-from pdproxy_lab.bench.trace import Entry, read_trace, spread
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy_lab.bench.trace import TraceEntry, read_trace, spread
 from pdproxy_lab.simulate.cluster import Cluster
-from pdproxy_lab.simulate.load import Replay
+from pdproxy_lab.simulate.load import TraceReplay
 from pdproxy_lab.simulate.shape import Fleet, Shape
 from pdproxy_lab.simulate.summary import summarise
 
@@ -69,7 +69,7 @@ def one_fleet(arguments: argparse.Namespace) -> dict[str, Any]:
     (engines,), prefill = arguments.engines, arguments.prefill
     entries = spread(read_trace(arguments.trace)) if arguments.trace else made_up()
     rate = len(entries) / (entries[-1].time - entries[0].time)
-    replay = Replay(entries=entries, scale=arguments.per_engine * engines / rate, requests=arguments.requests)
+    replay = TraceReplay(entries=entries, scale=arguments.per_engine * engines / rate, requests=arguments.requests)
     fleet = Fleet(prefill=prefill, decode=engines - prefill) if prefill else Fleet(aggregated=engines)
     profile = load("h200-8b")
     shapes = dict.fromkeys(Role, Shape(kv_tokens=profile.engine.num_gpu_blocks * profile.engine.block_size))
@@ -108,7 +108,7 @@ def timed(work: Callable[..., Any], taken: list[int]) -> Callable[..., Any]:
     return call
 
 
-def made_up(count: int = 12_000) -> list[Entry]:
+def made_up(count: int = 12_000) -> list[TraceEntry]:
     """Return conversations whose turns repeat what came before."""
     chance, entries, next_id = random.Random(0), [], 1
     known: list[tuple[int, ...]] = []
@@ -119,7 +119,7 @@ def made_up(count: int = 12_000) -> list[Entry]:
         next_id += more
         known.append(ids)
         tokens = (len(ids) - 1) * 512 + chance.randint(1, 511)
-        entries.append(Entry(number * 0.3, tokens, 1 + int(chance.expovariate(1 / 340)), ids))
+        entries.append(TraceEntry(number * 0.3, tokens, 1 + int(chance.expovariate(1 / 340)), ids))
     return entries
 
 

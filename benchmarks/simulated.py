@@ -92,11 +92,11 @@ def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterato
         ]
         for order, port in proxies.items():
             file = folder / f"{order}.yaml"
-            nodes = "".join(
+            ledger_engines = "".join(
                 f"      - {{url: 'http://127.0.0.1:{at}', role: {role}}}\n"
                 for at, role in ((prefill, "prefill"), (decode, "decode"))
             )
-            file.write_text(f"pools:\n  - connector: {connector}\n    dispatch: {order}\n    nodes:\n{nodes}")
+            file.write_text(f"pools:\n  - connector: {connector}\n    dispatch: {order}\n    nodes:\n{ledger_engines}")
             started.append(("serve", "--config", str(file), "--port", str(port), "--log-level", "error"))
         processes = [stack.enter_context(running(*arguments)) for arguments in started]
         urls = {order: f"http://127.0.0.1:{port}" for order, port in proxies.items()}

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import stage
 from pdproxy.engine_model.profile import load
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.measures import spread_of
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.shape import Fleet, Shape

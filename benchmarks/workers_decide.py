@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from pdproxy.engine_model.profile import load
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.slo import parse_slo
 from pdproxy_lab.simulate import placements, workers
 from pdproxy_lab.simulate.cluster import Call

@@ -9,7 +9,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import Slo
 from pdproxy.wire.request import Parsed, Route
@@ -34,7 +34,7 @@ def auto(slo: Slo = B, *, chunk: int = 2048, hardware: Hardware = H200, **option
 
 def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
     """Return a ledger with an engine of each of these roles, `http://0:1`, `http://1:1`..., all up."""
-    specs = [NodeSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
+    specs = [EngineSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
     made = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement))
     for spec in specs:
         made.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
@@ -49,5 +49,5 @@ def ask(now: float, tokens: int = 4000, *, slo: Slo | None = None, stream: bool 
     return Ask("m", 4 * tokens, now, parsed=parsed(stream=stream), tokens=tokens, slo=slo)
 
 
-def node(url: str = "http://0:1", role: Role = Role.ANY) -> Node:
-    return Node(NodeSpec(url, role))
+def node(url: str = "http://0:1", role: Role = Role.ANY) -> LedgerEngine:
+    return LedgerEngine(EngineSpec(url, role))

@@ -14,7 +14,7 @@ from msgspec import structs
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
 from tests.auto.fleets import H200, B, Known, ask, auto, ledger
@@ -44,7 +44,7 @@ def test_engines_without_work_take_turns(count: int, slo: Slo) -> None:
     seen: Counter[str] = Counter()
     for turn in range(20 * count):
         leases = placed(of, 100.0 * turn)
-        seen[leases[-1].node.url] += 1
+        seen[leases[-1].engine.url] += 1
         served(of, leases, 100.0 * turn + 1)
     assert len(seen) == count
     assert max(seen.values()) <= 20 * 1.5
@@ -53,7 +53,7 @@ def test_engines_without_work_take_turns(count: int, slo: Slo) -> None:
 @pytest.mark.parametrize("count", [3, 16])
 def test_requests_at_once_spread_over_the_engines(count: int) -> None:
     of = ledger(auto(Slo(ttft=0.5, tpot=0.05)), [Role.ANY] * count)
-    seen = Counter(placed(of, 1.0)[0].node.url for _ in range(2 * count))
+    seen = Counter(placed(of, 1.0)[0].engine.url for _ in range(2 * count))
     assert set(seen.values()) == {2}
 
 
@@ -61,7 +61,7 @@ def test_a_prompts_prefix_attracts_it_until_that_engine_is_busy() -> None:
     known = Known()
     of = ledger(auto(Slo(ttft=0.5, tpot=0.015), cached=known.cached), [Role.ANY] * 8)
     known.tokens = {"http://5:1": 11_900}
-    seen = [placed(of, 1.0, 12_000)[0].node.url for _ in range(64)]
+    seen = [placed(of, 1.0, 12_000)[0].engine.url for _ in range(64)]
     assert seen[0] == "http://5:1"
     assert len(set(seen)) > 1  # a hot prefix does not make one engine late while others have nothing to do
     assert Counter(seen)["http://5:1"] > 8
@@ -83,7 +83,7 @@ def test_prefill_and_decode_engines_share_the_work_where_decoding_whole_would_be
             of.began(leases[-1], 0.1)
     leases = placed(of, 0.2)
     assert [lease.role for lease in leases] == [Role.PREFILL, Role.DECODE]
-    assert leases[0].node is not leases[1].node
+    assert leases[0].engine is not leases[1].engine
 
 
 @pytest.mark.parametrize("tokens", [1000, 4000])
@@ -106,7 +106,7 @@ def test_what_must_not_be_split_is_not() -> None:
     for _ in range(20):
         (lease,) = placed(of, 1.0, split=False)
         assert lease.role is Role.AGGREGATED
-        assert lease.node.role is Role.DECODE
+        assert lease.engine.role is Role.DECODE
 
 
 def test_engines_that_do_not_fit_share_no_work() -> None:
@@ -117,7 +117,7 @@ def test_engines_that_do_not_fit_share_no_work() -> None:
     for _ in range(30):
         leases = placed(of, 1.0)
         if len(leases) > 1:
-            assert [lease.node.url for lease in leases] == ["http://1:1", "http://3:1"]
+            assert [lease.engine.url for lease in leases] == ["http://1:1", "http://3:1"]
 
 
 def test_a_request_that_no_engine_can_begin_in_time_is_refused_if_so_set() -> None:
@@ -153,13 +153,13 @@ def test_a_refusal_leaves_nothing_behind() -> None:
 
 
 def test_without_a_profile_it_is_least_load_until_it_has_measured() -> None:
-    placement = auto(B, assumed=lambda node: node.url != "http://3:1")
+    placement = auto(B, assumed=lambda engine: engine.url != "http://3:1")
     of = ledger(placement, ANY4)
     assert placement.status() == (
         "no profile of http://0:1 and 2 more: until enough of their answers were measured, requests go to the engines"
         " with the least load"
     )
-    seen = Counter(placed(of, 0.0)[0].node.url for _ in range(8))
+    seen = Counter(placed(of, 0.0)[0].engine.url for _ in range(8))
     assert set(seen.values()) == {2}
     now = 1.0
     for _ in range(400):
@@ -171,7 +171,7 @@ def test_without_a_profile_it_is_least_load_until_it_has_measured() -> None:
 
 def test_without_a_profile_prompts_are_split_between_the_least_loaded() -> None:
     of = ledger(auto(B, assumed=lambda _: True), [*PAIR, *PAIR])
-    pairs = {tuple(lease.node.url for lease in placed(of, 0.0)) for _ in range(2)}
+    pairs = {tuple(lease.engine.url for lease in placed(of, 0.0)) for _ in range(2)}
     assert pairs == {("http://0:1", "http://1:1"), ("http://2:1", "http://3:1")}
 
 
@@ -232,9 +232,9 @@ def test_excluded_engines_are_not_chosen_and_are_no_new_engines() -> None:
         without = {f"http://{turn % 4}:1"}
         assignment = of.place(ask(float(turn)), split=True, without=without)
         assert assignment is not None
-        assert not {lease.node.url for lease in assignment.leases} & without
+        assert not {lease.engine.url for lease in assignment.leases} & without
     assert len(placement._loads) == 4
-    assert len(placement._views_by_nodes) == 4
+    assert len(placement._views_by_engines) == 4
 
 
 def test_models_have_a_demand_of_their_own() -> None:
@@ -269,7 +269,7 @@ def test_leases_that_others_opened_count() -> None:
     lease = of.assign_alone(ask(1.0))
     assert lease is not None
     (other,) = placed(of, 1.0)
-    assert other.node is not lease.node
+    assert other.engine is not lease.engine
     of.began(lease, 2.0)
     of.close(lease, Verdict.GOOD, 3.0, 10)
 
@@ -279,7 +279,7 @@ def test_a_restarted_engine_begins_with_nothing() -> None:
     of = ledger(placement, [Role.ANY] * 2)
     old = [placed(of, 1.0) for _ in range(10)]
     of.remove("http://0:1")
-    of.add(NodeSpec("http://0:1", Role.ANY))
+    of.add(EngineSpec("http://0:1", Role.ANY))
     for leases in old:
         for lease in leases:
             of.close(lease, Verdict.NEUTRAL, 2.0)

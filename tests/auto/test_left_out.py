@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.costs import Costs, Look
-from pdproxy.scheduling.auto.loads import EngineLoad
-from pdproxy.scheduling.auto.view import View
+from pdproxy.scheduling.auto.loads import PredictedLoad
+from pdproxy.scheduling.auto.view import EnginesView
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.placement import Candidates
 from pdproxy.scheduling.slo import NO_SLO, Slo
 from tests.auto.fleets import H200, B, Known, ask, ledger
@@ -35,11 +35,11 @@ class Thorough(Auto):
         tokens: int,
         output: float,
         known: Mapping[str, int],
-        view: View,
+        view: EnginesView,
         candidates: Candidates,
         share: float,
     ) -> Any:
-        def look(load: EngineLoad) -> Look:
+        def look(load: PredictedLoad) -> Look:
             one = Look(load)
             costs.look(one, now, tokens, known.get(load.url, 0), output, share)
             costs.answer(one, now, tokens, output)
@@ -53,7 +53,7 @@ class Thorough(Auto):
         found = [costs.whole(look(load))[0] + look(load).tpot_cost for load in wholes]
         for prefill in prefills:
             for decode in view.worth_decode():
-                if prefill is not decode and candidates.compatible(prefill.node, decode.node):
+                if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
                     found.append(costs.split(look(prefill), look(decode), tokens)[0])
         choice = super()._least(costs, now, tokens, output, known, view, candidates, share)
         if found:
@@ -76,7 +76,7 @@ def test_a_decision_is_the_least_of_all_choices(seed: int, count: int, slo: Slo,
     known = Known()
     placement = Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=slo, cached=known.cached))
     of = ledger(placement, [*(chance.choice(mix) for _ in range(count)), Role.DECODE])
-    urls = [node.url for node in of.nodes]
+    urls = [engine.url for engine in of.engines]
     for _ in range(chance.choice((0, 0, count))):
         of.eject(chance.choice(urls), chance.choice(urls))
     waiting: list[tuple[Lease, ...]] = []
@@ -105,4 +105,4 @@ def test_prefill_engines_without_any_that_decodes_are_left_out() -> None:
     of = ledger(Thorough(AutoOptions(times_of=lambda _: (H200, 2048), slo=B)), [Role.PREFILL, Role.AGGREGATED])
     assignment = of.place(ask(1.0), split=True)
     assert assignment is not None
-    assert [lease.node.url for lease in assignment.leases] == ["http://1:1"]
+    assert [lease.engine.url for lease in assignment.leases] == ["http://1:1"]

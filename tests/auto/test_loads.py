@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.auto.loads import EngineLoad, Leg
-from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
+from pdproxy.scheduling.auto.times import WorkTimes
 from tests.auto.fleets import H200, node
 
 WHOLE, PREFILL, DECODE = "whole", "prefill", "decode"
 
 
-def opened(load: EngineLoad, now: float, kind: str, tokens: int = 1000, pull_s: float = 0.01) -> Leg:
+def opened(load: PredictedLoad, now: float, kind: str, tokens: int = 1000, pull_s: float = 0.01) -> PredictedLeg:
     seconds = 0.0 if kind == DECODE else 0.03
-    leg = Leg(now, tokens, 100.0, seconds, seconds, 1.0, pull_s if kind == DECODE else 0.0)
+    leg = PredictedLeg(now, tokens, 100.0, seconds, seconds, 1.0, pull_s if kind == DECODE else 0.0)
     load.opened(leg, arrives_at=now + 0.03, answers=kind != PREFILL, longer_s=0.01)
     return leg
 
@@ -26,7 +26,7 @@ def opened(load: EngineLoad, now: float, kind: str, tokens: int = 1000, pull_s: 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_nothing_is_left_of_leases_however_they_end(data: st.DataObject) -> None:
-    load = EngineLoad(node(), Times(H200, 2048))
+    load = PredictedLoad(node(), WorkTimes(H200, 2048))
     now, open_legs, decoding = 0.0, [], []
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.floats(0, 2))
@@ -64,7 +64,7 @@ def test_nothing_is_left_of_leases_however_they_end(data: st.DataObject) -> None
 
 @pytest.mark.parametrize("pull_s", [0.0, 0.01])
 def test_pulls_that_take_no_time_end_too(pull_s: float) -> None:
-    load = EngineLoad(node(), Times(H200, 2048))
+    load = PredictedLoad(node(), WorkTimes(H200, 2048))
     legs = [opened(load, 0.0, DECODE, pull_s=pull_s) for _ in range(2)]
     assert load.pulls == 2
     load.began(legs[0], 0.1)
@@ -73,7 +73,7 @@ def test_pulls_that_take_no_time_end_too(pull_s: float) -> None:
 
 
 def test_waiting_prompts_are_in_line() -> None:
-    load = EngineLoad(node(), Times(H200, 2048))
+    load = PredictedLoad(node(), WorkTimes(H200, 2048))
     legs = [opened(load, 0.0, WHOLE) for _ in range(3)]
     assert load.free_at == pytest.approx(0.03 + 3 * 0.03)
     load.computed(legs[0], 0.03, 0.08, 0.08)
@@ -81,7 +81,7 @@ def test_waiting_prompts_are_in_line() -> None:
 
 
 def test_delays_are_forgotten_within_seconds() -> None:
-    load = EngineLoad(node(), Times(H200, 2048))
+    load = PredictedLoad(node(), WorkTimes(H200, 2048))
     for tick in range(100):
         opened(load, tick / 10, PREFILL)
     assert load.delay_share(10.0) == pytest.approx(0.1, rel=0.2)
@@ -89,8 +89,8 @@ def test_delays_are_forgotten_within_seconds() -> None:
 
 
 def test_sequences_get_a_token_per_step() -> None:
-    times = Times(H200, 2048)
-    load = EngineLoad(node(), times)
+    times = WorkTimes(H200, 2048)
+    load = PredictedLoad(node(), times)
     for _ in range(10):
         leg = opened(load, 0.0, DECODE, pull_s=1e-9)
         load.began(leg, 1.0)
@@ -101,7 +101,7 @@ def test_sequences_get_a_token_per_step() -> None:
 
 
 def test_a_pull_costs_the_sequences_steps() -> None:
-    load = EngineLoad(node(), Times(H200, 2048))
+    load = PredictedLoad(node(), WorkTimes(H200, 2048))
     load.began(opened(load, 0.0, DECODE), 1.0)
     load.advance(2.0)
     before = load.steps
@@ -110,7 +110,7 @@ def test_a_pull_costs_the_sequences_steps() -> None:
 
 
 def test_answers_say_how_long_steps_take() -> None:
-    load: Any = EngineLoad(node(), Times(H200, 2048))
+    load: Any = PredictedLoad(node(), WorkTimes(H200, 2048))
     now = 0.0
     for _ in range(200):
         leg = opened(load, now, DECODE, pull_s=1e-9)

@@ -7,13 +7,13 @@ from collections import deque
 import pytest
 from msgspec import structs
 
-from pdproxy.scheduling.auto.demand import Demand, Meter
-from pdproxy.scheduling.auto.loads import EngineLoad
-from pdproxy.scheduling.auto.roles import REVIEW_S, Kept, typical
-from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.demand import Demand, DemandMeter
+from pdproxy.scheduling.auto.loads import PredictedLoad
+from pdproxy.scheduling.auto.roles import REVIEW_S, KeptEngines, typical
+from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.weights import WEIGHTS
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.slo import Slo
 from tests.auto.fleets import H200, B, ask, auto, ledger, node
 
@@ -21,8 +21,8 @@ A = Slo(ttft=0.5, tpot=0.015)
 G = Slo(ttft=2.0, gap=0.05)
 
 
-def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
-    meter, found, number = Meter(), None, 0
+def demand(rate: float, tokens: int, output: int, times: WorkTimes) -> Demand:
+    meter, found, number = DemandMeter(), None, 0
     for review in range(80):
         while number / rate < review * REVIEW_S:
             meter.add(number / rate, tokens, 0, output)
@@ -33,9 +33,9 @@ def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
     return found
 
 
-def settled(slo: Slo, engines: int, asked: Demand, times: Times, *, seconds: float = 20.0) -> Kept:
-    kept = Kept(slo, WEIGHTS)
-    loads = [EngineLoad(node(f"http://{number}:1"), times) for number in range(engines)]
+def settled(slo: Slo, engines: int, asked: Demand, times: WorkTimes, *, seconds: float = 20.0) -> KeptEngines:
+    kept = KeptEngines(slo, WEIGHTS)
+    loads = [PredictedLoad(node(f"http://{number}:1"), times) for number in range(engines)]
     for review in range(int(seconds / REVIEW_S)):
         kept.review(review * REVIEW_S, loads, asked, times)
     assert kept.count == sum(load.kept for load in loads)
@@ -59,13 +59,13 @@ def settled(slo: Slo, engines: int, asked: Demand, times: Times, *, seconds: flo
 def test_as_many_as_the_best_arrangement_has(
     slo: Slo, chunk: int, engines: int, rate: float, tokens: int, output: int, least: int, most: int
 ) -> None:
-    times = Times(H200, chunk)
+    times = WorkTimes(H200, chunk)
     kept = settled(slo, engines, demand(rate * engines, tokens, output, times), times)
     assert least <= kept.count <= most
 
 
 def test_the_demand_has_the_pull_of_its_mean_prompt() -> None:
-    times = Times(structs.replace(H200, pull_s=0.001, further_pull_s=0.001, pull_token_s=1e-6), 4096)
+    times = WorkTimes(structs.replace(H200, pull_s=0.001, further_pull_s=0.001, pull_token_s=1e-6), 4096)
     short, long = (demand(4.0, tokens, 128, times) for tokens in (1000, 4000))
     assert (short.pull_s, long.pull_s) == pytest.approx((0.002, 0.005))
     transfer = times.hardware.transfer_s(4000) - times.hardware.transfer_s(1000)
@@ -74,7 +74,7 @@ def test_the_demand_has_the_pull_of_its_mean_prompt() -> None:
 
 
 def test_a_demand_that_stays_changes_nothing_more() -> None:
-    times = Times(H200, 4096)
+    times = WorkTimes(H200, 4096)
     asked = demand(5.8 * 16, 4000, 128, times)
     once = settled(B, 16, asked, times, seconds=20.0)
     again = settled(B, 16, asked, times, seconds=200.0)
@@ -82,7 +82,7 @@ def test_a_demand_that_stays_changes_nothing_more() -> None:
 
 
 def test_one_engine_is_always_left_to_decode() -> None:
-    times = Times(H200, 4096)
+    times = WorkTimes(H200, 4096)
     kept = settled(Slo(ttft=0.5, tpot=0.005), 4, demand(40.0, 15_000, 2, times), times)
     assert kept.count <= 3
 
@@ -97,7 +97,7 @@ def test_one_engine_is_always_left_to_decode() -> None:
     ],
 )
 def test_corrections_are_those_of_engines_that_measure(kept: tuple[bool, ...], prefill: float, step: float) -> None:
-    loads = [EngineLoad(node(f"http://{number}:1"), Times(H200, 4096)) for number in range(4)]
+    loads = [PredictedLoad(node(f"http://{number}:1"), WorkTimes(H200, 4096)) for number in range(4)]
     for load, is_kept, of_prefill, of_steps in zip(
         loads, kept, (1.1, 1.2, 0.8, 0.9), (1.3, 0.9, 0.7, 0.8), strict=True
     ):
@@ -111,7 +111,7 @@ def first_kept(old: int) -> float:
     """Return when the first of four engines is kept, in seconds. One of them has an old correction."""
     placement = auto(chunk=4096, corrects=False)
     fleet = ledger(placement, [Role.ANY] * 4)
-    placement._load(fleet.nodes[old]).times.step_factor = 0.6
+    placement._load(fleet.engines[old]).times.step_factor = 0.6
     now, running = 0.0, deque[Lease]()
     while not any(load.kept for load in placement._loads.values()):
         now += 1 / 16.8

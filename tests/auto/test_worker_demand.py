@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdproxy.kit.shared_rows import SharedRows
-from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.worker_demand import DEMAND_FLOATS, WorkerMeter
 from tests.auto.fleets import H200
 
@@ -19,7 +19,7 @@ def test_a_worker_that_begins_takes_no_history_for_demand() -> None:
     for at in range(100):
         first.add(float(at), 1000, 0, 200.0)
     first.exchange(100.0)
-    assert first.demand(100.0, Times(H200, 2048)) is not None
+    assert first.demand(100.0, WorkTimes(H200, 2048)) is not None
     first.tell_share(0.25)
     (second,) = meters(rows, range(1, 2))
     second.exchange(100.0)

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit.shared_rows import SharedRows
-from pdproxy.scheduling.auto.loads import MEMORY_S, EngineLoad, Leg
-from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.loads import MEMORY_S, PredictedLeg, PredictedLoad
+from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.worker_loads import FLOATS, WorkerLoad
 from tests.auto.fleets import H200, node
 from tests.auto.test_loads import DECODE, PREFILL, WHOLE, opened
@@ -33,7 +33,7 @@ class Workers:
     def load(self, number: int) -> WorkerLoad:
         return WorkerLoad(
             node(),
-            Times(H200, 2048),
+            WorkTimes(H200, 2048),
             self.memory.column(number),
             self.memory.others(number),
             lambda _: self.told.append(number),
@@ -46,7 +46,7 @@ class Workers:
         return self.loads[number]
 
 
-def seen(load: EngineLoad, now: float) -> dict[str, float]:
+def seen(load: PredictedLoad, now: float) -> dict[str, float]:
     """What decisions ask of a load."""
     load.advance(now)
     return {
@@ -73,9 +73,9 @@ class Both:
     """The same leases in one process, and in workers, each in one of them."""
 
     def __init__(self, count: int) -> None:
-        self.one, self.workers = EngineLoad(node(), Times(H200, 2048)), Workers(count)
-        self.open: list[tuple[int, str, Leg, Leg]] = []
-        self.decoding: list[tuple[int, Leg, Leg]] = []
+        self.one, self.workers = PredictedLoad(node(), WorkTimes(H200, 2048)), Workers(count)
+        self.open: list[tuple[int, str, PredictedLeg, PredictedLeg]] = []
+        self.decoding: list[tuple[int, PredictedLeg, PredictedLeg]] = []
 
     def begin_unseen(self, now: float) -> None:
         """Have answers that come as a whole begin, in the order of their times."""
@@ -256,10 +256,10 @@ def test_a_load_that_has_left_writes_nothing() -> None:
 def test_without_a_slot_a_worker_sees_the_others() -> None:
     """There are more engines than slots: its own part is known to itself alone."""
     memory = SharedRows(2, 1, FLOATS)
-    first = WorkerLoad(node(), Times(H200, 2048), memory.column(0), memory.others(0), lambda _: None)
+    first = WorkerLoad(node(), WorkTimes(H200, 2048), memory.column(0), memory.others(0), lambda _: None)
     column = memory.column(1)
     assert column.own(99) is not None  # the only slot
-    second = WorkerLoad(node(), Times(H200, 2048), column, memory.others(1), lambda _: None)
+    second = WorkerLoad(node(), WorkTimes(H200, 2048), column, memory.others(1), lambda _: None)
     opened(first, 0.0, WHOLE)
     second.read()
     opened(second, 0.0, WHOLE)
@@ -270,8 +270,8 @@ def test_without_a_slot_a_worker_sees_the_others() -> None:
 
 def _serve(memory: SharedRows, number: int, steps: int) -> None:
     """Be a worker that opens and ends legs as fast as it can, and ends all of them."""
-    load = WorkerLoad(node(), Times(H200, 2048), memory.column(number), memory.others(number), lambda _: None)
-    chance, now, waiting, running = random.Random(number), 0.0, list[Leg](), list[Leg]()
+    load = WorkerLoad(node(), WorkTimes(H200, 2048), memory.column(number), memory.others(number), lambda _: None)
+    chance, now, waiting, running = random.Random(number), 0.0, list[PredictedLeg](), list[PredictedLeg]()
     for step in range(steps):
         now += 0.01
         if step < steps // 2 and chance.random() < 0.4:
@@ -311,7 +311,7 @@ def test_processes_that_change_it_at_the_same_time_leave_nothing(is_killed: bool
         os.waitpid(pids[0], 0)
         memory.clear(0)
     assert not any(statuses)
-    load = WorkerLoad(node(), Times(H200, 2048), memory.column(3), memory.others(3), lambda _: None)
+    load = WorkerLoad(node(), WorkTimes(H200, 2048), memory.column(3), memory.others(3), lambda _: None)
     assert (load.pending_s, load.expected, load.pulls, load.decoding, load.prompts) == (0.0, 0, 0, 0, 0)
     assert (load.expected_tokens, load.outputs, load.context()) == (0, 0.0, 0.0)
     assert load.prefill.count > 0

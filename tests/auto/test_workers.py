@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import shared_breakers, shared_ledger
+from pdproxy.scheduling import worker_breakers, worker_ledger
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
 from pdproxy.scheduling.auto.roles import REVIEW_S
 from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto, WorkerReplicaAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.placements import auto as make_auto
-from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
-from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.scheduling.slo import Slo
+from pdproxy.scheduling.worker_breakers import WorkerBreakers
+from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
+from pdproxy.scheduling.worker_replicas import WorkerReplicaLedger
 from tests.auto.fleets import H200, B, ask, auto, ledger
 
 EVIDENCE = Evidence(frozenset({"m"}), "", 16, (), 0, 1.0)
@@ -36,32 +36,32 @@ class Several:
 
     def __init__(self, count: int, roles: list[Role], slo: Slo = B, replicas: int = 1, **options: Any) -> None:
         self.memory = AutoMemory(count, 16)
-        self.loads = SharedTable(count, 16, shared_ledger.MEASURES)
-        self.breakers = SharedTable(count, 16, shared_breakers.MEASURES, shared_breakers.KEPT)
+        self.loads = SharedTable(count, 16, worker_ledger.MEASURES)
+        self.breakers = SharedTable(count, 16, worker_breakers.MEASURES, worker_breakers.KEPT)
         self.leader: int | None = 0
-        self.specs = [NodeSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
+        self.specs = [EngineSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
         self._slo, self._replicas, self._options = slo, replicas, options
         self.ledgers = [self.made(number) for number in range(count)]
 
-    def made(self, number: int) -> SharedLedger:
+    def made(self, number: int) -> WorkerLedger:
         share = self.memory.of(number, lambda: number == self.leader)
         column, others = self.breakers.of(number)
-        breakers = partial(SharedBreakers, column=column, others=others, number=number)
+        breakers = partial(WorkerBreakers, column=column, others=others, number=number)
         loads = LedgerShare(*self.loads.of(number), breakers)
         how = AutoOptions(times_of=lambda _: (H200, 2048), slo=self._slo, **self._options)
-        made: SharedLedger
+        made: WorkerLedger
         if self._replicas > 1:
             placement = WorkerReplicaAuto(how, share, replicas=self._replicas, chance=lambda: 0.0)
             options = LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=placement)
-            made = SharedReplicaLedger(self.specs, options, loads, replicas=self._replicas, max_age=lambda: 15.0)
+            made = WorkerReplicaLedger(self.specs, options, loads, replicas=self._replicas, max_age=lambda: 15.0)
         else:
             options = LedgerOptions(breaker_failures=3, breaker_cooldown=10.0, placement=WorkerAuto(how, share))
-            made = SharedLedger(self.specs, options, loads)
+            made = WorkerLedger(self.specs, options, loads)
         for spec in self.specs:
             made.mark_up(spec.url, EVIDENCE)
         return made
 
-    def killed(self, number: int) -> SharedLedger:
+    def killed(self, number: int) -> WorkerLedger:
         """Have a worker killed. Return its successor's ledger."""
         for table in (self.memory, self.loads, self.breakers):
             table.clear(number)
@@ -90,7 +90,7 @@ def placed(of: Ledger, now: float, tokens: int = 4000) -> tuple[Lease, ...]:
 
 
 def urls(leases: tuple[Lease, ...]) -> list[str]:
-    return [lease.node.url for lease in leases]
+    return [lease.engine.url for lease in leases]
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -153,8 +153,8 @@ def test_an_engine_without_a_profile_is_measured_by_all_together() -> None:
 def _demand(several: Several, workers: list[int], now: float, seconds: float, rate: float = 40.0) -> float:
     """Have requests come to some of the workers, and looks of all. Return when it is over."""
     end, turn, look = now + seconds, 0, now
-    begun: deque[tuple[float, SharedLedger, tuple[Lease, ...]]] = deque()
-    running: deque[tuple[float, SharedLedger, Lease]] = deque()
+    begun: deque[tuple[float, WorkerLedger, tuple[Lease, ...]]] = deque()
+    running: deque[tuple[float, WorkerLedger, Lease]] = deque()
     while now < end or begun or running:
         now += 1 / rate
         while look <= now:
@@ -210,7 +210,7 @@ def test_decisions_use_engines_that_another_worker_keeps() -> None:
     now = _demand(several, [0, 1], 0.0, 10.0)
     found = kept(several)[1]
     for _ in range(8):
-        assert placed(several.ledgers[1], now)[-1].node.url not in found
+        assert placed(several.ledgers[1], now)[-1].engine.url not in found
 
 
 def test_demand_is_that_of_all_workers() -> None:
@@ -255,7 +255,7 @@ def test_engines_come_and_go() -> None:
     several = Several(2, [Role.AGGREGATED] * 2, Slo())
     first, second = several.ledgers
     leases = placed(first, 1.0)
-    url = leases[0].node.url
+    url = leases[0].engine.url
     for one in several.ledgers:
         one.remove(url)
     spec = next(spec for spec in several.specs if spec.url == url)
@@ -358,8 +358,8 @@ def test_changes_of_engines_that_nobody_looks_at_are_known_by_their_orders() -> 
         now += 0.01
         placed(several.ledgers[number], now)
     mine, theirs = auto_of(several.ledgers[2]), auto_of(several.ledgers[0])
-    for node in several.ledgers[2].nodes:
-        mine._load(node)  # as a review does
+    for engine in several.ledgers[2].engines:
+        mine._load(engine)  # as a review does
     several.look(now)
     several.look(now)
     placed(several.ledgers[1], now)

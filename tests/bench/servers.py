@@ -12,10 +12,10 @@ from typing import Any
 import trustme
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
-FAST = Facts(hardware=Hardware(speed=0), eos_every=0)
+FAST = SimFacts(hardware=Hardware(speed=0), eos_every=0)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 TOKEN = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2}}\n\n'
@@ -63,7 +63,7 @@ async def answering(write: Write | bytes) -> AsyncIterator[str]:
 
 @contextmanager
 def engines(
-    *facts: Facts, faults: tuple[str, ...] = (), tls: ssl.SSLContext | None = None
+    *facts: SimFacts, faults: tuple[str, ...] = (), tls: ssl.SSLContext | None = None
 ) -> Iterator[list[SimServer]]:
     """Yield simulated engines in a thread of their own: the test's main thread runs the command."""
     made: list[SimServer] = []

@@ -14,7 +14,7 @@ from pdproxy_lab.bench.measures import summarise
 from pdproxy_lab.bench.outcome import Observed
 from pdproxy_lab.bench.prompts import Endpoint, Prompts
 from pdproxy_lab.bench.workload import Lengths, Planned, synthetic
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import DONE, FAST, GOOD, HEAD, TOKEN, USAGE, Write, answering
 
@@ -69,7 +69,7 @@ async def test_an_engine_answers_as_many_tokens_as_asked(session: aiohttp.Client
 
 async def test_measures_are_those_of_the_engine(session: aiohttp.ClientSession) -> None:
     """An engine with steps of 20 ms: a machine that is busy makes them longer, never shorter."""
-    facts = Facts(hardware=Hardware(decode_step_s=0.02), eos_every=0)
+    facts = SimFacts(hardware=Hardware(decode_step_s=0.02), eos_every=0)
     async with SimServer(facts, chance=1) as sim:
         seen = await measured(session, sim.url, [Planned(0.05 * number, 40, 6) for number in range(10)])
     found = summarise(seen, (), allow_lag=True)

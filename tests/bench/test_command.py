@@ -18,7 +18,7 @@ from pdproxy.cli.main import main
 from pdproxy_lab.bench import session as bench_session
 from pdproxy_lab.bench.errors import BenchError
 from pdproxy_lab.simulate.cluster import Call, Cluster
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 from tests.bench.servers import FAST, engines, tls_context
 
 LOAD = ["--rate", "200", "--requests", "30", "--input-tokens", "5:30", "--output-tokens", "3", "--allow-lag"]
@@ -67,7 +67,7 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
     asked = []
 
     class Noting(Cluster):
-        def run(self, calls: Iterable[Call]) -> Records:
+        def run(self, calls: Iterable[Call]) -> RequestTimes:
             found = list(calls)
             asked.append([(call.prompt, call.output) for call in found])
             return super().run(found)

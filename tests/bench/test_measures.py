@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdproxy_lab.bench.measures import Summary, needed, percentile, spread_of, summarise
 from pdproxy_lab.bench.outcome import Observed, Outcome
-from pdproxy_lab.bench.slo import Slo, parse_slo
+from pdproxy_lab.bench.slo import BenchSlo, parse_slo
 
 
 def one(due: float = 0.0, **fields: Any) -> Outcome:
@@ -31,7 +31,9 @@ def failed(kind: str = "timeout", **fields: Any) -> Outcome:
     return outcome
 
 
-def summary(*outcomes: Outcome, slos: tuple[Slo, ...] = (), lags: tuple[float, ...] = (), **options: Any) -> Summary:
+def summary(
+    *outcomes: Outcome, slos: tuple[BenchSlo, ...] = (), lags: tuple[float, ...] = (), **options: Any
+) -> Summary:
     observed = {"seconds": 10.0} | {key: options.pop(key) for key in ("cut", "overflow") if key in options}
     return summarise(Observed(outcomes=list(outcomes), loop_lags=list(lags), **observed), slos, **options)
 

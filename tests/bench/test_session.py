@@ -11,7 +11,7 @@ from pdproxy_lab.bench.arrivals import Arrivals
 from pdproxy_lab.bench.errors import BenchError
 from pdproxy_lab.bench.reading import Address
 from pdproxy_lab.bench.record import Record, Shape
-from pdproxy_lab.bench.session import Options, Session
+from pdproxy_lab.bench.session import BenchOptions, BenchSession
 from pdproxy_lab.bench.workload import Lengths, synthetic
 from pdproxy_lab.sim.server import SimServer
 from tests.bench.servers import FAST, Write, answering, engines
@@ -19,7 +19,7 @@ from tests.bench.servers import FAST, Write, answering, engines
 SHAPE = Shape(endpoint="completions", arrivals="constant", rate=100, burstiness=1, seed=0, salt="s", requests=0)
 
 
-def options(url: str, **fields: object) -> Options:
+def options(url: str, **fields: object) -> BenchOptions:
     known = {
         "servers": (Address("it", url),),
         "seeds": range(2),
@@ -31,7 +31,7 @@ def options(url: str, **fields: object) -> Options:
         "allow_lag": True,
         "timeout": 60.0,
     }
-    return Options(**(known | fields))  # type: ignore[arg-type]
+    return BenchOptions(**(known | fields))  # type: ignore[arg-type]
 
 
 def models(body: bytes, status: bytes = b"200 OK") -> bytes:
@@ -62,7 +62,7 @@ async def test_a_server_that_answers_wrongly_at_first_is_reported(answer: bytes 
     found: list[Record] = []
     async with answering(answer) as url:
         with pytest.raises(BenchError) as error:
-            await Session(options(url, timeout=0.3 if answer is silent else 60.0), found.append).measure()
+            await BenchSession(options(url, timeout=0.3 if answer is silent else 60.0), found.append).measure()
     assert says in str(error.value)
     assert str(error.value).isprintable()
     assert (error.value.code, found) == (1, [])
@@ -71,7 +71,7 @@ async def test_a_server_that_answers_wrongly_at_first_is_reported(answer: bytes 
 async def test_it_can_be_stopped_before_the_first_run() -> None:
     found: list[Record] = []
     async with answering(silent) as url:
-        session = Session(options(url), found.append)
+        session = BenchSession(options(url), found.append)
         measuring = asyncio.create_task(session.measure())
         await asyncio.sleep(0.05)
         session.stop()
@@ -87,7 +87,7 @@ async def test_it_can_be_stopped_between_two_runs() -> None:
         session.stop()
 
     async with SimServer(FAST, chance=1) as sim:
-        session = Session(options(sim.url), stop)
+        session = BenchSession(options(sim.url), stop)
         await session.measure()
     assert [(record["completed"], record["pdproxy"]["partial"]) for record in found] == [(10, False)]
     assert session.stopped
@@ -96,7 +96,7 @@ async def test_it_can_be_stopped_between_two_runs() -> None:
 async def test_no_warm_up_and_a_given_model_ask_nothing_before() -> None:
     found: list[Record] = []
     async with SimServer(FAST, chance=1) as sim:
-        await Session(options(sim.url, warm_up=0, model="sim", seeds=range(1)), found.append).measure()
+        await BenchSession(options(sim.url, warm_up=0, model="sim", seeds=range(1)), found.append).measure()
         assert len(sim.requests) == 10
     assert found[0]["model_id"] == "sim"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdproxy_lab.bench.arrivals import Arrivals
 from pdproxy_lab.bench.prompts import Prompts, WordTokens, word_tokens
-from pdproxy_lab.bench.trace import BLOCK, Entry, TraceError, cut, parse_trace, read_trace, spread
+from pdproxy_lab.bench.trace import BLOCK, TraceEntry, TraceError, cut, parse_trace, read_trace, spread
 from pdproxy_lab.bench.words import WORDS
 from pdproxy_lab.bench.workload import Lengths, Planned, replayed, synthetic
 
@@ -19,7 +19,7 @@ IDS = Lengths(300, 4000)
 GOOD = '{"timestamp": 3000, "input_length": 700, "output_length": 9, "hash_ids": [0, 5]}\n'
 
 
-def read(text: str | bytes) -> list[Entry]:
+def read(text: str | bytes) -> list[TraceEntry]:
     return parse_trace("trace.jsonl", io.BytesIO(text.encode() if isinstance(text, str) else text))
 
 
@@ -29,8 +29,8 @@ def line(**fields: Any) -> str:
 
 def test_a_trace_is_read() -> None:
     assert read(GOOD + "\n" + line(timestamp=3000.5, hash_ids=None)) == [
-        Entry(3.0, 700, 9, (0, 5)),
-        Entry(3.0005, 10, 1, None),
+        TraceEntry(3.0, 700, 9, (0, 5)),
+        TraceEntry(3.0005, 10, 1, None),
     ]
 
 
@@ -81,19 +81,19 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_slice_begins_at_zero() -> None:
-    entries = [Entry(float(time), 1, 1) for time in range(10)]
+    entries = [TraceEntry(float(time), 1, 1) for time in range(10)]
     assert [entry.time for entry in cut(entries, 3, 6)] == [0, 1, 2]
 
 
 def test_equal_times_are_spread_until_the_next_one() -> None:
-    entries = [Entry(float(time), 1, 1) for time in (0, 0, 0, 3, 3, 6)]
+    entries = [TraceEntry(float(time), 1, 1) for time in (0, 0, 0, 3, 3, 6)]
     assert [entry.time for entry in spread(entries)] == [0, 1, 2, 3, 4.5, 6]
-    assert [entry.time for entry in spread([Entry(0, 1, 1)] * 2)] == [0, 0]
+    assert [entry.time for entry in spread([TraceEntry(0, 1, 1)] * 2)] == [0, 0]
     assert spread([]) == []
 
 
 def test_a_replay_keeps_the_traces_order_and_scales_its_times() -> None:
-    entries = [Entry(float(time), 10 + time, 1 + time, (time,)) for time in range(10)]
+    entries = [TraceEntry(float(time), 10 + time, 1 + time, (time,)) for time in range(10)]
     assert [one.at for one in replayed(entries, 0, scale=2)] == [time / 2 for time in range(10)]
     assert len(replayed(entries, 0, scale=2, duration=2)) == 4
     assert len(replayed(entries, 0, requests=3)) == 3

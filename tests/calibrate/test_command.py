@@ -14,7 +14,7 @@ from pdproxy.engine_model.profile import load
 from pdproxy_lab.calibrate.http_runner import BusyError, HttpRunner, Target
 from pdproxy_lab.calibrate.trials import OutOfTimeError, Trial
 from pdproxy_lab.cli.calibrate import _name_of
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.bench.servers import engines
 from tests.calibrate.servers import DONE, HEAD, MODELS, TOKEN, Answer, metrics, page, scripted
 
@@ -31,7 +31,7 @@ def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
     # Times are taken on this machine, which may be busy. What is refused for its spread is tested in virtual time.
     monkeypatch.setattr("pdproxy_lab.calibrate.fitting._MOST_SPREAD", 1e9)
     out = tmp_path / "mine.json"
-    facts = Facts(
+    facts = SimFacts(
         hardware=Hardware(
             decode_step_s=0.012, prefill_tokens_per_s=1000.0
         ),  # much longer than the stalls of a busy machine

@@ -15,20 +15,20 @@ from msgspec import structs
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy_lab.calibrate.experiments import Limits
+from pdproxy_lab.calibrate.experiments import ExperimentLimits
 from pdproxy_lab.calibrate.fitting import CantTellError, Fitted
 from pdproxy_lab.calibrate.misfit import pair_misfits
 from pdproxy_lab.calibrate.pair import PairMeasured, PairRow, measure, with_pair
 from pdproxy_lab.calibrate.report import text_of
 from pdproxy_lab.calibrate.run import Calibration
 from pdproxy_lab.calibrate.stalls import StallRow
-from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Seen, Trial, TrialPrompt
+from pdproxy_lab.sim.facts import SimFacts
 from tests.bench.servers import engines
 from tests.calibrate.virtual import seen_once
 
 H200 = load("h200-8b").hardware
-LIMITS = Limits(16_384, 400_000)
+LIMITS = ExperimentLimits(16_384, 400_000)
 PULLS = {
     "per pull": (0.0098, 0.0163, 0.0),
     "per token": (0.0, 0.0, 5e-6),
@@ -126,7 +126,7 @@ def test_streams_that_end_before_the_pulls_are_longer_the_next_time() -> None:
             outputs.setdefault(trial.name, []).append(trial.output_tokens)
             if len(outputs[trial.name]) < 3:
                 end = seen.streams[0][-1]
-                seen = Seen(seen.streams, tuple(Prompt(one.sent, end + 1.0) for one in seen.beside))
+                seen = Seen(seen.streams, tuple(TrialPrompt(one.sent, end + 1.0) for one in seen.beside))
             elif len(outputs[trial.name]) == 3:
                 raise MergedError("together")
         return seen
@@ -134,7 +134,7 @@ def test_streams_that_end_before_the_pulls_are_longer_the_next_time() -> None:
     async def alone(trial: Trial) -> Seen:
         return seen_once(trial, options)
 
-    found = asyncio.run(measure(through, alone, Limits(600), H200))
+    found = asyncio.run(measure(through, alone, ExperimentLimits(600), H200))
     # One of several has a bound: the longest request that the engine takes.
     for lengths in outputs.values():
         assert lengths[0] < lengths[1] < lengths[2] == lengths[3]
@@ -176,10 +176,10 @@ def test_no_trial_of_a_pair_has_more_requests_than_the_engine_takes() -> None:
     # Where it takes no more than the streams, nothing is pulled beside them.
     for takes, expected in ((8, 6), (4, 4), (3, 3), (2, 1)):
         most = 0
-        asyncio.run(measure(run, run, Limits(2048, max_num_seqs=takes), H200))
+        asyncio.run(measure(run, run, ExperimentLimits(2048, max_num_seqs=takes), H200))
         assert most == expected
     most = 0
-    asyncio.run(measure(run, run, Limits(2048, kv_tokens=2500), H200))
+    asyncio.run(measure(run, run, ExperimentLimits(2048, kv_tokens=2500), H200))
     assert most == 6  # of small prompts
 
 
@@ -201,7 +201,7 @@ def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.Captur
         decode_step_s=0.01, prefill_tokens_per_s=4000.0, pull_s=0.2, link_bytes_per_s=5e8, kv_bytes_per_token=50_000
     )
     shape: dict[str, Any] = {"hardware": hardware, "eos_every": 0, "max_model_len": 600, "num_gpu_blocks": 600}
-    with engines(Facts(role="prefill", **shape), Facts(role="decode", **shape)) as (p, d):
+    with engines(SimFacts(role="prefill", **shape), SimFacts(role="decode", **shape)) as (p, d):
         line = ["calibrate", "--prefill", p.url, "--decode", d.url, "--connector", "nixl", "--out", str(out)]
         code = main([*line, "--max-num-seqs", "8", "--max-num-batched-tokens", "2048", "--max-seconds", "40"])
         pulls = d.engine.stats.transferred_bytes.counts
@@ -246,7 +246,7 @@ def test_wrong_pairs_exit_with_2_and_one_line(
 def test_a_prefill_engine_that_is_not_there_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.json"
     hardware = Hardware(decode_step_s=0.008, prefill_tokens_per_s=3000.0)  # far above the noise of a busy machine
-    facts = Facts(hardware=hardware, eos_every=0, max_model_len=512, num_gpu_blocks=600)
+    facts = SimFacts(hardware=hardware, eos_every=0, max_model_len=512, num_gpu_blocks=600)
     with engines(structs.replace(facts, role="decode")) as (d,):
         line = ["calibrate", "--prefill", "127.0.0.1:1", "--decode", d.url, "--connector", "nixl", "--out", str(out)]
         assert main([*line, "--max-num-seqs", "4", "--max-num-batched-tokens", "2048", "--max-seconds", "15"]) == 1

@@ -11,15 +11,15 @@ from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
-from pdproxy_lab.calibrate.experiments import Experiments, Limits, Measured
+from pdproxy_lab.calibrate.experiments import ExperimentLimits, Experiments, Measured
 from pdproxy_lab.calibrate.fitting import CantTellError, Fitted, fitted
 from pdproxy_lab.calibrate.misfit import Misfit, misfits
 from pdproxy_lab.calibrate.report import text_of
 from pdproxy_lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
 from pdproxy_lab.calibrate.run import Calibration
-from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy_lab.calibrate.trials import MergedError, OutOfTimeError, Seen, Trial, TrialError, TrialPrompt
 from pdproxy_lab.calibrate.virtual import seen_of
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.calibrate.virtual import seen_once
 
 H200 = load("h200-8b").hardware
@@ -61,7 +61,9 @@ def noisy(seen: Seen, chance: random.Random, jitter: float, prompts_late: float 
     def late(times: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sorted(time + chance.uniform(0, jitter) for time in times))
 
-    prompts = tuple(Prompt(one.sent, one.answered + prompts_late + chance.uniform(0, jitter)) for one in seen.beside)
+    prompts = tuple(
+        TrialPrompt(one.sent, one.answered + prompts_late + chance.uniform(0, jitter)) for one in seen.beside
+    )
     return Seen(tuple(late(times) for times in seen.streams), prompts)
 
 
@@ -77,7 +79,7 @@ def measured(
         seen = seen_once(trial, one)
         return noisy(seen, chance, jitter, prompts_late)
 
-    return asyncio.run(Experiments(run, Limits(one["max_model_len"], **limits)).all())
+    return asyncio.run(Experiments(run, ExperimentLimits(one["max_model_len"], **limits)).all())
 
 
 def found_in(rows: Measured) -> Fitted:
@@ -176,7 +178,7 @@ def test_a_very_slow_engine_gets_no_trial_that_takes_minutes() -> None:
         longest = max(longest, *ends)
         return seen
 
-    asyncio.run(Experiments(run, Limits(4096)).all())
+    asyncio.run(Experiments(run, ExperimentLimits(4096)).all())
     assert 5 < longest < 45
 
 
@@ -205,7 +207,7 @@ def test_trials_without_times_are_left_out_and_a_few_of_them_do_no_harm() -> Non
             raise MergedError("together")
         return seen_once(trial, one)
 
-    rows = asyncio.run(Experiments(run, Limits(16384)).all())
+    rows = asyncio.run(Experiments(run, ExperimentLimits(16384)).all())
     assert rows.budget == 2048
     assert found_in(rows).hardware.prefill_tokens_per_s == pytest.approx(H200.prefill_tokens_per_s, rel=0.05)
 
@@ -213,7 +215,7 @@ def test_trials_without_times_are_left_out_and_a_few_of_them_do_no_harm() -> Non
         raise MergedError("always together")
 
     with pytest.raises(MergedError, match="always"):
-        asyncio.run(Experiments(never, Limits(16384)).all())
+        asyncio.run(Experiments(never, ExperimentLimits(16384)).all())
 
 
 def test_a_budget_that_is_given_counts_though_the_time_ends_before() -> None:
@@ -284,9 +286,9 @@ def test_a_profile_explains_its_own_measurements() -> None:
 def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def noting(**options: Any) -> Facts:
+    def noting(**options: Any) -> SimFacts:
         made.append(int(options["num_gpu_blocks"]))
-        return Facts(**options)
+        return SimFacts(**options)
 
     monkeypatch.setattr("pdproxy_lab.calibrate.virtual.Facts", noting)
     trial, one = Trial("several", 8, 4096, 60, (12_288,)), options(H200)
@@ -328,7 +330,7 @@ def late(place: int, by: float, gap: float = 0.005) -> ChunkRow | None:
     for number in range(1, 30):
         times.append(times[-1] + (0.1 if number == place else gap))
     trial = Trial("a", 1, 32, 30, (1000,))
-    return chunk_row(trial, Seen((tuple(times),), (Prompt(times[place - 3], times[place] + by),)), 1)
+    return chunk_row(trial, Seen((tuple(times),), (TrialPrompt(times[place - 3], times[place] + by),)), 1)
 
 
 @pytest.mark.parametrize("by", [-0.001, 0.0, 0.003, 0.008])
@@ -340,14 +342,14 @@ def test_the_seconds_of_a_prompt_hardly_depend_on_which_token_seems_to_be_its_la
 
 def test_the_first_tokens_of_a_stream_may_come_late_and_at_once() -> None:
     times = (0.03, 0.03, 0.03, 0.03, 0.03, 0.03, 0.135, 0.14, 0.145, 0.15, 0.155, 0.16)
-    row = chunk_row(Trial("a", 1, 32, 12, (1000,)), Seen((times,), (Prompt(0.03, 0.1351),)), 1)
+    row = chunk_row(Trial("a", 1, 32, 12, (1000,)), Seen((times,), (TrialPrompt(0.03, 0.1351),)), 1)
     assert row is not None
     assert row.seconds == pytest.approx(0.105)
 
 
 def test_tokens_that_come_at_once_count_as_the_first_of_them() -> None:
     times = (0.0, 0.005, 0.01, 0.015, 0.02, 0.12, 0.1201, 0.1202, 0.14, 0.145, 0.15, 0.155)
-    row = chunk_row(Trial("a", 1, 32, 12, (1000,)), Seen((times,), (Prompt(0.016, 0.1203),)))
+    row = chunk_row(Trial("a", 1, 32, 12, (1000,)), Seen((times,), (TrialPrompt(0.016, 0.1203),)))
     assert row is not None
     assert row.steps == 1
     assert row.seconds == pytest.approx(0.1, rel=0.15)

@@ -19,7 +19,7 @@ from pdproxy.observe.events import Gaps, LegTimes, RequestEnded
 from pdproxy_lab.calibrate import stand_in_front
 from pdproxy_lab.calibrate.stalls import TERMS, StallRow, fitted_stalls, stall_row
 from pdproxy_lab.calibrate.stand_in_front import splitting
-from pdproxy_lab.calibrate.trials import Prompt, Seen, Trial, TrialError
+from pdproxy_lab.calibrate.trials import Seen, Trial, TrialError, TrialPrompt
 from pdproxy_lab.conformance.tap import Tap
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "kv-pulls-h200.json"
@@ -43,7 +43,7 @@ def stream(count: int, *stalls: tuple[int, float], late: tuple[int, float] | Non
 
 def row(times: tuple[float, ...], first: int, last: int, pulls: int = 1, hardware: Hardware = FREE) -> StallRow | None:
     """Return what a stream shows of pulls that are asked for after token `first` and answered after token `last`."""
-    prompt = Prompt(times[first] + 0.001, times[last] + 0.001)
+    prompt = TrialPrompt(times[first] + 0.001, times[last] + 0.001)
     return stall_row(Trial("pulls", 1, 32, len(times), (1000,) * pulls), Seen((times,), (prompt,) * pulls), hardware)
 
 
@@ -67,7 +67,7 @@ def test_stalls_of_several_steps_are_counted_and_added_up() -> None:
 
 def test_stalls_before_the_first_pull_do_not_count() -> None:
     times = stream(60, (9, 0.5), (20, 0.02))
-    asked = Prompt(times[10] + 0.001, times[30] + 0.001)
+    asked = TrialPrompt(times[10] + 0.001, times[30] + 0.001)
     seen = Seen((times,), (asked,), prefilled=times[16] + 0.001)
     found = stall_row(Trial("a pull", 1, 32, 60, (1000,)), seen, FREE)
     assert found is not None
@@ -185,7 +185,7 @@ def ended(prefill_s: float | None, why_alone: str | None = None) -> RequestEnded
 
 def through(*events: RequestEnded, beside: int = 2) -> Seen:
     """Return what the runner for a pair makes of a trial in which the proxy noted these events."""
-    tap, seen = Tap(), Seen((), tuple(Prompt(1.0 + place, 9.0) for place in range(beside)))
+    tap, seen = Tap(), Seen((), tuple(TrialPrompt(1.0 + place, 9.0) for place in range(beside)))
     tap.notify(ended(0.001))  # of the warm-up of the proxy
 
     async def run(_: Trial) -> Seen:

@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from pdproxy.observe.events import StreamContinued
-from pdproxy.wire.continuable import Reason
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy.wire.continuable import NotContinued
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.chaos.clients import Outcome
 from tests.chaos.finding import Finding, shortened
 from tests.chaos.oracle import CHAT, Body
 from tests.chaos.soundness import Soundness
 
-_BY_CHANCE = frozenset({Reason.N.value, Reason.SEED.value})
+_BY_CHANCE = frozenset({NotContinued.N.value, NotContinued.SEED.value})
 """Why nobody goes on with answers that are drawn by chance, or with several of one prompt."""
-_BY_STOP = frozenset({Reason.STOP_PENDING.value})
+_BY_STOP = frozenset({NotContinued.STOP_PENDING.value})
 """Why nobody goes on with some that have stop strings."""
-_BY_LETTER = frozenset({Reason.REASONING_SEEN.value})
+_BY_LETTER = frozenset({NotContinued.REASONING_SEEN.value})
 """Why nobody goes on with some chats of the simulator's engines, which have a parser: at half a letter it withholds the text,
 and no engine says whether that is content."""
 _BY_ENGINES = frozenset(
-    {Reason.NONE_LEFT.value, Reason.NO_ENGINE.value, Reason.DEADLINE.value, Reason.REFUSED.value}
-    | {Reason.RETRY_BUDGET.value, Reason.HALF_LETTER.value, Reason.ENGINES_LOST.value}
+    {
+        NotContinued.NONE_LEFT.value,
+        NotContinued.NO_ENGINE.value,
+        NotContinued.DEADLINE.value,
+        NotContinued.REFUSED.value,
+    }
+    | {NotContinued.RETRY_BUDGET.value, NotContinued.HALF_LETTER.value, NotContinued.ENGINES_LOST.value}
 )
 """Why nobody goes on with any stream: engines fail once more, also at `/detokenize`, or there is none."""
 
@@ -49,7 +54,7 @@ def explained(
         if one.reason not in allowed:
             text = f"request {one.request_id} was {one.result}: {one.reason}"
             found.append(Finding("a stream goes on if its request allows it", text))
-        elif one.reason == Reason.NO_ENGINE.value:
+        elif one.reason == NotContinued.NO_ENGINE.value:
             sound = [name for name in soundness.sound(at, at) if name in answering]
             if sound:
                 text = f"request {one.request_id}: no engine, and nothing is wrong with {', '.join(sound)}"
@@ -64,7 +69,7 @@ def _may_withhold(body: Body) -> bool:
     """
     if body.path != CHAT or body.right is None:
         return False
-    right, most, encode = body.right, body.fields.get("max_tokens", 0), Tokenizer().encode
+    right, most, encode = body.right, body.fields.get("max_tokens", 0), BuiltInTokenizer().encode
     return any(
         not text.isascii() or (right.ends.get(choice) == "length" and len(encode(text)) < most)
         for choice, text in right.texts.items()

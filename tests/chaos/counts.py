@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.samples import Sample
 
 from pdproxy.app.compose import Proxy
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from tests.chaos.finding import Finding
 
 HELD = frozenset(
@@ -30,12 +30,12 @@ def held(proxy: Proxy) -> list[Finding]:
     ]
 
 
-def out_of_use(nodes: Iterable[Node], now: float) -> list[Finding]:
+def out_of_use(engines: Iterable[LedgerEngine], now: float) -> list[Finding]:
     """After the calm, each engine is in use again, but for those that were found slower or worse than their peers."""
     return [
-        Finding("each engine is in use again", f"{node.url} is {node.state(now)}")
-        for node in nodes
-        if node.state(now) not in _IN_USE and node.excluded_because is None
+        Finding("each engine is in use again", f"{engine.url} is {engine.state(now)}")
+        for engine in engines
+        if engine.state(now) not in _IN_USE and engine.excluded_because is None
     ]
 
 

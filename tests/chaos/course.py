@@ -246,8 +246,8 @@ class _Course:
         self.findings += invariants.met(world)
         self.findings += counts.held(world.proxy)
         asked = {engine.url for engine in world.engines if not world.is_blind(engine)}
-        nodes = [node for node in world.proxy.ledger.nodes if node.url in asked]
-        self.findings += counts.out_of_use(nodes, world.proxy.front.clock.now())
+        engines = [ledger_engine for ledger_engine in world.proxy.ledger.engines if ledger_engine.url in asked]
+        self.findings += counts.out_of_use(engines, world.proxy.front.clock.now())
         for _ in range(_POLLS):  # a probe may be under way
             if not self._network.open:
                 return

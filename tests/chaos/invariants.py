@@ -165,9 +165,12 @@ def quiet(world: World) -> list[Finding]:
     """Nothing is held: no lease, no handle, no place, no connection, no block."""
     proxy = world.proxy
     found = [
-        Finding("leases end", f"{node.url} has {node.requests} requests and {node.prompt_bytes} bytes")
-        for node in proxy.ledger.nodes
-        if node.requests or node.prompt_bytes
+        Finding(
+            "leases end",
+            f"{ledger_engine.url} has {ledger_engine.requests} requests and {ledger_engine.prompt_bytes} bytes",
+        )
+        for ledger_engine in proxy.ledger.engines
+        if ledger_engine.requests or ledger_engine.prompt_bytes
     ]
     found += [
         Finding("handles end", f"{count} are {state}, the oldest for {oldest:.1f} s")
@@ -213,7 +216,7 @@ def bodies(engines: Iterable[ChaosEngine]) -> list[Finding]:
 
 def met(world: World) -> list[Finding]:
     """Of engines that count as having met, in their present runs, the decode engine has contacted the prefill engine."""
-    by_run = {engine.node.run_number: engine.url for engine in world.proxy.engines.values()}
+    by_run = {engine.in_ledger.run_number: engine.url for engine in world.proxy.engines.values()}
     names = {engine.url: engine for engine in world.engines}
     found = []
     for prefill_run, decode_run in world.proxy.custodian.contacts.pairs:

@@ -15,7 +15,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.chaos import setup
 from tests.chaos import world as chaos_world
 from tests.chaos.answers import Answer, read_answer, told
@@ -72,7 +72,7 @@ async def loaded(
 ) -> AsyncIterator[Loaded]:
     """A world with engines of that hardware, from its beginning to its end. `facts`: of its engines."""
     monkeypatch.setattr(setup, "HARDWARE", hardware)
-    monkeypatch.setattr(setup, "Facts", partial(Facts, **facts))
+    monkeypatch.setattr(setup, "Facts", partial(SimFacts, **facts))
 
     def begin(settings: Settings, *others: Any) -> Proxy:
         """Start the proxy with its defaults, but for what is given."""

@@ -8,11 +8,11 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.placements import SPLIT
-from pdproxy.settings.engines import Facts as NodeFacts
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.transfer import registry
-from pdproxy_lab.sim.facts import ConnectorName, CpuBuffer, Facts, LMCache, MooncakeFacts
+from pdproxy_lab.sim.facts import ConnectorName, CpuBuffer, LMCacheFacts, MooncakeFacts, SimFacts
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL
 from tests.chaos.options import Options
 
@@ -88,14 +88,14 @@ def quiet_for(options: Options) -> float:
     return _QUESTION if options.connector == "mooncake" else _QUIET
 
 
-def facts(place: Place, connector: ConnectorName, *, notifies: bool = False) -> Facts:
+def facts(place: Place, connector: ConnectorName, *, notifies: bool = False) -> SimFacts:
     """Return how the engine at a place is configured. `notifies`: it has the notifier."""
     is_posting = connector == "lmcache-mp" and place.role != "decode"
     notify = f"http://{PROXY}:{NOTICES}/api/v1/telemetry" if is_posting else None
     if notifies:
         notify = f"tcp://{PROXY}:{NOTICES}"
     cpu_host = place.host if place.role == "decode" else place.pushes_to
-    return Facts(
+    return SimFacts(
         role=place.role,
         model=MODEL,
         connector=connector,
@@ -108,13 +108,13 @@ def facts(place: Place, connector: ConnectorName, *, notifies: bool = False) -> 
         side_channel_host=place.host,
         side_channel_port=0 if connector == "mooncake" else _SIDE_PORT,
         notify=notify,
-        lmcache=LMCache(chunk_size=_CHUNK),
+        lmcache=LMCacheFacts(chunk_size=_CHUNK),
         cpu=CpuBuffer(cpu_host=cpu_host, cpu_port=_CPU_PORT) if connector == "cpu" else CpuBuffer(),
         mooncake=MooncakeFacts(abort_request_timeout=LEASE, connector_timeout=3.0),
     )
 
 
-def nodes(options: Options) -> dict[str, Node]:
+def nodes(options: Options) -> dict[str, ConfiguredEngine]:
     """Return what the proxy is told of each engine, by name."""
     found = {}
     for place in places(options):
@@ -122,13 +122,13 @@ def nodes(options: Options) -> dict[str, Node]:
         if options.connector == "cpu" and place.role == "decode":
             sources = tuple(one.url for one in places(options) if one.role == "prefill" and one.pushes_to == place.host)
         assert place.role != "aggregated"
-        found[place.name] = Node(
-            url=place.url, role=place.role, sources=sources, facts=NodeFacts(kv_lease_duration=LEASE)
+        found[place.name] = ConfiguredEngine(
+            url=place.url, role=place.role, sources=sources, facts=EngineFacts(kv_lease_duration=LEASE)
         )
     return found
 
 
-def pool(options: Options, made: dict[str, Node]) -> Pool:
+def pool(options: Options, made: dict[str, ConfiguredEngine]) -> Pool:
     """Return the settings of the pool."""
     assert options.connector in registry.names()
     # Where nothing is known of the engines' times, `auto` splits no prompt: every second seed splits them all.

@@ -33,8 +33,8 @@ def _fail(w: World) -> None:
 
 def _excluded(w: World) -> None:
     _fail(w)
-    for node in w.proxy.ledger.nodes:
-        node.excluded_because = "slower than its peers"
+    for engine in w.proxy.ledger.engines:
+        engine.excluded_because = "slower than its peers"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_numbers(breaks: Callable[[World], object], rules: set[str]) -> None:
         breaks(world)
         found = [
             *counts.held(world.proxy),
-            *counts.out_of_use(world.proxy.ledger.nodes, world.proxy.front.clock.now()),
+            *counts.out_of_use(world.proxy.ledger.engines, world.proxy.front.clock.now()),
         ]
         await world.in_proxy(world.proxy.stop())
         for engine in (*world.engines, world.judge):

@@ -113,7 +113,7 @@ def test_garbage() -> None:
 
 
 def _lease(w: World) -> None:
-    w.proxy.ledger.nodes[0].requests += 1
+    w.proxy.ledger.engines[0].requests += 1
 
 
 def _place(w: World) -> None:

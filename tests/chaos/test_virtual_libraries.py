@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.chaos.virtual.connector import VirtualConnector
 from tests.chaos.virtual.network import HOST, VirtualNetwork
@@ -77,7 +77,7 @@ def test_two_engines_hand_kv_over_and_one_restarts() -> None:
         ports = VirtualPorts(network)
         engines = [
             SimServer(
-                Facts(
+                SimFacts(
                     role=role,  # type: ignore[arg-type]
                     eos_every=0,
                     side_channel_host=host,

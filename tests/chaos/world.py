@@ -150,7 +150,7 @@ class World:
         for engine in (*self.engines, self.judge):
             await engine.run(engine.sim.start())
         await self.in_proxy(self._begin_proxy())
-        while not all(node.probed for node in self.proxy.ledger.nodes):  # nothing announces it
+        while not all(ledger_engine.probed for ledger_engine in self.proxy.ledger.engines):  # nothing announces it
             await asyncio.sleep(0.05)
 
     async def _begin_proxy(self) -> None:
@@ -181,9 +181,11 @@ class World:
 
         It gets no request until its metrics move or half a minute is over, also where only one answer of it was lost.
         """
-        node = next((node for node in self.proxy.ledger.nodes if node.url == engine.url), None)
+        ledger_engine = next(
+            (ledger_engine for ledger_engine in self.proxy.ledger.engines if ledger_engine.url == engine.url), None
+        )
         can_ask = self.proxy.transfer.contract.capabilities.canary_on
-        return node is not None and node.stalled is not None and engine.role not in can_ask
+        return ledger_engine is not None and ledger_engine.stalled is not None and engine.role not in can_ask
 
     def in_proxy(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something on the proxy's host."""

@@ -11,20 +11,20 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from pdproxy.check.facts import Facts as Learned
+from pdproxy.check.facts import CheckFacts as Learned
 from pdproxy.check.facts import MachineFacts
 from pdproxy.check.findings import Finding
 from pdproxy.check.gather import gather
-from pdproxy.check.options import Options
+from pdproxy.check.options import CheckOptions
 from pdproxy.check.rules import judge
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.settings.engines import Role
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
-QUICK = Options(timeout=30.0, lease_watch=0.1, settle=0.5, poll=0.01)
+QUICK = CheckOptions(timeout=30.0, lease_watch=0.1, settle=0.5, poll=0.01)
 """Simulated engines need no time for anything."""
 
 
@@ -61,7 +61,7 @@ class Bench:
     async def start(self, role: Role, **facts: Any) -> SimServer:
         """An engine that is well but for `facts`."""
         well = {"enable_prompt_tokens_details": True, "handshake_timeout": 20.0, "hardware": Hardware(speed=0)}
-        one = SimServer(Facts(role=role, **{**well, **facts}), chance=len(self.running))
+        one = SimServer(SimFacts(role=role, **{**well, **facts}), chance=len(self.running))
         await one.start()
         self.running.append(one)
         return one
@@ -71,7 +71,7 @@ class Bench:
         engines = [EngineFlag(one.facts.role, one.url) for one in self.running]
         return load(None, {}, flags, [*engines, *more])
 
-    async def check(self, settings: Settings | None = None, options: Options = QUICK) -> Checked:
+    async def check(self, settings: Settings | None = None, options: CheckOptions = QUICK) -> Checked:
         """Check what runs."""
         learned = await gather(settings or self.settings(), options, MachineFacts())
         return Checked(learned, judge(learned))

@@ -20,7 +20,7 @@ async def test_nixl_is_named_and_its_pairs_are_tried(bench):
     p, d = await bench.start("prefill"), await bench.start("decode")
     found = await checked(bench)
     assert found.codes == set()
-    text = report.as_text(found.learned, found.findings, report.Style())
+    text = report.as_text(found.learned, found.findings, report.TextStyle())
     assert text.startswith("connector: nixl\n  prefill ")
     assert "transfer_mode" in text or "remote_engine_id" in text
     assert text.splitlines()[-1] == "ready: KV moves in 1 of 1 pairs"
@@ -42,7 +42,7 @@ async def test_a_connector_that_cant_be_told_is_an_error_and_nothing_is_generate
     assert finding.where == (p.url, d.url)
     assert not p.requests
     assert not d.requests
-    text = report.as_text(found.learned, found.findings, report.Style())
+    text = report.as_text(found.learned, found.findings, report.TextStyle())
     assert text.startswith("connector: unclear\n")
     assert "NOT READY: 1 error" in text
     assert json.loads(report.as_json(found.learned, found.findings, strict=False))["connector"]["name"] is None

@@ -14,10 +14,10 @@ from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.listen import Cors
 from pdproxy.settings.load import EngineFlag, load
-from pdproxy.web.app import Answers, create_app
+from pdproxy.web.app import AnswerMakers, create_app
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
-from pdproxy.web.operation import Operation, Readiness, State
+from pdproxy.web.operation import Operation, OperationState, Readiness
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from pdproxy_lab.sim.memory import EMPTY
 from tests.check.engines import QUICK, Bench, Checked, listening
@@ -82,8 +82,8 @@ async def test_engines_that_are_no_pair_are_not_tried_as_one(bench):
         await bench.start(role)
     settings = bench.settings()
     p0, p1, d0, d1 = settings.pool.nodes
-    nodes = p0, p1, structs.replace(d0, sources=(p1.url,)), d1
-    checked = await bench.check(structs.replace(settings, pools=(structs.replace(settings.pool, nodes=nodes),)))
+    engines = p0, p1, structs.replace(d0, sources=(p1.url,)), d1
+    checked = await bench.check(structs.replace(settings, pools=(structs.replace(settings.pool, nodes=engines),)))
     assert checked.findings == []
     tried = {(one.prefill, one.decode) for one in checked.learned.pairs}
     assert tried == {(p1.url, d0.url), (p0.url, d1.url), (p1.url, d1.url)}
@@ -338,13 +338,13 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     )
 
     async def ready() -> Readiness:
-        return Readiness(State.OK, None, [])
+        return Readiness(OperationState.OK, None, [])
 
     async def metrics() -> bytes:
         return b"pdproxy_requests_total 1.0\n"
 
     app = create_app(
-        Answers(
+        AnswerMakers(
             Operation(lambda: 0, ready, metrics),
             models,
             passthrough,

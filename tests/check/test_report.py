@@ -11,7 +11,7 @@ from tests.check.test_rules import P, good, tried
 ERROR = Finding(level="error", code="broken", where=(P,), says="it is broken", remedy="mend it")
 WARNING = Finding(level="warning", code="odd", says="it is odd")
 NOTE = Finding(level="note", code="so", says="it is so")
-PLAIN = report.Style()
+PLAIN = report.TextStyle()
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_a_finding_comes_with_its_remedy_below():
 
 def test_marks_need_no_unicode_and_no_colour_unless_wanted():
     facts = good(pairs=tried(moved=0))
-    text = report.as_text(facts, judge(facts), report.Style(unicode=False))
+    text = report.as_text(facts, judge(facts), report.TextStyle(unicode=False))
     assert text.isascii()
     assert "\x1b" not in text
-    assert "\x1b[31m" in report.as_text(facts, judge(facts), report.Style(colour=True))
+    assert "\x1b[31m" in report.as_text(facts, judge(facts), report.TextStyle(colour=True))
 
 
 def test_no_line_is_wider_than_a_report_should_be():

@@ -7,18 +7,18 @@ from msgspec import structs
 
 from pdproxy.check.facts import (
     Card,
+    CheckFacts,
     EngineFacts,
-    Facts,
     Generated,
-    Lease,
+    HandleExpiry,
+    LoadFailurePolicy,
     MachineFacts,
     PairFacts,
-    Policy,
     Side,
     Split,
     Trouble,
 )
-from pdproxy.check.metrics import Metrics
+from pdproxy.check.metrics import EngineMetrics
 from pdproxy.check.rules import judge
 from pdproxy.check.rules.transfer import side_trouble
 from pdproxy.settings.load import EngineFlag, load
@@ -28,7 +28,7 @@ SAID = Generated("and so on", (1, 2, 3), details=True)
 
 
 def engine(url: str, role: Any, **more: Any) -> EngineFacts:
-    metrics = Metrics(
+    metrics = EngineMetrics(
         started=1.0, block_size=16, by_source={"local_compute": 9.0}, nixl=True, consumer=role == "decode"
     )
     good = {
@@ -43,12 +43,12 @@ def engine(url: str, role: Any, **more: Any) -> EngineFacts:
     return EngineFacts(url=url, role=role, **{**good, **more})
 
 
-def good(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **more: Any) -> Facts:
+def good(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **more: Any) -> CheckFacts:
     side = Side("engine-p", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="open")
-    p = engine(P, "prefill", **{"side": side, "lease": Lease(5.0), **(prefill or {})})
-    d = engine(D, "decode", **{"policy": Policy("fail"), **(decode or {})})
+    p = engine(P, "prefill", **{"side": side, "lease": HandleExpiry(5.0), **(prefill or {})})
+    d = engine(D, "decode", **{"policy": LoadFailurePolicy("fail"), **(decode or {})})
     last = Split(end="answered", prompt_tokens=50, due=48, moved=50, answer=SAID, alone=SAID)
-    facts = Facts(
+    facts = CheckFacts(
         settings=load(None, {}, (), [EngineFlag("prefill", P), EngineFlag("decode", D)]),
         engines=[p, d],
         pairs=[PairFacts(prefill=P, decode=D, tries=(last,))],
@@ -63,7 +63,7 @@ def tried(**more: Any) -> list[PairFacts]:
     return [PairFacts(prefill=P, decode=D, tries=(structs.replace(last, **more),))]
 
 
-def codes(facts: Facts) -> dict[str, str]:
+def codes(facts: CheckFacts) -> dict[str, str]:
     return {finding.code: finding.level for finding in judge(facts)}
 
 
@@ -82,7 +82,10 @@ def test_errors_come_first():
 def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> None:
     """Nothing would show that it computes prompts again."""
     taker = engine(
-        D, role, metrics=Metrics(started=1.0, block_size=16, nixl=True, consumer=True), policy=Policy("fail")
+        D,
+        role,
+        metrics=EngineMetrics(started=1.0, block_size=16, nixl=True, consumer=True),
+        policy=LoadFailurePolicy("fail"),
     )
     (finding,) = [one for one in judge(good(engines=[good().engines[0], taker])) if one.code == "no_metrics"]
     assert (finding.level, finding.where) == ("warning", (D,))
@@ -95,7 +98,7 @@ def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> No
         (good({"clock_skew": -7.0}), {"clock": "warning"}),
         (good({"restarted": True}), {"engine_changed": "error"}),
         (good(decode={"cards": ()}), {"no_model": "error"}),
-        (good({"metrics": Metrics(vllm=False)}), {"no_metrics": "warning"}),
+        (good({"metrics": EngineMetrics(vllm=False)}), {"no_metrics": "warning"}),
         (good({"block_size": None}, {"block_size": None}), {"block_size_unknown": "warning"}),
         (good(decode={"block_size": None}), {"block_size_unknown": "error"}),
         (good(decode={"version": ""}), {"versions_differ": "error"}),
@@ -111,7 +114,7 @@ def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> No
         ),
         (good(decode={"canary": {"llama": ((1, 2), ())}}), {"templates_differ": "error"}),
         (good(decode={"completions": (Generated("no", (9,), details=True), SAID)}), {"weights_differ": "warning"}),
-        (good({"lease": Lease(5.0, 2.0)}), {"lease_short": "warning"}),
+        (good({"lease": HandleExpiry(5.0, 2.0)}), {"lease_short": "warning"}),
         (good(machine=MachineFacts(files=1024, files_needed=3136)), {"open_files": "warning"}),
         (good(machine=MachineFacts(files=4096, files_needed=3136)), {}),
         (good(machine=MachineFacts(proxies={"http_proxy": "p"}, bypassed=frozenset({P, D}))), {}),
@@ -144,7 +147,7 @@ def test_a_push_connector_is_named_as_such():
 
 
 def test_old_engines_that_show_no_consumers_are_not_accused():
-    silent = {"version": "0.30.0", "metrics": Metrics(nixl=True, by_source={"local_compute": 1.0}, block_size=16)}
+    silent = {"version": "0.30.0", "metrics": EngineMetrics(nixl=True, by_source={"local_compute": 1.0}, block_size=16)}
     assert codes(good(silent, silent)) == {}
 
 

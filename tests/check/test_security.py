@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from pdproxy.app.valid_keys import SHORT
-from pdproxy.check.report import Style
+from pdproxy.check.report import TextStyle
 from pdproxy.check.security.report import as_text, judge
 from pdproxy.check.security.rules import RULES
-from pdproxy.check.security.view import View
+from pdproxy.check.security.view import SecurityView
 from pdproxy.cli.main import main
-from pdproxy.settings.engines import EngineSettings, Node
+from pdproxy.settings.engines import ConfiguredEngine, EngineSettings
 from pdproxy.settings.keys import Auth, TenantSettings
-from pdproxy.settings.kv import KvEvents, KvReady, Registration
+from pdproxy.settings.kv import KvEvents, KvReady, RegistrationSettings
 from pdproxy.settings.limits import MediaSettings, Overload
 from pdproxy.settings.listen import Cors, Listen, Observe
 from pdproxy.settings.pools import Pool
@@ -30,77 +30,87 @@ CERTIFICATE = ListenTls(certificate="c.pem")
 
 
 def node(url: str, **fields: object) -> Pool:
-    return Pool(nodes=(Node(url=url, role="aggregated", **fields),))  # type: ignore[arg-type]
+    return Pool(nodes=(ConfiguredEngine(url=url, role="aggregated", **fields),))  # type: ignore[arg-type]
 
 
-def of(*pools: Pool) -> View:
-    return View(Settings(pools=pools))
+def of(*pools: Pool) -> SecurityView:
+    return SecurityView(Settings(pools=pools))
 
 
-TABLE: dict[str, tuple[list[View], list[View]]] = {
+TABLE: dict[str, tuple[list[SecurityView], list[SecurityView]]] = {
     # a rule: where it finds something, where it finds nothing
     "no_keys": (
-        [View(Settings(listen=FAR)), View(Settings(listen=Listen(host="::")))],
+        [SecurityView(Settings(listen=FAR)), SecurityView(Settings(listen=Listen(host="::")))],
         [
-            View(Settings()),
-            View(Settings(listen=Listen(host="0.0.0.0", uds="/run/s"))),
-            View(Settings(listen=FAR, auth=KEYS)),
-            View(Settings(listen=Listen(host="0.0.0.0", tls=ListenTls(certificate="c", client_ca="a")))),
+            SecurityView(Settings()),
+            SecurityView(Settings(listen=Listen(host="0.0.0.0", uds="/run/s"))),
+            SecurityView(Settings(listen=FAR, auth=KEYS)),
+            SecurityView(Settings(listen=Listen(host="0.0.0.0", tls=ListenTls(certificate="c", client_ca="a")))),
         ],
     ),
     "no_tls": (
-        [View(Settings(listen=FAR, auth=KEYS))],
-        [View(Settings()), View(Settings(listen=Listen(host="0.0.0.0", tls=CERTIFICATE)))],
+        [SecurityView(Settings(listen=FAR, auth=KEYS))],
+        [SecurityView(Settings()), SecurityView(Settings(listen=Listen(host="0.0.0.0", tls=CERTIFICATE)))],
     ),
     "admin_without_keys": (
-        [View(Settings(listen=Listen(admin="127.0.0.1:9000")))],
+        [SecurityView(Settings(listen=Listen(admin="127.0.0.1:9000")))],
         [
-            View(Settings()),
-            View(Settings(listen=Listen(admin="unix:/run/a"))),
-            View(Settings(listen=Listen(admin="127.0.0.1:9000"), auth=BOTH)),
+            SecurityView(Settings()),
+            SecurityView(Settings(listen=Listen(admin="unix:/run/a"))),
+            SecurityView(Settings(listen=Listen(admin="127.0.0.1:9000"), auth=BOTH)),
         ],
     ),
     "admin_without_tls": (
-        [View(Settings(listen=Listen(admin="10.0.0.1:9000"), auth=BOTH))],
+        [SecurityView(Settings(listen=Listen(admin="10.0.0.1:9000"), auth=BOTH))],
         [
-            View(Settings(listen=Listen(admin="[::1]:9000"))),
-            View(Settings(listen=Listen(admin="10.0.0.1:9000", tls=CERTIFICATE), auth=BOTH)),
+            SecurityView(Settings(listen=Listen(admin="[::1]:9000"))),
+            SecurityView(Settings(listen=Listen(admin="10.0.0.1:9000", tls=CERTIFICATE), auth=BOTH)),
         ],
     ),
     "operator_routes": (
         [
-            View(Settings(listen=FAR)),
-            View(Settings(listen=Listen(host="10.0.0.1", operator_routes="everywhere"), auth=KEYS)),
+            SecurityView(Settings(listen=FAR)),
+            SecurityView(Settings(listen=Listen(host="10.0.0.1", operator_routes="everywhere"), auth=KEYS)),
         ],
         [
-            View(Settings()),
-            View(Settings(listen=FAR, auth=KEYS)),
-            View(Settings(listen=Listen(host="0.0.0.0", operator_routes="admin"))),
+            SecurityView(Settings()),
+            SecurityView(Settings(listen=FAR, auth=KEYS)),
+            SecurityView(Settings(listen=Listen(host="0.0.0.0", operator_routes="admin"))),
         ],
     ),
     "trusted_proxies_wide": (
-        [View(Settings(listen=Listen(trusted_proxies=(text,)))) for text in ("0.0.0.0/0", "::/0", "10.0.0.0/7")],
-        [View(Settings(listen=Listen(trusted_proxies=("10.0.0.0/8", "fd00::/32", "::ffff:10.0.0.0/104", "unix:"))))],
+        [
+            SecurityView(Settings(listen=Listen(trusted_proxies=(text,))))
+            for text in ("0.0.0.0/0", "::/0", "10.0.0.0/7")
+        ],
+        [
+            SecurityView(
+                Settings(listen=Listen(trusted_proxies=("10.0.0.0/8", "fd00::/32", "::ffff:10.0.0.0/104", "unix:")))
+            )
+        ],
     ),
     "media_any": (
-        [View(Settings(media=MediaSettings(urls="any")))],
-        [View(Settings()), View(Settings(media=MediaSettings(urls="hosts", hosts=("a",))))],
+        [SecurityView(Settings(media=MediaSettings(urls="any")))],
+        [SecurityView(Settings()), SecurityView(Settings(media=MediaSettings(urls="hosts", hosts=("a",))))],
     ),
     "engine_networks_wide": (
         [
-            View(Settings(listen=FAR)),
-            View(Settings(engines=EngineSettings(networks=("0.0.0.0/0",)))),
-            View(Settings(engines=EngineSettings(networks=("10.0.0.0/8", "fe80::/10")))),
+            SecurityView(Settings(listen=FAR)),
+            SecurityView(Settings(engines=EngineSettings(networks=("0.0.0.0/0",)))),
+            SecurityView(Settings(engines=EngineSettings(networks=("10.0.0.0/8", "fe80::/10")))),
         ],
-        [View(Settings()), View(Settings(listen=FAR, engines=EngineSettings(networks=("10.0.0.0/8", "fd00::/64"))))],
+        [
+            SecurityView(Settings()),
+            SecurityView(Settings(listen=FAR, engines=EngineSettings(networks=("10.0.0.0/8", "fd00::/64")))),
+        ],
     ),
     "short_keys": (
-        [View(Settings(), keys=[("auth.api_keys_file", "team", SHORT - 1)])],
-        [View(Settings(), keys=[("auth.api_keys_file", "team", SHORT)])],
+        [SecurityView(Settings(), keys=[("auth.api_keys_file", "team", SHORT - 1)])],
+        [SecurityView(Settings(), keys=[("auth.api_keys_file", "team", SHORT)])],
     ),
-    "readable_files": ([View(Settings(), exposed=[("listen.tls.key", "/k.pem")])], [View(Settings())]),
+    "readable_files": ([SecurityView(Settings(), exposed=[("listen.tls.key", "/k.pem")])], [SecurityView(Settings())]),
     "plain_engines": (
-        [of(node("http://10.0.0.1:1")), of(Pool(nodes=(Node(url="dns://e:1", role="aggregated"),)))],
+        [of(node("http://10.0.0.1:1")), of(Pool(nodes=(ConfiguredEngine(url="dns://e:1", role="aggregated"),)))],
         [of(node("https://10.0.0.1:1")), of(node("http://127.0.0.1:1")), of(node("http://localhost:1"))],
     ),
     "unverified_engines": (
@@ -109,42 +119,46 @@ TABLE: dict[str, tuple[list[View], list[View]]] = {
     ),
     "sockets_everywhere": (
         [
-            View(Settings(kv_ready=KvReady(host="0.0.0.0"))),
-            View(Settings(registration=Registration(host="::"))),
+            SecurityView(Settings(kv_ready=KvReady(host="0.0.0.0"))),
+            SecurityView(Settings(registration=RegistrationSettings(host="::"))),
             of(Pool(kv_events=KvEvents(enabled=True, host="0.0.0.0"))),
         ],
         [
-            View(Settings(kv_ready=KvReady(host="10.0.0.1"), registration=Registration(host="fd00::1"))),
+            SecurityView(
+                Settings(kv_ready=KvReady(host="10.0.0.1"), registration=RegistrationSettings(host="fd00::1"))
+            ),
             of(Pool(kv_events=KvEvents(enabled=False, host="0.0.0.0"))),
         ],
     ),
     "cors_any": (
-        [View(Settings(listen=Listen(cors=Cors(allowed_origins=("*",)))))],
-        [View(Settings(listen=Listen(cors=Cors(allowed_origins=("https://a",)))))],
+        [SecurityView(Settings(listen=Listen(cors=Cors(allowed_origins=("*",)))))],
+        [SecurityView(Settings(listen=Listen(cors=Cors(allowed_origins=("https://a",)))))],
     ),
-    "core_dumps": ([View(Settings(observe=Observe(core_dumps=True)))], [View(Settings())]),
+    "core_dumps": ([SecurityView(Settings(observe=Observe(core_dumps=True)))], [SecurityView(Settings())]),
     "shared_caches": (
         [
-            View(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"))),
-            View(Settings(overload=Overload(tenant_header="X-T"), tenants=TenantSettings(caches="shared"))),
+            SecurityView(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"))),
+            SecurityView(Settings(overload=Overload(tenant_header="X-T"), tenants=TenantSettings(caches="shared"))),
         ],
-        [View(Settings(tenants=TenantSettings(caches="shared"))), View(Settings(auth=KEYS))],
+        [SecurityView(Settings(tenants=TenantSettings(caches="shared"))), SecurityView(Settings(auth=KEYS))],
     ),
     "unsalted_stores": (
         [
-            View(Settings(auth=KEYS, pools=(Pool(connector="shared"),))),
-            View(Settings(tenants=TenantSettings(caches="separate"), pools=(Pool(connector="lmcache-pd"),))),
+            SecurityView(Settings(auth=KEYS, pools=(Pool(connector="shared"),))),
+            SecurityView(Settings(tenants=TenantSettings(caches="separate"), pools=(Pool(connector="lmcache-pd"),))),
         ],
         [
-            View(Settings(pools=(Pool(connector="shared"),))),
-            View(Settings(auth=KEYS, pools=(Pool(connector="nixl"), Pool(connector="auto")))),
-            View(Settings(auth=KEYS, tenants=TenantSettings(caches="shared"), pools=(Pool(connector="shared"),))),
+            SecurityView(Settings(pools=(Pool(connector="shared"),))),
+            SecurityView(Settings(auth=KEYS, pools=(Pool(connector="nixl"), Pool(connector="auto")))),
+            SecurityView(
+                Settings(auth=KEYS, tenants=TenantSettings(caches="shared"), pools=(Pool(connector="shared"),))
+            ),
         ],
     ),
 }
 
 
-def names(view: View) -> set[str]:
+def names(view: SecurityView) -> set[str]:
     return {finding.rule.name for finding in judge(view)}
 
 
@@ -165,11 +179,11 @@ def test_a_rule(name: str) -> None:
 
 
 def test_default_settings_are_closed() -> None:
-    assert judge(View(Settings())) == []
+    assert judge(SecurityView(Settings())) == []
 
 
 def test_a_text_without_unicode() -> None:
-    text = as_text(judge(View(Settings(listen=FAR))), Style(unicode=False))
+    text = as_text(judge(SecurityView(Settings(listen=FAR))), TextStyle(unicode=False))
     assert text.isascii()
     assert text.endswith("OPEN: 4 settings\n")
 

@@ -10,12 +10,12 @@ import pytest
 
 from pdproxy.check import handles, pairs
 from pdproxy.check.handles import Handles
-from pdproxy.check.options import Options
+from pdproxy.check.options import CheckOptions
 from pdproxy.check.pairs import PairProbe
 from pdproxy_lab.conformance import pair_under_test
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest
 
-OPTIONS = Options(settle=1.0, poll=0.0)
+OPTIONS = CheckOptions(settle=1.0, poll=0.0)
 
 
 class Standing:

@@ -10,29 +10,29 @@ from typing import Any
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.settings.engines import Facts as NodeFacts
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.health import Probes
-from pdproxy.settings.kv import KvReady, LMCache, Receiver, Registration
+from pdproxy.settings.kv import KvReady, LMCache, ReceiverSettings, RegistrationSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.conformance.checks import CHECKS
-from pdproxy_lab.conformance.options import Options
+from pdproxy_lab.conformance.options import ConformanceOptions
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest
 from pdproxy_lab.conformance.results import Result
 from pdproxy_lab.conformance.runner import run
-from pdproxy_lab.sim.facts import CpuBuffer, Facts, MooncakeFacts
-from pdproxy_lab.sim.facts import LMCache as SimLMCache
+from pdproxy_lab.sim.facts import CpuBuffer, MooncakeFacts, SimFacts
+from pdproxy_lab.sim.facts import LMCacheFacts as SimLMCache
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.storage import MemoryStorage
 from tests.fakes.ports import free_port
 
 CHUNK = 32
-PATIENT = Options(timeout=30, lease_watch=20, settle=8, poll=0.02, silence=0.3)
+PATIENT = ConformanceOptions(timeout=30, lease_watch=20, settle=8, poll=0.02, silence=0.3)
 """For engines that are well: a machine that stalls must not fail them."""
-BRISK = Options(timeout=10, lease_watch=1, settle=0.8, poll=0.02, silence=0.3)
+BRISK = ConformanceOptions(timeout=10, lease_watch=1, settle=0.8, poll=0.02, silence=0.3)
 """For engines that are not."""
 DEADLINES = Deadlines(kv_ready=5, abandoned_prefill=1, release=1, tokenize=5, probe=5)
 
@@ -47,7 +47,7 @@ class Rig:
     settings: Settings
 
     async def judge(
-        self, *names: str, options: Options = BRISK, plain: bool = False, seconds: float | None = None
+        self, *names: str, options: ConformanceOptions = BRISK, plain: bool = False, seconds: float | None = None
     ) -> dict[str, Result]:
         """Run the checks of these names (none: all) behind the one of the pair; return the results by name.
 
@@ -108,27 +108,27 @@ async def rig(
         **(d or {}),
     }
     async with AsyncExitStack() as stack:
-        one = await stack.enter_async_context(SimServer(Facts(role="prefill", **p_facts), chance=1, storage=storage))
-        two = await stack.enter_async_context(SimServer(Facts(role="decode", **d_facts), chance=2, storage=storage))
+        one = await stack.enter_async_context(SimServer(SimFacts(role="prefill", **p_facts), chance=1, storage=storage))
+        two = await stack.enter_async_context(SimServer(SimFacts(role="decode", **d_facts), chance=2, storage=storage))
         plain = await stack.enter_async_context(
-            SimServer(Facts(role="aggregated", **{**usual, "connector": "none", "register": None}), chance=3)
+            SimServer(SimFacts(role="aggregated", **{**usual, "connector": "none", "register": None}), chance=3)
         )
-        receiver = Receiver()
+        receiver = ReceiverSettings()
         if connector == "lmcache-pd":
             init, alloc = two.engine.receiver_ports
-            receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
+            receiver = ReceiverSettings(init_ports=tuple(init), alloc_ports=tuple(alloc))
         bootstrap = one.engine.bootstrap.url if one.engine.bootstrap is not None else None
-        nodes = (
-            Node(url=one.url, role="prefill", facts=NodeFacts(bootstrap=bootstrap)),
-            Node(url=two.url, role="decode", receiver=receiver),
-            Node(url=plain.url, role="aggregated"),
+        engines = (
+            ConfiguredEngine(url=one.url, role="prefill", facts=EngineFacts(bootstrap=bootstrap)),
+            ConfiguredEngine(url=two.url, role="decode", receiver=receiver),
+            ConfiguredEngine(url=plain.url, role="aggregated"),
         )
         settings = Settings(
             listen=Listen(port=http_port),
-            pools=(Pool(connector=connector, nodes=nodes, lmcache=LMCache(chunk_size=CHUNK)),),
+            pools=(Pool(connector=connector, nodes=engines, lmcache=LMCache(chunk_size=CHUNK)),),
             deadlines=structs.replace(DEADLINES, **(deadlines or {})),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": notifier, **(kv_ready or {})}),
-            registration=Registration(port=zmq_port),
+            registration=RegistrationSettings(port=zmq_port),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         yield Rig(one, two, plain, settings)

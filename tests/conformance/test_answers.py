@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy_lab.conformance.answers import Answer, InvalidAnswerError, Stream, read_whole
+from pdproxy_lab.conformance.answers import InvalidAnswerError, SeenAnswer, Stream, read_whole
 from pdproxy_lab.conformance.requests import (
     CHAT,
     COMPLETION,
@@ -18,15 +18,15 @@ from pdproxy_lab.conformance.requests import (
 )
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-SAID = Answer(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
+SAID = SeenAnswer(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
 
 
-def bare(answer: Answer) -> Answer:
+def bare(answer: SeenAnswer) -> SeenAnswer:
     """An answer without the names of its fields, which each form has of its own."""
     return msgspec.structs.replace(answer, fields=frozenset())
 
 
-def read(*events: object) -> Answer:
+def read(*events: object) -> SeenAnswer:
     """A stream's lines."""
     stream = Stream()
     for event in events:
@@ -102,7 +102,7 @@ def test_any_difference_is_named(changed: dict[str, object], words: str) -> None
 def test_a_field_that_only_one_of_them_has_is_named(stream: bool) -> None:
     """In whichever event. What has no value is no difference, nor is what depends on what was cached."""
 
-    def answer(**last: object) -> Answer:
+    def answer(**last: object) -> SeenAnswer:
         first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
         choice = {"index": 0, "text": "b", "token_ids": [8], "finish_reason": "length"}
         ended = {"id": "1", "choices": [choice], "metrics": None, "usage": USAGE, **last}

@@ -98,7 +98,7 @@ async def test_the_connector_may_be_found_by_asking():
 async def test_engines_for_any_role_are_tried_in_both():
     """Each makes KV for the next one, in a proxy that knows it by one role."""
     async with rig("nixl", p={"kv_role": "kv_both"}, d={"kv_role": "kv_both"}) as engines:
-        nodes = tuple(structs.replace(node, role="any") for node in engines.settings.pool.nodes[:2])
+        nodes = tuple(structs.replace(engine, role="any") for engine in engines.settings.pool.nodes[:2])
         settings = structs.replace(engines.settings, pools=(structs.replace(engines.settings.pool, nodes=nodes),))
         wanted = ("pair", "completion", "chat_stream", "release")
         report = await run(settings, PATIENT, [check for check in CHECKS if check.name in wanted])

@@ -13,7 +13,7 @@ import pytest
 from pdproxy.serving.dispatch import exchange
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
-from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.ready import ReadyWaits
 from pdproxy.serving.request import service
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer import bodies, nixl
@@ -109,12 +109,12 @@ def does_not_wait(engines: Rig, patch: pytest.MonkeyPatch) -> None:
 
 def waits_for_ever(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy has no deadline for notices."""
-    wait = KvReady.wait
+    wait = ReadyWaits.wait
 
-    async def patient(self: KvReady, expected: Any, timeout: float, node: str) -> bool:
-        return await wait(self, expected, 3600, node)
+    async def patient(self: ReadyWaits, expected: Any, timeout: float, engine: str) -> bool:
+        return await wait(self, expected, 3600, engine)
 
-    patch.setattr(KvReady, "wait", patient)
+    patch.setattr(ReadyWaits, "wait", patient)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.check.report import WIDTH, Style
+from pdproxy.check.report import WIDTH, TextStyle
 from pdproxy_lab.conformance.report import as_json, as_text, exit_code, verdict
 from pdproxy_lab.conformance.results import VERDICTS, PairResults, Report, Result, Verdict
 
@@ -29,11 +29,11 @@ def report(*verdicts: Verdict) -> Report:
 def test_the_verdict_is_that_of_the_worst(verdicts: list[Verdict], code: int, words: str) -> None:
     assert exit_code(report(*verdicts)) == code
     assert verdict(report(*verdicts)) == words
-    assert as_text(report(*verdicts), Style()).splitlines()[-1] == words
+    assert as_text(report(*verdicts), TextStyle()).splitlines()[-1] == words
 
 
 def test_each_check_has_a_mark_what_was_done_and_what_was_seen() -> None:
-    lines = as_text(report(*VERDICTS), Style(unicode=False)).splitlines()
+    lines = as_text(report(*VERDICTS), TextStyle(unicode=False)).splitlines()
     marks = [line[2] for line in lines if line.startswith("  ") and line[2] != " "]
     assert marks == ["+", "x", "-", "!"]
     assert [line.strip() for line in lines if line.endswith("so")] == [

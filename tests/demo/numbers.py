@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from pdproxy_lab.demo.figures import Figures, Latency, NodeFigures, Place, Transfers
+from pdproxy_lab.demo.figures import EngineFigures, Figures, Latency, MovedKv, ShownEngine
 from pdproxy_lab.demo.pages import Page
 from pdproxy_lab.demo.tally import Tally
 
-P0 = Place("0", "prefill", "http://127.0.0.1:8200")
-D0 = Place("0", "decode", "http://127.0.0.1:8300")
+P0 = ShownEngine("0", "prefill", "http://127.0.0.1:8200")
+D0 = ShownEngine("0", "decode", "http://127.0.0.1:8300")
 
 
 def proxy_page(ok: float = 0.0, engine: float = 0.0, *, d_up: float = 1.0, recomputed: float = 0.0) -> Page:
@@ -44,14 +44,15 @@ def engine_page(prompt: float = 0.0, generated: float = 0.0, *, moved: float = 0
     }
 
 
-def well(nodes: int = 4) -> Figures:
+def well(engines: int = 4) -> Figures:
     places = [
-        Place(str(n // 2), "prefill" if n % 2 == 0 else "decode", f"http://127.0.0.1:{8200 + n}") for n in range(nodes)
+        ShownEngine(str(n // 2), "prefill" if n % 2 == 0 else "decode", f"http://127.0.0.1:{8200 + n}")
+        for n in range(engines)
     ]
     return Figures(
         elapsed=12.0,
         answers=True,
-        nodes=[NodeFigures(place, True, 3, 0, 0.121, 1203.4) for place in places],
+        engines=[EngineFigures(place, True, 3, 0, 0.121, 1203.4) for place in places],
         inflight=3,
         queued=0,
         outcomes={"ok": 1231},
@@ -60,18 +61,18 @@ def well(nodes: int = 4) -> Figures:
         itl=Latency(0.0052, 0.0079),
         prompt_tokens_per_s=12034.0,
         output_tokens_per_s=420.0,
-        transfers=Transfers(1231, 1.234e9, 34.2e6, 0, 0, 0),
+        transfers=MovedKv(1231, 1.234e9, 34.2e6, 0, 0, 0),
         traffic=Tally(1234, 1231),
     )
 
 
 def ill() -> Figures:
-    down = NodeFigures(D0, False, None, None, None, None)
-    silent = NodeFigures(P0, True, None, None, None, None)
+    down = EngineFigures(D0, False, None, None, None, None)
+    silent = EngineFigures(P0, True, None, None, None, None)
     return Figures(
         elapsed=3.0,
         answers=True,
-        nodes=[silent, down],
+        engines=[silent, down],
         inflight=0,
         queued=7,
         outcomes={"ok": 1, "engine": 4, "client_left": 2},
@@ -80,6 +81,6 @@ def ill() -> Figures:
         itl=Latency(None, None),
         prompt_tokens_per_s=None,
         output_tokens_per_s=None,
-        transfers=Transfers(0, 0, None, 1, 2, 300),
+        transfers=MovedKv(0, 0, None, 1, 2, 300),
         traffic=Tally(9, 1, 0, Counter({"with status 503": 4, "by a stream that broke off": 1})),
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy_lab.demo.figures import WINDOW, History, Latency, NodeFigures
+from pdproxy_lab.demo.figures import WINDOW, EngineFigures, History, Latency
 from pdproxy_lab.demo.tally import Tally
 from tests.demo.numbers import D0, P0, engine_page, proxy_page
 
@@ -17,7 +17,7 @@ def test_rates_are_those_of_the_pages_in_the_window() -> None:
     h.add(102.0, proxy_page(14, 1), {P0.url: engine_page(3000), D0.url: engine_page(generated=70, moved=4)})
     figures = h.figures(102.0)
     assert figures.elapsed == 2.0
-    assert figures.nodes == [NodeFigures(P0, True, 4, 1, 0.25, 1000.0), NodeFigures(D0, True, 4, 1, 0.25, 10.0)]
+    assert figures.engines == [EngineFigures(P0, True, 4, 1, 0.25, 1000.0), EngineFigures(D0, True, 4, 1, 0.25, 10.0)]
     assert (figures.prompt_tokens_per_s, figures.output_tokens_per_s) == (1000.0, 10.0)
     assert figures.requests_per_s == 2.5
     assert figures.outcomes == {"ok": 14, "engine": 1}
@@ -42,7 +42,7 @@ def test_an_engine_that_does_not_answer_has_no_figures_but_its_state() -> None:
     h.add(1.0, proxy_page(), {P0.url: engine_page(), D0.url: engine_page(generated=9, moved=2)})
     h.add(2.0, proxy_page(d_up=0.0), {P0.url: engine_page(), D0.url: None})
     figures = h.figures(2.0)
-    assert figures.nodes[1] == NodeFigures(D0, False, None, None, None, None)
+    assert figures.engines[1] == EngineFigures(D0, False, None, None, None, None)
     assert figures.output_tokens_per_s is None
     assert figures.transfers.count == 2
 
@@ -61,7 +61,7 @@ def test_a_proxy_that_does_not_answer_is_told_and_its_last_counts_stay() -> None
     h.add(2.0, None, {P0.url: engine_page()})
     figures = h.figures(2.0)
     assert not figures.answers
-    assert [node.up for node in figures.nodes] == [None, None]
+    assert [engine.up for engine in figures.engines] == [None, None]
     assert figures.outcomes["ok"] == 5
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.demo.traffic import BrokenAnswerError, Traffic, read_chat
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
 CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": null}]}\n\n'
@@ -73,7 +73,7 @@ async def until_sent(one: Traffic, count: int) -> None:
 
 
 async def test_people_chat_with_a_simulated_engine_and_every_answer_is_whole() -> None:
-    async with SimServer(Facts(connector="none", hardware=Hardware(speed=0))) as sim:
+    async with SimServer(SimFacts(connector="none", hardware=Hardware(speed=0))) as sim:
         one = traffic(sim.url)
         one.start()
         await until_sent(one, 20)
@@ -102,7 +102,7 @@ async def test_a_server_that_is_gone_is_a_failure() -> None:
 
 
 async def test_what_is_under_way_at_the_end_is_cut_and_no_failure() -> None:
-    async with SimServer(Facts(connector="none", hardware=Hardware(decode_step_s=1.0))) as sim:
+    async with SimServer(SimFacts(connector="none", hardware=Hardware(decode_step_s=1.0))) as sim:
         one = traffic(sim.url)
         one.start()
         await until_sent(one, 2)

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.demo.figures import Place
+from pdproxy_lab.demo.figures import ShownEngine
 from pdproxy_lab.demo.options import DemoError
-from pdproxy_lab.demo.vllm.find import Found, interpreter_of, judge, visible_gpus
+from pdproxy_lab.demo.vllm.find import FoundVllm, interpreter_of, judge, visible_gpus
 from pdproxy_lab.demo.vllm.flags import Model, arguments, environment
 from tests.demo.processes import PROMPT, Running, alive, gone, running
 
 CPU = {"version": "0.32.0", "nixl": True, "gpus": 0, "cpu": True}
 PYTHON = Path("/venv/bin/python")
 MODEL = Model("/models/tiny", "tiny", local=True)
-PREFILL, DECODE = Place("0", "prefill", "http://x"), Place("0", "decode", "http://x")
+PREFILL, DECODE = ShownEngine("0", "prefill", "http://x"), ShownEngine("0", "decode", "http://x")
 
 
 class Box:
@@ -183,7 +183,7 @@ def test_gpus_are_named_as_the_environment_names_them(said: str | None, count: i
 
 
 def test_enough_gpus_are_enough() -> None:
-    found = Found(version="0.32.0", nixl=True, gpus=2, cpu=False)
+    found = FoundVllm(version="0.32.0", nixl=True, gpus=2, cpu=False)
     judge(found, PYTHON, 2)
     with pytest.raises(DemoError, match="3 engines need a GPU each, and vLLM sees 2"):
         judge(found, PYTHON, 3)

@@ -111,7 +111,7 @@ DECODES_BEHIND = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
 def lmcache_settings(fleet: Fleet, ports: Ports, **more: Any) -> dict[str, Any]:
     """Return the proxy's settings for such a pair; `more`: additions to the pool's `lmcache`."""
     receiver = {"init_ports": [ports.init], "alloc_ports": [ports.alloc]}
-    nodes: list[dict[str, object]] = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
-    nodes += [{"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes]
-    pool = {"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK} | more, "nodes": nodes}
+    engines: list[dict[str, object]] = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
+    engines += [{"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes]
+    pool = {"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK} | more, "nodes": engines}
     return {"pools": [pool], "kv_ready": {"port": ports.notices}}

@@ -98,8 +98,8 @@ async def _until_serving(admin: str, wanted: set[str]) -> None:
 
 
 def _file(path: Path, admin: str, *engines: Engine, **more: Any) -> None:
-    nodes = [{"url": engine.url, "role": engine.role} for engine in engines]
-    pool: dict[str, Any] = {"nodes": [*nodes, *more.pop("nodes", [])]}
+    ledger_engines = [{"url": engine.url, "role": engine.role} for engine in engines]
+    pool: dict[str, Any] = {"nodes": [*ledger_engines, *more.pop("nodes", [])]}
     settings = {"listen": {"admin": admin}, "pools": [pool], "health": {"slow_start": 1}, **more}
     path.write_text(json.dumps(settings))  # JSON is YAML
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from pdproxy.fleet.kv_source import Source
-from pdproxy.settings.engines import Facts, Node
+from pdproxy.fleet.kv_source import KvEventReader
+from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.health import Probes
-from pdproxy.settings.kv import KvEvents, NodeKvEvents, Prefixes
+from pdproxy.settings.kv import EngineKvEvents, KvEvents, Prefixes
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
@@ -101,9 +101,9 @@ async def proxy(engines: Publishing, *, replays: bool = True, only: int | None =
     """The proxy in front of them, or of one. `replays` False: it can't ask for messages that it has not received."""
     nodes = []
     for at, engine in enumerate(engines.engines):
-        own = NodeKvEvents() if replays else NodeKvEvents(endpoint=engines.endpoint(at), topic="kv")
+        own = EngineKvEvents() if replays else EngineKvEvents(endpoint=engines.endpoint(at), topic="kv")
         if only in (None, at):
-            nodes.append(Node(url=engine.url, role="aggregated", facts=Facts(kv_events=own)))
+            nodes.append(ConfiguredEngine(url=engine.url, role="aggregated", facts=Facts(kv_events=own)))
     pool = Pool(
         nodes=tuple(nodes),
         kv_events=KvEvents(enabled=True),
@@ -165,16 +165,16 @@ async def test_engines_have_in_their_caches_what_is_expected(
 ) -> None:
     """Less than one answer in a hundred differs."""
     lost = 0
-    receive = Source.receive
+    receive = KvEventReader.receive
 
-    def lossy(source: Source, number: int, payload: bytes) -> None:
+    def lossy(source: KvEventReader, number: int, payload: bytes) -> None:
         nonlocal lost
         if lost > 0:
             lost -= 1
         else:
             receive(source, number, payload)
 
-    monkeypatch.setattr(Source, "receive", lossy)
+    monkeypatch.setattr(KvEventReader, "receive", lossy)
     part, waiting = ANSWERS // 4, prompts(2 * ANSWERS)
     async with proxy(publishing) as world:
         await send(world, waiting, part)
@@ -185,7 +185,7 @@ async def test_engines_have_in_their_caches_what_is_expected(
         assert world.metric("pdproxy_kv_event_gaps_total", cause="lost") >= 1
         print("after lost messages", results(world))
         await asyncio.to_thread(publishing.start_again, 0)
-        await until(lambda: all(node.up for node in world.proxy.ledger.nodes), LONG)
+        await until(lambda: all(engine.up for engine in world.proxy.ledger.engines), LONG)
         await until(lambda: world.metric("pdproxy_kv_event_sources", state="connected") == 2, LONG)
         print("started again", results(world))
         await send(world, waiting, ANSWERS - 2 * part)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
 from .build import wanted_vllm
@@ -157,7 +157,7 @@ class Simulated:
         }
         named: dict[str, Any] = {"plain": "aggregated", "p": "prefill", "d": "decode"}
         async with AsyncExitStack() as stack:
-            servers = {role: SimServer(Facts(role=named[role], **common)) for role in roles}
+            servers = {role: SimServer(SimFacts(role=named[role], **common)) for role in roles}
             yield cls({role: await stack.enter_async_context(server) for role, server in servers.items()})
 
     async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pdproxy_lab.sim.active import ActiveRequest
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import Attention, BlockPool
 from pdproxy_lab.sim.nixl import Nixl, PeerNotice, Pull, peer_of
 from pdproxy_lab.sim.request import EngineRequest, SamplingParams
@@ -68,7 +68,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def _simulated(case: dict[str, Any]) -> dict[str, Any]:
-    facts = Facts(
+    facts = SimFacts(
         bidirectional_kv_xfer=case["bidirectional"], kv_recompute_threshold=case["threshold"], block_size=SIZE
     )
     pool = BlockPool(64, SIZE)

@@ -20,10 +20,10 @@ from pdproxy_lab.sim.api.app import _today
 from pdproxy_lab.sim.api.chat import chat_prompt
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.journal import Request
-from pdproxy_lab.sim.nixl import Nixl, Peer
-from pdproxy_lab.sim.reply import Reply as SimReply
+from pdproxy_lab.sim.nixl import Nixl, SideChannelPeer
+from pdproxy_lab.sim.reply import ScriptedReply as SimReply
 from pdproxy_lab.sim.request import EngineRequest, SamplingParams
 from pdproxy_lab.sim.script import Scripts
 from pdproxy_lab.sim.server import SimServer
@@ -88,7 +88,7 @@ class FakeEngine:
         self.role = role
         self.books = books
         books.engines.append(self)
-        usual = Facts(
+        usual = SimFacts(
             role=role,  # type: ignore[arg-type]
             model="tiny",
             hardware=Hardware(speed=0),
@@ -145,7 +145,7 @@ class FakeEngine:
         core, theirs = self.sim.engine._core, other.sim.engine
         assert core is not None
         assert theirs._core is not None
-        core.nixl._known.add(Peer("127.0.0.1", theirs.side_channel_ports[0], theirs.engine_id))
+        core.nixl._known.add(SideChannelPeer("127.0.0.1", theirs.side_channel_ports[0], theirs.engine_id))
 
     # -- what it answers
 

@@ -16,7 +16,7 @@ from pdproxy.kit.errors import PdproxyError
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission, Place
-from pdproxy.serving.request.demand import Demand
+from pdproxy.serving.request.demand import RequestDemand
 from pdproxy.settings.limits import Deadlines, Limits, Overload
 from tests.chaos.virtual.loop import VirtualLoop
 from tests.chaos.virtual.network import VirtualNetwork
@@ -157,7 +157,7 @@ class Model:
 
     async def enter(self, name: str) -> Place:
         """Take a place for a request without a deadline."""
-        return await self.admission.enter(Client(name), Demand(1, 1, 1))
+        return await self.admission.enter(Client(name), RequestDemand(1, 1, 1))
 
     async def load(self, times: float, seconds: float, *, asks: bool = True) -> Counter[str]:
         """Send so many times the capacity; return what became of it: good, good of a, late, or the reason of a refusal.
@@ -186,7 +186,7 @@ class Model:
         try:
             with self.clock.within(time if asks else 3600.0):
                 place = await self.admission.enter(
-                    self._clients[name], Demand(shape[0], 1, limit), began + time if asks else None
+                    self._clients[name], RequestDemand(shape[0], 1, limit), began + time if asks else None
                 )
                 admitted = loop.time()
                 await self.engines.serve(shape)

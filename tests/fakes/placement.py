@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.scheduling import placements
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.placement import Candidates, Placed, Placement, pairs_of
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policy import Ask
@@ -69,23 +69,23 @@ class Scripted(Placement):
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Placement`."""
-        self.told.append(("opened", lease.role.value, lease.node.url))
+        self.told.append(("opened", lease.role.value, lease.engine.url))
 
     def began(self, lease: Lease, now: float) -> None:
         """See `Placement`."""
-        self.told.append(("began", lease.role.value, lease.node.url))
+        self.told.append(("began", lease.role.value, lease.engine.url))
 
     def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
         """See `Placement`."""
-        self.told.append(("closed", lease.role.value, lease.node.url, verdict.value, tokens))
+        self.told.append(("closed", lease.role.value, lease.engine.url, verdict.value, tokens))
 
     def status(self) -> str | None:
         """See `Placement`."""
         return self.says
 
-    def of(self, node: Node | str, what: str) -> list[tuple[Any, ...]]:
+    def of(self, engine: LedgerEngine | str, what: str) -> list[tuple[Any, ...]]:
         """What was told of an engine, of one kind."""
-        url = node if isinstance(node, str) else node.url
+        url = engine if isinstance(engine, str) else engine.url
         return [one for one in self.told if one[0] == what and one[2] == url]
 
 

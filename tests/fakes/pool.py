@@ -12,16 +12,16 @@ import msgspec
 from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
-from pdproxy.settings.engines import Facts as NodeFacts
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.health import Health, Probes
 from pdproxy.settings.keys import Auth
-from pdproxy.settings.kv import KvReady, LMCache, Receiver, Turns
+from pdproxy.settings.kv import KvReady, LMCache, ReceiverSettings, Turns
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.sim.facts import CpuBuffer, Facts, MooncakeFacts
-from pdproxy_lab.sim.facts import LMCache as SimLMCache
+from pdproxy_lab.sim.facts import CpuBuffer, MooncakeFacts, SimFacts
+from pdproxy_lab.sim.facts import LMCacheFacts as SimLMCache
 from pdproxy_lab.sim.server import SimServer
 from pdproxy_lab.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, exchange, request
@@ -72,14 +72,14 @@ class Pair:
         return float(self.d.engine.stats.prompt_tokens_by_source["local_compute"])
 
 
-def _prefill(engine: SimServer, facts: Mapping[str, Any] | None = None) -> Node:
+def _prefill(engine: SimServer, facts: Mapping[str, Any] | None = None) -> ConfiguredEngine:
     bootstrap = engine.engine.bootstrap.url if engine.engine.bootstrap is not None else None
     known = msgspec.structs.replace(_facts(engine, bootstrap), **(facts or {}))
-    return Node(url=engine.url, role="prefill", facts=known)
+    return ConfiguredEngine(url=engine.url, role="prefill", facts=known)
 
 
-def _facts(engine: SimServer, bootstrap: str | None = None) -> NodeFacts:
-    return NodeFacts(bootstrap=bootstrap, data_parallel_size=engine.facts.data_parallel_size)
+def _facts(engine: SimServer, bootstrap: str | None = None) -> EngineFacts:
+    return EngineFacts(bootstrap=bootstrap, data_parallel_size=engine.facts.data_parallel_size)
 
 
 @asynccontextmanager
@@ -136,10 +136,10 @@ async def pool(
     notify = {"notify": told[connector]} if connector in told else {}
     d_config = config | {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     async with AsyncExitStack() as stack:
-        p_facts = Facts(**{**usual, "role": "prefill", **notify, "lmcache": SimLMCache(**config), **(p or {})})
+        p_facts = SimFacts(**{**usual, "role": "prefill", **notify, "lmcache": SimLMCache(**config), **(p or {})})
         to_d = notify if connector == "nixl" else {}
-        d_facts = Facts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
-        plain_facts = Facts(**{**usual, "connector": "none"})
+        d_facts = SimFacts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
+        plain_facts = SimFacts(**{**usual, "connector": "none"})
         if anything:
             p_facts = d_facts = msgspec.structs.replace(p_facts, role="any")
         every = [*[p_facts] * prefills, *[d_facts] * decodes, plain_facts]
@@ -149,10 +149,10 @@ async def pool(
         ]
         *engines, plain = started
         sims = [engines[0], engines[prefills], plain]
-        receiver = Receiver()
+        receiver = ReceiverSettings()
         if connector == "lmcache-pd":
             init, alloc = sims[1].engine.receiver_ports
-            receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
+            receiver = ReceiverSettings(init_ports=tuple(init), alloc_ports=tuple(alloc))
         decode = msgspec.structs.replace(_facts(sims[1]), **(decode_facts or {}))
         settings = Settings(
             auth=auth or Auth(),
@@ -164,9 +164,9 @@ async def pool(
                     if anything
                     else (
                         _prefill(sims[0], prefill_facts),
-                        Node(url=sims[1].url, role="decode", receiver=receiver, facts=decode),
+                        ConfiguredEngine(url=sims[1].url, role="decode", receiver=receiver, facts=decode),
                         *[_prefill(engine) for engine in engines[1:prefills]],
-                        *[Node(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],
+                        *[ConfiguredEngine(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],
                     ),
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
                     tokenize="always" if tokenizer is not None else "auto",
@@ -193,7 +193,7 @@ async def pool(
         together = bool(others)
         world.servers = [await _serve(worker, world, http_port, together=together) for worker in world.workers]
         try:
-            nodes = [node for worker in world.workers for node in worker.ledger.nodes]
+            nodes = [node for worker in world.workers for node in worker.ledger.engines]
             await until(lambda: all(node.probed for node in nodes))
             if kv_ready_at_first:
                 await until(lambda: all(node.kv_not_ready is None for node in nodes))

@@ -10,13 +10,13 @@ from typing import Any
 from pdproxy.app.compose import Proxy
 from pdproxy.app.watch import Watch
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.settings.engines import Facts as NodeFacts
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.health import Health, Probes
 from pdproxy.settings.kv import KvReady
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.sim.facts import Facts, MooncakeFacts
+from pdproxy_lab.sim.facts import MooncakeFacts, SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
 from tests.fakes.recorder import Recorder
@@ -95,10 +95,10 @@ async def pools(
         proxy.start()
         world.servers = [await _serve(proxy, world)]
         try:
-            await until(lambda: all(node.probed for pool in proxy.pools for node in pool.ledger.nodes))
-            await until(lambda: all(n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.nodes))
+            await until(lambda: all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines))
+            await until(lambda: all(n.kv_not_ready is None for pool in proxy.pools for n in pool.ledger.engines))
             yield found
-            await until(lambda: not any(node.requests for pool in proxy.pools for node in pool.ledger.nodes))
+            await until(lambda: not any(engine.requests for pool in proxy.pools for engine in pool.ledger.engines))
         finally:
             await world.disconnect()
             for pool in proxy.pools:
@@ -106,24 +106,29 @@ async def pools(
             await proxy.stop()
 
 
-def _facts(one: PoolOf) -> Sequence[Facts]:
+def _facts(one: PoolOf) -> Sequence[SimFacts]:
     usual: dict[str, Any] = {"model": one.model, "eos_every": 0, "hardware": Hardware(speed=0), "runtime_lora": True}
     usual["connector"] = one.connector
     if one.connector == "none":
-        return [Facts(**usual)] * one.alone
+        return [SimFacts(**usual)] * one.alone
     if one.connector == "mooncake":
         usual["mooncake"] = MooncakeFacts(bootstrap_port=0)
     if one.notifies is not None:
         usual["notify"] = f"tcp://127.0.0.1:{one.notifies}"
-    return [Facts(**usual, role="prefill"), Facts(**usual, role="decode")]
+    return [SimFacts(**usual, role="prefill"), SimFacts(**usual, role="decode")]
 
 
 def _settings(one: PoolOf, name: str, engines: Sequence[SimServer]) -> Pool:
     if one.connector == "none":
-        nodes: tuple[Node, ...] = tuple(Node(url=engine.url, role="aggregated") for engine in engines)
+        nodes: tuple[ConfiguredEngine, ...] = tuple(
+            ConfiguredEngine(url=engine.url, role="aggregated") for engine in engines
+        )
         return Pool(**{"name": name, "nodes": nodes, **one.settings})
     p, d = engines
     own = one.settings if one.notifies is None else {"kv_ready_port": one.notifies, **one.settings}
     bootstrap = p.engine.bootstrap.url if p.engine.bootstrap is not None else None
-    nodes = (Node(url=p.url, role="prefill", facts=NodeFacts(bootstrap=bootstrap)), Node(url=d.url, role="decode"))
+    nodes = (
+        ConfiguredEngine(url=p.url, role="prefill", facts=EngineFacts(bootstrap=bootstrap)),
+        ConfiguredEngine(url=d.url, role="decode"),
+    )
     return Pool(**{"name": name, "connector": one.connector, "nodes": nodes, **own})

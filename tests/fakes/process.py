@@ -31,16 +31,16 @@ SERVE = textwrap.dedent(
     from pdproxy.settings.health import Probes
     from pdproxy.settings.keys import Auth
     from pdproxy.settings.schema import Deadlines, Observe, Settings
-    from pdproxy.settings.engines import Node
+    from pdproxy.settings.engines import ConfiguredEngine
     from pdproxy.settings.pools import Pool
     port, prefill, decode, log_format, max_bytes, workers, interval, linger = sys.argv[1:]
-    supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
+    supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
     if int(workers) > 1:
         from pdproxy.app.workers import run
     else:
         from pdproxy.app.server import run
     logs.LineWriter = partial(logs.LineWriter, max_bytes=int(max_bytes))
-    nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
+    nodes = (ConfiguredEngine(url=prefill, role="prefill"), ConfiguredEngine(url=decode, role="decode"))
     sys.exit(run(Settings(
         listen=Listen(port=int(port), workers=int(workers), linger=float(linger)),
         pools=(Pool(nodes=nodes),),

@@ -7,7 +7,7 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.engine_networks import USUAL
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import NodeSpec
+from pdproxy.scheduling.ledger_engine import EngineSpec
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 
@@ -20,7 +20,7 @@ def unused_client(url: str) -> EngineClient:
     return EngineClient(url, connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget())
 
 
-def registry(*specs: NodeSpec) -> tuple[EngineRegistry, Ledger]:
+def registry(*specs: EngineSpec) -> tuple[EngineRegistry, Ledger]:
     """A registry of these engines, and its ledger."""
     ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
     engines = EngineRegistry(ledger)

@@ -29,7 +29,7 @@ SERVE = textwrap.dedent(
     from pdproxy.cli.main import main
     from pdproxy.kit import supervisor
     followed_changes.PATIENCE = admin_of_all.PATIENCE = float(sys.argv[2])
-    supervisor.Times = partial(supervisor.Times, pauses=(0.0,))
+    supervisor.SupervisorTimes = partial(supervisor.SupervisorTimes, pauses=(0.0,))
     sys.exit(main(["serve", "--config", sys.argv[1]]))
     """
 )

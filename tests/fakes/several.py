@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdproxy.app.changes import Changes
+from pdproxy.app.changes import ParentChanges
 from pdproxy.app.compose import Proxy
-from pdproxy.app.share import ALONE, Alone, Share, Shared
+from pdproxy.app.share import ALONE, Share, SoleProcess, WorkersMemory
 from pdproxy.app.shown import add_up
 from pdproxy.app.sockets import places
 from pdproxy.app.tokens import TRANSFORMERS, Library
@@ -44,10 +44,10 @@ class Several:
         self.restarts = 0
         self.workers = [WorkerProcess(number, pid=number + 1, ready=True) for number in range(count)]
         self._switchboard = Switchboard(self, add_up)  # type: ignore[arg-type]
-        self._shared = Shared(count)
+        self._shared = WorkersMemory(count)
         if settings is not None:
             bind_for_engines(settings, self._shared)
-        self.changes = Changes(self, self._shared.journal)  # type: ignore[arg-type]
+        self.changes = ParentChanges(self, self._shared.journal)  # type: ignore[arg-type]
         self.shares = [self._share(number, now) for number in range(count)]
 
     def _share(self, number: int, now: Callable[[], float]) -> Share:
@@ -79,7 +79,7 @@ class Built:
     """The workers of a proxy, each with its share; one that is alone has none. None serves requests yet."""
 
     proxies: list[Proxy]
-    shares: list[Share | Alone]
+    shares: list[Share | SoleProcess]
     several: Several | None
 
     def start(self) -> None:
@@ -115,7 +115,7 @@ def built(settings: Settings, library: Library = TRANSFORMERS, clock: Clock | No
     sends = any(places(settings))
     count = workers_for(settings) if sends else 1
     several = Several(count, clock.now if clock is not None else time.monotonic, settings) if count > 1 else None
-    shares: list[Share | Alone] = [ALONE] if several is None else [*several.shares]
+    shares: list[Share | SoleProcess] = [ALONE] if several is None else [*several.shares]
     return Built([Proxy.build(settings, library, clock=clock, share=share) for share in shares], shares, several)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from pdproxy.kit.worker import work
+from pdproxy.kit.pool_process import work
 
 
 def answer(question: bytes, data: bytes) -> bytes:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pdproxy.observe.events import LegFailed, RequestEnded
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.world import COMPLETIONS, PROMPT, World, completion
 from tests.sim.engines import plain
 
 TOKENS = 12
-LONGER = Tokenizer().decode(plain(tuple(Tokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0))
+LONGER = BuiltInTokenizer().decode(plain(tuple(BuiltInTokenizer().encode(PROMPT)), TOKENS, model="tiny", eos_every=0))
 """What one engine alone says in that many tokens."""
 
 

@@ -10,7 +10,7 @@ from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.facts import Template
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 ROOT = "./model"
 """What simulated engines call their model's root."""
@@ -21,7 +21,7 @@ class SimTokenizer:
 
     def __init__(self, template: Template = "chatml", *, add_bos: bool = False) -> None:
         self._template = template
-        self._tokenizer = Tokenizer(add_bos)
+        self._tokenizer = BuiltInTokenizer(add_bos)
         self.gate = threading.Event()
         self.gate.set()
         self.made = 0

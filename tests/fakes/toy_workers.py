@@ -28,7 +28,7 @@ from pdproxy.kit.supervisor import (
     RELOAD,
     RefusedError,
     Supervisor,
-    Times,
+    SupervisorTimes,
 )
 from pdproxy.kit.supervisor import WorkerProcess as Process
 
@@ -127,7 +127,7 @@ def main() -> int:
         full()
     if mode == "leaves":  # as process 1 of a container: it becomes the parent of its workers' children when these die
         assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    times = Times(ping=0.02, silent=0.6, first=30.0, pauses=(0.0, 0.05, 0.1), at_once=0.3)
+    times = SupervisorTimes(ping=0.02, silent=0.6, first=30.0, pauses=(0.0, 0.05, 0.1), at_once=0.3)
     supervisor = Supervisor(2, lambda number, end: work(mode, number, end), Watcher, 0.5, times)
     try:
         return supervisor.run()

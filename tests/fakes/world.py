@@ -17,12 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
-from pdproxy.app.share import ALONE, Alone, Share
+from pdproxy.app.share import ALONE, Share, SoleProcess
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import HandleEnded, NodeChanged, RequestEnded
 from pdproxy.observe.snapshot import _Page, merged, page_of
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.health import Health, OutlierSettings, Probes
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Deadlines, Limits
@@ -31,7 +31,7 @@ from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 from pdproxy_lab.sim.api.template import render
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
@@ -66,8 +66,8 @@ _E = TypeVar("_E")
 
 def _said(prompt: str) -> str:
     """What one engine alone says to a prompt in four tokens."""
-    ids = tuple(Tokenizer().encode(prompt))
-    return Tokenizer().decode(plain(ids, 4, model="tiny", eos_every=0))
+    ids = tuple(BuiltInTokenizer().encode(prompt))
+    return BuiltInTokenizer().decode(plain(ids, 4, model="tiny", eos_every=0))
 
 
 TEXT = _said(PROMPT)
@@ -227,7 +227,7 @@ class World:
 
     @staticmethod
     def _busy(proxy: Proxy) -> list[str]:
-        own = [(n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1]) for n in proxy.ledger.nodes]
+        own = [(n.url, n.requests - n.elsewhere[0], n.prompt_bytes - n.elsewhere[1]) for n in proxy.ledger.engines]
         found = [f"{url} has {requests} requests, {size} bytes" for url, requests, size in own if requests]
         found += [f"{url} owes {size} bytes" for url, _, size in own if size]
         found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
@@ -341,7 +341,7 @@ async def world(
     settings = Settings(
         listen=Listen(cors=cors or Cors(), operator_routes=operator_routes),
         auth=Auth(**(auth or {})),
-        pools=(Pool(nodes=tuple(Node(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
+        pools=(Pool(nodes=tuple(ConfiguredEngine(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
         deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
         limits=Limits(**(limits or {})),
         health=Health(stalled_after=0),
@@ -351,7 +351,7 @@ async def world(
     settings, library = adjust(settings), library or Shelf()
     count = workers_for(settings)
     several = Several(count, clock.now if clock is not None else time.monotonic) if count > 1 else None
-    shares: list[Share | Alone] = [ALONE] if several is None else [*several.shares]
+    shares: list[Share | SoleProcess] = [ALONE] if several is None else [*several.shares]
     proxy, *others = [Proxy.build(settings, library, clock=clock, share=share) for share in shares]
     made = World(proxy, books, engines, recorder)
     made.others = others
@@ -372,7 +372,7 @@ async def world(
         if probed:
             worker.start()
     if probed:
-        await until(lambda: all(node.probed for worker in made.workers for node in worker.ledger.nodes))
+        await until(lambda: all(node.probed for worker in made.workers for node in worker.ledger.engines))
     servers = [await _serve(worker, made, made.port, together=count > 1) for worker in made.workers]
     made.servers = servers
     try:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from pdproxy.engine_model.profile import Profile
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
 from tests.fit.measured import Load, Row
@@ -57,7 +57,7 @@ class _Run:
         options = profile.options()
         if row.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = row.max_num_batched_tokens
-        facts = Facts(enable_prefix_caching=False, eos_every=0, **options)
+        facts = SimFacts(enable_prefix_caching=False, eos_every=0, **options)
         self._engines = [self.cluster.add(facts), self.cluster.add(facts)]
         self._requests = [0, 0]
 

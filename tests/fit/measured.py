@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pdproxy.kit.regular_file import UnreadableError, read_regular
+from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
 Way = Literal["split", "plain", "hybrid"]
 """`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least load first. `hybrid`: split,
@@ -89,7 +89,7 @@ def read(path: Path) -> Measured:
     """
     try:
         content = read_regular(path, MAX_BYTES)
-    except UnreadableError as error:
+    except UnusableFileError as error:
         raise ValueError(f"{path}: {error}") from None
     try:
         return msgspec.json.decode(content, type=Measured)

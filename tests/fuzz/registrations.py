@@ -11,7 +11,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import MAX_NAMED, MAX_UNKNOWN, Registrations, of_url
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.transfer.contract import Dispatch
 from pdproxy.transfer.peer_ids import addressed_id
 from pdproxy.transfer.registry import ENTRIES
@@ -51,15 +51,15 @@ async def check_registrations(data: bytes, cuts: Sequence[int]) -> None:
         clock = ManualClock()
         known = Registrations(engines, ledger, entry.registered, Observers([]), clock, timeout=5)
         for url, role in URLS.items():
-            engines.add(NodeSpec(url, role), unused_client(url), registered_as=of_url(url, None))
+            engines.add(EngineSpec(url, role), unused_client(url), registered_as=of_url(url, None))
             ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
         for message in messages:
             registration = decode(message[1:])
             if registration is not None:
                 known.receive(registration, *SENDERS[message[0] % len(SENDERS)])
             await clock.advance(message[0] / 64)
-            nodes = {node.url: node for node in ledger.nodes}
-            ready = [url for url in URLS if nodes[url].kv_not_ready is None]
+            ledger_engines = {engine.url: engine for engine in ledger.engines}
+            ready = [url for url in URLS if ledger_engines[url].kv_not_ready is None]
             assert known.count == len(ready)
             for url in ready:
                 peers = engines[url].run.peers

@@ -18,7 +18,7 @@ from pdproxy.transfer.contract import encode
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Parsed, Route, parse
 from pdproxy_lab.sim.api.batch import BatchBody
-from pdproxy_lab.sim.api.errors import Refused, refusal, response, schema_message
+from pdproxy_lab.sim.api.errors import RefusedRequest, refusal, response, schema_message
 from pdproxy_lab.sim.api.invocations import invoke
 from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody
 from pdproxy_lab.sim.error_body import error_body as engine_error
@@ -152,7 +152,7 @@ class Engine:
         async def invoked(request: Request) -> Response:
             try:
                 return await invoke(request, chat, completions)
-            except Refused as error:
+            except RefusedRequest as error:
                 return refusal(error)
 
     async def ask(self, route: Route, body: bytes) -> tuple[int, bytes]:

@@ -11,11 +11,11 @@ from msgspec import structs
 
 from pdproxy.cli.main import main
 from pdproxy.engine_model.profile import load
-from pdproxy_lab.plan.answer import Answer, AtRate, Sizes
+from pdproxy_lab.plan.answer import AtRate, PlanAnswer, Sizes
 from pdproxy_lab.plan.arrangement import plain
 from pdproxy_lab.plan.capacity import Level
 from pdproxy_lab.plan.report import text
-from pdproxy_lab.plan.search import Found, Result
+from pdproxy_lab.plan.search import FoundArrangement, Result
 from tests.plan.questions import question
 from tests.simulate.loads import write_trace
 
@@ -163,10 +163,10 @@ def test_what_is_said_of_the_asked_rate_does_not_contradict_itself(
     share: float, headroom: float, kept: bool, says: str
 ) -> None:
     asked = question("ttft=500ms")
-    best = Found(plain(2, 512, "least_load"), 200, True)
+    best = FoundArrangement(plain(2, 512, "least_load"), 200, True)
     result = Result(gpus=2, best=best, found=(best,), runs=1, level=Level(10, 1, 1), searched=1)
     given = AtRate(rate=10.0, share=share, goodput_per_gpu=5 * share, headroom=headroom, kept=kept)
-    found = Answer(
+    found = PlanAnswer(
         question=asked,
         result=result,
         best=best,

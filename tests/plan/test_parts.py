@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
 from pdproxy_lab.plan.bounds import bound, work_of
-from pdproxy_lab.plan.capacity import Level, Prober, place_of, rate_at
+from pdproxy_lab.plan.capacity import CapacitySearch, Level, place_of, rate_at
 from pdproxy_lab.plan.question import Traced, steady
 from tests.plan.questions import CHUNKS, question
 
@@ -61,7 +61,7 @@ def test_no_simulation_serves_more_than_the_bound(one: Arrangement, lengths: tup
     asked = question("ttft=300ms", *lengths)
     work = work_of(asked)
     limit = bound(one, work)
-    run = Prober(asked, work).at(one, Level(600, 1, 1), 4 * limit)[0]
+    run = CapacitySearch(asked, work).at(one, Level(600, 1, 1), 4 * limit)[0]
     assert run.per_s(run.completed) <= limit * 1.01
 
 
@@ -78,8 +78,8 @@ def test_a_bound_by_hand() -> None:
 
 
 def test_shared_prefixes_raise_the_bound() -> None:
-    shared = [Entry(float(n), 1100, 10, (1, 2, 3 + n)) for n in range(50)]
-    alone = [Entry(float(n), 1100, 10, (3 * n, 3 * n + 1, 3 * n + 2)) for n in range(50)]
+    shared = [TraceEntry(float(n), 1100, 10, (1, 2, 3 + n)) for n in range(50)]
+    alone = [TraceEntry(float(n), 1100, 10, (3 * n, 3 * n + 1, 3 * n + 2)) for n in range(50)]
     rates = [bound(plain(1, 512, "a"), work_of(question("ttft=1s", demand=Traced(entries=e)))) for e in (shared, alone)]
     assert rates[0] > 2 * rates[1]
 
@@ -88,7 +88,7 @@ def test_a_question_without_an_answer_is_refused() -> None:
     with pytest.raises(ValueError, match="share"):
         question("ttft=1s", share=0.0)
     with pytest.raises(ValueError, match="same time"):
-        Traced(entries=[Entry(1.0, 5, 5), Entry(1.0, 5, 5)])
+        Traced(entries=[TraceEntry(1.0, 5, 5), TraceEntry(1.0, 5, 5)])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_queue_that_grows_never_keeps_the_slo(slo: str, inputs: int, ttft: flo
 
 
 def test_a_trace_is_stretched_to_a_rate() -> None:
-    demand = Traced(entries=[Entry(float(n), 100, 10) for n in range(101)])
+    demand = Traced(entries=[TraceEntry(float(n), 100, 10) for n in range(101)])
     assert demand.rate == 1.0
     times = [call.due for call in demand.calls(4.0, 41, 0)]
     assert times == pytest.approx([n / 4 for n in range(41)])

@@ -7,11 +7,11 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.plan.arrangement import Arrangement, plain, split
 from pdproxy_lab.plan.bounds import work_of
-from pdproxy_lab.plan.capacity import Level, Prober, rate_at
+from pdproxy_lab.plan.capacity import CapacitySearch, Level, rate_at
 from pdproxy_lab.plan.question import Drawn, Question, Traced, steady
 from pdproxy_lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
 from tests.plan.questions import REQUESTS, question
@@ -27,7 +27,7 @@ def turns(count: int = 600) -> Traced:
     for number in range(count):
         talk, turn = number // 40 * 10 + number % 10, number // 10 % 4
         ids = tuple(100 * talk + place for place in range(3 + 3 * turn))
-        entries.append(Entry(number * 0.1, 512 * len(ids), 60, ids))
+        entries.append(TraceEntry(number * 0.1, 512 * len(ids), 60, ids))
     return Traced(entries=entries)
 
 
@@ -79,7 +79,7 @@ def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
     rates = []
     for slo in ("ttft=300ms,tpot=7ms", "ttft=300ms,tpot=10ms", "ttft=1s,tpot=10ms", "ttft=2s,tpot=20ms"):
         asked = question(slo)
-        place = Prober(asked, work_of(asked)).capacity(one, Level(300, 1, 1))
+        place = CapacitySearch(asked, work_of(asked)).capacity(one, Level(300, 1, 1))
         rates.append(0.0 if place is None else rate_at(place))
     assert rates[0] > 0
     assert all(after >= before * 0.98 for before, after in pairwise(rates))
@@ -88,7 +88,9 @@ def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
 @pytest.mark.parametrize("guess", [-200, 0, 300, 450])
 def test_a_wrong_guess_changes_the_capacity_little(guess: int) -> None:
     asked, one = question(A), plain(2, 1024, "least_load")
-    free, guessed = (Prober(asked, work_of(asked)).capacity(one, Level(300, 1, 1), place) for place in (None, guess))
+    free, guessed = (
+        CapacitySearch(asked, work_of(asked)).capacity(one, Level(300, 1, 1), place) for place in (None, guess)
+    )
     assert free is not None
     assert guessed is not None
     assert abs(free - guessed) <= 2
@@ -96,7 +98,7 @@ def test_a_wrong_guess_changes_the_capacity_little(guess: int) -> None:
 
 def test_a_capacity_is_where_the_share_is_reached() -> None:
     asked, one, level = question(A), plain(2, 1024, "least_load"), Level(600, 2, 1)
-    prober = Prober(asked, work_of(asked))
+    prober = CapacitySearch(asked, work_of(asked))
     place = prober.capacity(one, level)
     assert place is not None
     shares = []
@@ -114,10 +116,10 @@ def test_what_nothing_keeps_has_no_plan() -> None:
 
 def test_a_rate_at_which_engines_make_no_progress_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question(A)
-    prober, one, level = Prober(asked, work_of(asked)), plain(1, 512, "least_load"), Level(200, 1, 1)
+    prober, one, level = CapacitySearch(asked, work_of(asked)), plain(1, 512, "least_load"), Level(200, 1, 1)
     assert prober.passes(one, level, 0)
     monkeypatch.setattr("pdproxy_lab.simulate.cluster._NO_PROGRESS", 5)
-    fresh = Prober(asked, work_of(asked))
+    fresh = CapacitySearch(asked, work_of(asked))
     assert not fresh.passes(one, level, 0)
     run = fresh.at(one, level, 1.0)[0]
     assert run.good["all"] < run.requests

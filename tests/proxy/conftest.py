@@ -39,9 +39,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
+def pytest_testnodedown(engine: Any) -> None:
     """Take over what such a process tells. Each has collected all tests."""
-    found = getattr(node, "workeroutput", {}).get("several", {"with": [], "without": [], "left_out": {}})
+    found = getattr(engine, "workeroutput", {}).get("several", {"with": [], "without": [], "left_out": {}})
     several.ran[True].update(found["with"])
     several.ran[False].update(found["without"])
     _left_out.update({why: count for why, count in found["left_out"].items() if why not in _left_out})

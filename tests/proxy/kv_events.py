@@ -18,12 +18,12 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
+from pdproxy.settings.kv import EngineKvEvents, KvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy_lab.sim.facts import Facts, KvEventsConfig
-from pdproxy_lab.sim.kv_event_log import Log
+from pdproxy_lab.sim.facts import KvEventsConfig, SimFacts
+from pdproxy_lab.sim.kv_event_log import EngineEventLog
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.kv_index import Hash, PlainIndex
 from tests.fakes.ports import free_port
@@ -37,9 +37,9 @@ LONG = 30.0
 ANY = KvEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", replay_endpoint="tcp://*:0", topic="t")
 
 
-def facts(config: KvEventsConfig | None = ANY, **more: Any) -> Facts:
+def facts(config: KvEventsConfig | None = ANY, **more: Any) -> SimFacts:
     """An engine that publishes."""
-    return Facts(hardware=FAST, eos_every=0, connector="none", kv_events=config, **more)
+    return SimFacts(hardware=FAST, eos_every=0, connector="none", kv_events=config, **more)
 
 
 async def complete(sim: SimServer, prompt: list[int], **fields: Any) -> None:
@@ -57,7 +57,7 @@ def prompt(number: int, tokens: int = 100) -> list[int]:
 def truth(sim: SimServer, rank: int = 0) -> set[Hash]:
     """The hashes of the blocks that an engine has."""
     log = sim.engine._cores[rank].kv_events
-    assert isinstance(log, Log)
+    assert isinstance(log, EngineEventLog)
     return set(log._hash_of.values())
 
 
@@ -67,7 +67,7 @@ class Reader(Recorder):
     def __init__(
         self,
         own: KvEvents,
-        of_node: dict[str, NodeKvEvents] | None = None,
+        of_engine: dict[str, EngineKvEvents] | None = None,
         *,
         ports: range = range(0),
         deadline: float = LONG,
@@ -80,12 +80,12 @@ class Reader(Recorder):
         self.tasks = TaskOwner("test")
         self.admin = EngineAdmin(deadlines=Deadlines(probe=LONG))
         self.metrics = Metrics()
-        nodes = of_node or {}
+        engines = of_engine or {}
         self.sources = KvEventSources(
             self.engines,
             self.index,
             own,
-            lambda url: nodes.get(url, NodeKvEvents()),
+            lambda url: engines.get(url, EngineKvEvents()),
             self.admin.kv_event_sources,
             Observers([self, self.metrics]),
             clock or Clock(),
@@ -99,7 +99,7 @@ class Reader(Recorder):
 
     def add(self, url: str, ranks: int = 1) -> Engine:
         """Add an engine that is not up yet."""
-        return self.engines.add(NodeSpec(url, Role.AGGREGATED), unused_client(url), ranks=ranks)
+        return self.engines.add(EngineSpec(url, Role.AGGREGATED), unused_client(url), ranks=ranks)
 
     def up(self, url: str) -> None:
         """A probe has found a new run of an engine."""

@@ -9,7 +9,7 @@ from typing import Any
 from pdproxy.app.compose import Proxy
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.scheduling.prefix.knowledge import Knowledge
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.health import Probes
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.kv import KvEvents, Prefixes
@@ -99,7 +99,7 @@ async def knowing(
             auth=auth or Auth(),
             pools=(
                 Pool(
-                    nodes=tuple(Node(url=sim.url, role=role) for sim in sims),  # type: ignore[arg-type]
+                    nodes=tuple(ConfiguredEngine(url=sim.url, role=role) for sim in sims),  # type: ignore[arg-type]
                     kv_events=KvEvents(enabled=config is not None),
                     prefixes=Prefixes(**(prefixes or {})),
                     policy=policy or PoolPolicy(prefill="prefix", decode="prefix"),
@@ -129,7 +129,7 @@ async def proxy_before(settings: Settings, library: Library = TRANSFORMERS) -> A
     proxy.start()
     world.servers = [await _serve(proxy, world)]
     try:
-        await until(lambda: all(node.up for node in proxy.ledger.nodes))
+        await until(lambda: all(engine.up for engine in proxy.ledger.engines))
         yield world
         await until(lambda: not world.busy())
     finally:

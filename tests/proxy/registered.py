@@ -13,13 +13,13 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet.registration import Registrations
 from pdproxy.kit.clock import Clock
-from pdproxy.settings.engines import Facts as NodeFacts
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
+from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.health import Health, Probes
-from pdproxy.settings.kv import Registration
+from pdproxy.settings.kv import RegistrationSettings
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, exchange, request
 from tests.fakes.ports import free_port
@@ -76,11 +76,11 @@ class Fleet:
         return list(dict.fromkeys(text for one in self.world.workers for text in one.readiness().details))
 
 
-def facts(connector: str, role: str, address: str, **more: Any) -> Facts:
+def facts(connector: str, role: str, address: str, **more: Any) -> SimFacts:
     """Facts of an engine here."""
     usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector, "role": role}
     usual |= {"register": address, "registration_interval": INTERVAL, "randomize_request_ids": False}
-    return Facts(**(usual | more))
+    return SimFacts(**(usual | more))
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ async def fleet(
     registration: Mapping[str, Any] | None = None,
     everybody: Mapping[str, Any] | None = None,
     d: Mapping[str, Any] | None = None,
-    node_facts: Mapping[str, NodeFacts] | None = None,
+    node_facts: Mapping[str, EngineFacts] | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     clock: Clock | None = None,
     wait: bool = True,
@@ -109,22 +109,26 @@ async def fleet(
     more = dict(everybody or {})
     async with AsyncExitStack() as stack:
 
-        async def sim(made: Facts, chance: int) -> SimServer:
+        async def sim(made: SimFacts, chance: int) -> SimServer:
             return await stack.enter_async_context(SimServer(made, port=free_port(), chance=chance))
 
         p = [await sim(facts(connector, "prefill", register, **more), n) for n in range(prefills)]
         dd = [await sim(facts(connector, "decode", register, **(more | dict(d or {}))), 10 + n) for n in range(decodes)]
-        plain = await sim(Facts(model="tiny", eos_every=0, hardware=FAST, connector="none"), 99)
+        plain = await sim(SimFacts(model="tiny", eos_every=0, hardware=FAST, connector="none"), 99)
         given = node_facts or {}
-        nodes = [Node(url=one.url, role="prefill", facts=given.get("prefill", NodeFacts())) for one in p]
-        nodes += [Node(url=one.url, role="decode", facts=given.get("decode", NodeFacts())) for one in dd]
+        engines = [
+            ConfiguredEngine(url=one.url, role="prefill", facts=given.get("prefill", EngineFacts())) for one in p
+        ]
+        engines += [
+            ConfiguredEngine(url=one.url, role="decode", facts=given.get("decode", EngineFacts())) for one in dd
+        ]
         if alone:
-            nodes.append(Node(url=plain.url, role="aggregated"))
+            engines.append(ConfiguredEngine(url=plain.url, role="aggregated"))
         settings = Settings(
-            pools=(Pool(connector=connector, dispatch=dispatch, nodes=tuple(nodes)),),
+            pools=(Pool(connector=connector, dispatch=dispatch, nodes=tuple(engines)),),
             deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
             health=Health(stalled_after=0),
-            registration=Registration(**{"port": port, "timeout": 1.0, **(registration or {})}),
+            registration=RegistrationSettings(**{"port": port, "timeout": 1.0, **(registration or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = Recorder()
@@ -139,7 +143,7 @@ async def fleet(
         world.servers = [await _serve(one, world, http_port, together=bool(others)) for one in world.workers]
         found = Fleet(world, proxy, plain, p, dd)
         try:
-            await until(lambda: all(node.probed for worker in world.workers for node in worker.ledger.nodes))
+            await until(lambda: all(engine.probed for worker in world.workers for engine in worker.ledger.engines))
             if wait:
                 await found.registered()
             yield found

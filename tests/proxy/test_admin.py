@@ -277,7 +277,7 @@ async def test_a_failure_of_its_own_is_one_line(monkeypatch: pytest.MonkeyPatch)
         def breaks(self: object, name: str) -> str:
             raise ZeroDivisionError("secret")
 
-        monkeypatch.setattr(entries.Entries, "find", breaks)
+        monkeypatch.setattr(entries.EngineEntries, "find", breaks)
         answer = await api.ask("GET", f"{BASE}/engines/x")
         assert (answer.status, answer.json["error"]["message"]) == (500, "Internal error in pdproxy")
         assert w.metric("pdproxy_admin_requests_total", result="failed") == 1

@@ -14,11 +14,11 @@ from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import PoolPolicy
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.admin import BASE, Admin, admin
 from tests.fakes.pools import PoolOf, Pools, pools
@@ -37,7 +37,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def new() -> AsyncIterator[SimServer]:
     """An engine that serves model b, and is in no pool yet."""
-    facts = Facts(model="b", eos_every=0, hardware=Hardware(speed=0), connector="none")
+    facts = SimFacts(model="b", eos_every=0, hardware=Hardware(speed=0), connector="none")
     async with SimServer(facts, port=free_port(), chance=99) as made:
         yield made
 
@@ -63,13 +63,13 @@ async def test_an_engine_comes_into_the_pool_that_is_named(new: SimServer) -> No
         added = await api.post("/engines", fields(new, pool="pool 1"))
         assert (added.status, added.json["result"], added.json["engine"]["pool"]) == (201, "added", "pool 1")
         second = w.world.proxy.pools[1]
-        await until(lambda: second.engines[new.url].node.up)
+        await until(lambda: second.engines[new.url].in_ledger.up)
         assert new.url not in w.world.proxy.pools[0].engines
         (first,) = w.engines[1]
         drained = await api.post(f"/engines/{engine_id(first.url)}/drain")
         assert (drained.status, drained.json["engine"]["pool"]) == (202, "pool 1")
         assert await w.model_of("b") == "b"
-        assert second.engines[new.url].node.evidence is not None
+        assert second.engines[new.url].in_ledger.evidence is not None
         assert len(new.requests) == 1
         escaped = first.url.replace("/", "%2F")
         assert (await api.post(f"/engines/{escaped}/undrain")).json["result"] == "undrained"
@@ -119,7 +119,7 @@ async def test_an_engine_is_in_one_pool(new: SimServer) -> None:
         with_tls = {"url": w.engines[0][0].url.replace("http:", "https:"), "role": "aggregated", "pool": "pool 1"}
         assert (await api.post("/engines", with_tls)).status == 409
         with pytest.raises(SettingsError, match="is an engine of another pool"):
-            w.world.proxy.pools[1].membership.add(Node(url=with_tls["url"], role="aggregated"), "test")
+            w.world.proxy.pools[1].membership.add(ConfiguredEngine(url=with_tls["url"], role="aggregated"), "test")
         assert (await api.post("/engines", fields(new, pool="pool 0"))).status == 201
         held = {new.url}
         w.world.proxy.pools[0].engines.keep_known(lambda: held)

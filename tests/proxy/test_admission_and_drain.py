@@ -136,10 +136,10 @@ SERVE = textwrap.dedent(
     from pdproxy.app.server import run
     from pdproxy.settings.listen import Listen
     from pdproxy.settings.schema import Deadlines, Settings
-    from pdproxy.settings.engines import Node
+    from pdproxy.settings.engines import ConfiguredEngine
     from pdproxy.settings.pools import Pool
     port, prefill, decode = sys.argv[1:]
-    nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
+    nodes = (ConfiguredEngine(url=prefill, role="prefill"), ConfiguredEngine(url=decode, role="decode"))
     listen, deadlines = Listen(port=int(port), linger=0), Deadlines(drain=5)
     sys.exit(run(Settings(listen=listen, pools=(Pool(nodes=nodes),), deadlines=deadlines)))
     """

@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.observe.events import NodeChanged, RequestEnded
 from pdproxy.scheduling.leases import Verdict
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
@@ -176,8 +176,8 @@ async def test_an_engine_that_dies_with_several_parts_at_once(part: str) -> None
         answers = await asyncio.gather(*[w.ask(COMPLETIONS, body) for body in bodies])
         assert [answer.status for answer in answers] == [200] * 3
         await w.quiet()
-        node = next(node for node in w.proxy.ledger.nodes if node.url == victim.url)
-        assert (node.requests, node.prompt_bytes) == (0, 0)
+        engine = next(engine for engine in w.proxy.ledger.engines if engine.url == victim.url)
+        assert (engine.requests, engine.prompt_bytes) == (0, 0)
 
 
 async def test_a_breaker_of_any_is_one_for_all_parts() -> None:
@@ -188,12 +188,12 @@ async def test_a_breaker_of_any_is_one_for_all_parts() -> None:
         for _ in range(3):
             pair = ledger.assign((Role.PREFILL, Role.DECODE), Ask("tiny", 100, w.proxy.service.resources.now()))
             assert pair is not None
-            if pair.leases[0].node.url == victim.url:
+            if pair.leases[0].engine.url == victim.url:
                 break
             for lease in pair.leases:
                 ledger.close(lease, Verdict.NEUTRAL, w.proxy.service.resources.now())
         assert pair is not None
-        assert pair.leases[0].node.url == victim.url
+        assert pair.leases[0].engine.url == victim.url
         for lease, verdict in zip(pair.leases, (Verdict.FAILED, Verdict.NEUTRAL), strict=True):
             w.proxy.service.resources.close(lease, verdict)
         assert [event.role for event in w.events(NodeChanged) if not event.up] == ["any"]

@@ -21,14 +21,14 @@ from pdproxy.app.server import serve
 from pdproxy.app.signals import Ending
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import detection
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import AUTO
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.check.engines import listening
 from tests.fakes.client import exchange, request
@@ -44,8 +44,10 @@ WHICH = "the engines do not show which of these they run"
 
 def settings(prefills: list[str], decodes: list[str], *, key: str | None = None, **more: Any) -> Settings:
     """Settings with connector auto. `more`: of the pool."""
-    nodes = [Node(url=url, role="prefill") for url in prefills] + [Node(url=url, role="decode") for url in decodes]
-    pool = Pool(**{"connector": AUTO, "nodes": tuple(nodes), **more})
+    engines = [ConfiguredEngine(url=url, role="prefill") for url in prefills] + [
+        ConfiguredEngine(url=url, role="decode") for url in decodes
+    ]
+    pool = Pool(**{"connector": AUTO, "nodes": tuple(engines), **more})
     return Settings(pools=(pool,), deadlines=Deadlines(detect=LONG, probe=10), auth=Auth(engine_api_key=key))
 
 
@@ -58,7 +60,7 @@ async def engines(
         sides = [("prefill", p or {}), ("decode", d or {})]
         yield [
             await stack.enter_async_context(
-                SimServer(Facts(**{"role": role, "hardware": FAST, "kv_lease_duration": 600.0, **facts}), chance=1)
+                SimServer(SimFacts(**{"role": role, "hardware": FAST, "kv_lease_duration": 600.0, **facts}), chance=1)
             )
             for role, facts in sides
         ]
@@ -85,7 +87,7 @@ async def test_nixl_is_found_and_nothing_is_left_at_the_prefill_engine() -> None
 async def test_engines_for_any_role_show_it_too() -> None:
     """Each is asked as a prefill engine, and the next one releases what it keeps because of that."""
     async with engines({"role": "any"}, {"role": "any"}) as (a, b):
-        nodes = tuple(Node(url=one.url, role="any") for one in (a, b))
+        nodes = tuple(ConfiguredEngine(url=one.url, role="any") for one in (a, b))
         found = await settled(settings([], [], nodes=nodes))
         assert found.pool.connector == "nixl"
         await until(lambda: not a.engine.handles and not b.engine.handles)
@@ -387,7 +389,10 @@ async def test_what_is_left_is_released_at_the_host_of_the_settings() -> None:
 async def test_pools_are_asked_beside_each_other() -> None:
     """Each for its own connector; one that names it keeps it. A mistake names its pool, and ends the others' questions."""
     async with engines() as (p, d):
-        nodes = Node(url="http://127.0.0.1:2", role="decode"), Node(url="http://127.0.0.1:3", role="decode")
+        nodes = (
+            ConfiguredEngine(url="http://127.0.0.1:2", role="decode"),
+            ConfiguredEngine(url="http://127.0.0.1:3", role="decode"),
+        )
         named = Pool(name="named", connector="mooncake", nodes=nodes[:1])
         plain = Pool(name="plain", connector=AUTO, nodes=nodes[1:])
         asked = msgspec.structs.replace(settings([p.url], [d.url]).pool, name="asked")

@@ -16,8 +16,8 @@ from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.serving.dispatch.orders import REFUSAL_GRACE
 from pdproxy.settings.keys import Auth
 from pdproxy.wire.request import Route
-from pdproxy_lab.sim.faults.book import Fault
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.faults.book import PlannedFault
+from pdproxy_lab.sim.reply import ScriptedReply
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
@@ -41,24 +41,24 @@ class Gate:
     def __init__(self) -> None:
         self.opened = asyncio.Event()
 
-    async def __call__(self, reply: Reply) -> None:
+    async def __call__(self, reply: ScriptedReply) -> None:
         await self.opened.wait()
         await reply.serve()
 
-    def then(self, script: Callable[[Reply], Awaitable[None]]) -> Callable[[Reply], Awaitable[None]]:
+    def then(self, script: Callable[[ScriptedReply], Awaitable[None]]) -> Callable[[ScriptedReply], Awaitable[None]]:
         """A script that runs another one when the test says so."""
 
-        async def waits(reply: Reply) -> None:
+        async def waits(reply: ScriptedReply) -> None:
             await self.opened.wait()
             await script(reply)
 
         return waits
 
 
-def fails(status: int = 500, param: str | None = None) -> Callable[[Reply], Awaitable[None]]:
+def fails(status: int = 500, param: str | None = None) -> Callable[[ScriptedReply], Awaitable[None]]:
     """A script that refuses. `param`: what is wrong."""
 
-    async def script(reply: Reply) -> None:
+    async def script(reply: ScriptedReply) -> None:
         error = {"message": "no", "type": "InternalServerError", "param": param, "code": status}
         await reply.whole(json.dumps({"error": error}).encode(), status)
 
@@ -196,7 +196,7 @@ async def test_counts_of_an_answer_that_comes_behind_its_push(fields: dict[str, 
     """The decode engine's data waits for it."""
     async with pool(PUSH, everybody={"enable_prompt_tokens_details": True}) as pair:
         await known(pair)
-        pair.p.faults.add(Fault(kind="slow", at="head", args={"delay": 0.3}))
+        pair.p.faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.3}))
         ours, theirs = (
             await pair.ask(COMPLETIONS, completion(**fields)),
             await pair.asked_plain(COMPLETIONS, completion(**fields)),
@@ -214,7 +214,7 @@ async def test_an_answer_that_never_comes_behind_its_push() -> None:
     clock = ManualClock()
     async with pool(PUSH, clock=clock) as pair:
         await known(pair)
-        pair.p.faults.add(Fault(kind="stall", at="head"))
+        pair.p.faults.add(PlannedFault(kind="stall", at="head"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
         await clock.reach(COUNTS_GRACE)
         answer = await asked
@@ -356,7 +356,7 @@ async def test_a_decode_engine_that_fails_is_replaced_while_the_prefill_engine_w
         pair.p.faults.scripts.default = gate
         failed: list[str] = []
 
-        async def first_fails(reply: Reply) -> None:
+        async def first_fails(reply: ScriptedReply) -> None:
             failed.append(reply.request.ident)
             await (fails(503)(reply) if len(failed) == 1 else reply.serve())
 
@@ -440,7 +440,7 @@ async def test_a_prefill_that_fails_behind_a_client_that_left_is_counted() -> No
         await known(pair)
         opened = asyncio.Event()
 
-        async def late_failure(reply: Reply) -> None:
+        async def late_failure(reply: ScriptedReply) -> None:
             await opened.wait()
             await fails()(reply)
 
@@ -483,7 +483,7 @@ async def test_a_decode_engine_that_never_begins_is_late_from_the_prefill_engine
         await known(pair)
         before = len(pair.d.requests)
 
-        async def silent(reply: Reply) -> None:
+        async def silent(reply: ScriptedReply) -> None:
             await reply.stall()
 
         pair.d.faults.script(silent)

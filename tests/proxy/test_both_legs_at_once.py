@@ -9,8 +9,8 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
-from pdproxy_lab.sim.faults.book import Fault
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.faults.book import PlannedFault
+from pdproxy_lab.sim.reply import ScriptedReply
 from tests.fakes.pool import pool
 from tests.proxy.test_both_legs import PUSH, fails, known
 from tests.proxy.test_both_legs_races import completed
@@ -32,7 +32,7 @@ async def test_counts_of_an_answer_that_comes_while_the_decode_engines_is_proces
 
     async with pool(PUSH, everybody={"enable_prompt_tokens_details": True}) as pair:
         await known(pair)
-        pair.p.faults.add(Fault(kind="slow", at="head", args={"delay": 0.1}))
+        pair.p.faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.1}))
         monkeypatch.setattr(DecodeLeg, "_first_data", processed_later)
         ours = await pair.ask(COMPLETIONS, completion(**fields))
         theirs = await pair.asked_plain(COMPLETIONS, completion(**fields))
@@ -55,11 +55,11 @@ async def test_a_prefill_that_fails_while_the_decode_engines_answer_is_processed
         await asyncio.sleep(0.3)
         return got
 
-    async def fails_then(reply: Reply) -> None:
+    async def fails_then(reply: ScriptedReply) -> None:
         await answered.wait()
         await fails()(reply)
 
-    async def says(reply: Reply) -> None:
+    async def says(reply: ScriptedReply) -> None:
         if not stream:
             await reply.whole(completed(3))
             return

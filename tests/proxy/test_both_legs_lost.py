@@ -13,7 +13,7 @@ from pdproxy.observe.events import DeadlinePassed, HandleEnded, LegFailed
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS, LostPushes
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
@@ -43,7 +43,7 @@ async def answered(pair: Pair, legs: int = 1) -> None:
 def lose(pair: Pair, engine: SimServer) -> None:
     """Have a probe find an engine down."""
     proxy = pair.world.proxy
-    proxy.ledger.mark_down(engine.url, "no answer", proxy.ledger._nodes[engine.url].down_since)
+    proxy.ledger.mark_down(engine.url, "no answer", proxy.ledger._engines[engine.url].down_since)
 
 
 def ends(pair: Pair) -> list[str]:
@@ -177,7 +177,7 @@ async def test_an_engine_that_is_lost_twice_at_once() -> None:
     clock = ManualClock()
     async with pool(PUSH, d=SLOW, clock=clock) as pair:
         await known(pair)
-        ledger, evidence = pair.world.proxy.ledger, pair.world.proxy.engines[pair.p.url].node.evidence
+        ledger, evidence = pair.world.proxy.ledger, pair.world.proxy.engines[pair.p.url].in_ledger.evidence
         asked = [spawned(pair.ask(COMPLETIONS, completion(prompt="works " * 60, **LONG)))]
         await until(lambda: pair.d.engine.stats.running == 1)
         await answered(pair)
@@ -209,7 +209,7 @@ async def test_a_decode_engine_whose_metrics_can_not_be_read(how: str) -> None:
         await known(pair)
         for one in (pair.p, *pair.more):
             one.engine.fail_loads()
-        pair.d.faults.add(Fault(kind=how, path="/metrics"))
+        pair.d.faults.add(PlannedFault(kind=how, path="/metrics"))
         asked = spawned(pair.ask(COMPLETIONS, completion()))
         await answered(pair)
         (lost,) = pair.world.proxy.custodian.awaiting_push()
@@ -288,9 +288,9 @@ async def test_a_removed_prefill_engine_that_goes_down() -> None:
         asked = spawned(pair.ask(COMPLETIONS, completion()))
         await answered(pair)
         proxy = pair.world.proxy
-        node = proxy.engines[pair.p.url].node
+        engine = proxy.engines[pair.p.url].in_ledger
         proxy.engines.remove(pair.p.url)
-        proxy.ledger.mark_removed(node, "no answer", clock.now())
+        proxy.ledger.mark_removed(engine, "no answer", clock.now())
         await looked(clock)
         assert (await asked).text == await text_of(pair), "by one engine alone"
         assert pair.world.metric("pdproxy_kv_stuck", node=pair.d.url) == 1

@@ -14,7 +14,7 @@ import pytest
 from pdproxy.observe.events import HandleEnded
 from pdproxy.upstream import connection
 from pdproxy.upstream.connection import EngineConnection
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.reply import ScriptedReply
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
@@ -39,7 +39,7 @@ class Together:
         for engine in self._bodies:
             engine.faults.script(partial(self._answer, self._bodies[engine]))
 
-    async def _answer(self, body: bytes, reply: Reply) -> None:
+    async def _answer(self, body: bytes, reply: ScriptedReply) -> None:
         self._count += 1
         if self._count == len(self._bodies):
             asyncio.get_running_loop().call_later(0.01, self._all.set)
@@ -132,7 +132,7 @@ async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
         await known(pair)
         opened = asyncio.Event()
 
-        async def late_failure(reply: Reply) -> None:
+        async def late_failure(reply: ScriptedReply) -> None:
             await opened.wait()
             await fails()(reply)
 
@@ -160,7 +160,7 @@ class StaleOnce:
         self._release = release
         self.asked = 0
 
-    async def __call__(self, reply: Reply) -> None:
+    async def __call__(self, reply: ScriptedReply) -> None:
         self.asked += 1
         if self.asked == 1:
             await self._release.wait()
@@ -184,7 +184,7 @@ async def test_a_prefill_that_fails_behind_a_decode_leg_whose_connection_was_clo
             await opened.wait()
             return await connect()
 
-        async def fails_later(reply: Reply) -> None:
+        async def fails_later(reply: ScriptedReply) -> None:
             await prefill.wait()
             await fails()(reply)
 

@@ -223,9 +223,9 @@ async def test_an_engine_that_cannot_take_it() -> None:
     """The context of the smallest engine is full; or the engine that was to go on refuses: the client gets the first error."""
     async with world(decode=2, limits=UNBROKEN) as w:
         for one in w.workers:
-            node = one.ledger.nodes[0]
-            assert node.evidence is not None
-            node.evidence = replace(node.evidence, max_model_len=40)
+            engine = one.ledger.engines[0]
+            assert engine.evidence is not None
+            engine.evidence = replace(engine.evidence, max_model_len=40)
         await ended(w, COMPLETIONS, completion(stream=True, max_tokens=12))
         assert results(w) == [("refused", "too_long")]
     async with world(leaves=True) as w:

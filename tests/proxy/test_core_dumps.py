@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.kit import core_dumps, worker
+from pdproxy.kit import core_dumps, pool_process
 from tests.fakes.client import Client, request
 from tests.fakes.forked import COMMAND, start
 from tests.fakes.ports import free_port
@@ -30,7 +30,7 @@ def in_child(step: str) -> str:
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
             resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-            {"nothing": lambda: None, "forbid": core_dumps.forbid, "reader": lambda: worker._set_limits(1 << 40)}[
+            {"nothing": lambda: None, "forbid": core_dumps.forbid, "reader": lambda: pool_process._set_limits(1 << 40)}[
                 step
             ]()
             said = resource.getrlimit(resource.RLIMIT_CORE), ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)

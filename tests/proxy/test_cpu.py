@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, ServedAlone
-from pdproxy_lab.sim.cpu import Cpu
+from pdproxy_lab.sim.cpu import CpuConnector
 from pdproxy_lab.sim.facts import CpuBuffer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
@@ -20,9 +20,9 @@ from tests.proxy import leaving
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, chat, completion, same
 
 
-def connector(server: object) -> Cpu:
+def connector(server: object) -> CpuConnector:
     core = server.engine._core  # type: ignore[attr-defined]
-    assert isinstance(core.connector, Cpu)
+    assert isinstance(core.connector, CpuConnector)
     return core.connector
 
 

@@ -22,7 +22,7 @@ DEAD = {
 
 def down(w: World) -> list[str]:
     """The engines that get no requests from one worker."""
-    return sorted({node.url for one in w.workers for node in one.ledger.nodes if node.down_because is not None})
+    return sorted({engine.url for one in w.workers for engine in one.ledger.engines if engine.down_because is not None})
 
 
 @pytest.mark.parametrize("version", VERSIONS)

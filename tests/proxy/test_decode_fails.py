@@ -195,9 +195,9 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
         assert (await w.ended()).outcome == "engine"
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (1 if "stall" in bad else 0)
         (failed,) = w.events(LegFailed)
-        (node,) = [engine.url for engine in w.decode if engine.requests]
-        assert (failed.node, failed.phase, failed.will_retry) == (node, "decode", False)
-        assert w.metric("pdproxy_leg_failures_total", node=node, phase="decode") == 1
+        (ledger_engine,) = [engine.url for engine in w.decode if engine.requests]
+        assert (failed.node, failed.phase, failed.will_retry) == (ledger_engine, "decode", False)
+        assert w.metric("pdproxy_leg_failures_total", node=ledger_engine, phase="decode") == 1
         await w.quiet()
         assert w.books.endings == {"loaded": 1}
         for engine in w.decode:
@@ -308,7 +308,7 @@ async def test_a_kept_connection_that_the_engine_had_closed(engine: int, stream:
         )
         assert len(w.decode[0].requests) == 2 + (engine == 1)
         assert w.metric("pdproxy_leg_failures_total") == 1
-        assert [one.node.failures for worker in w.workers for one in worker.engines.values()] == [0] * 2 * len(
+        assert [one.in_ledger.failures for worker in w.workers for one in worker.engines.values()] == [0] * 2 * len(
             w.workers
         )
         await w.quiet()

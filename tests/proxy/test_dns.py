@@ -12,7 +12,7 @@ import pytest
 from pdproxy.cli.main import main
 from pdproxy.fleet import membership, prober
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import MASK, SettingsError
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
@@ -31,11 +31,11 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prober, "MIN_GAP", 0.01)
 
 
-def named(server: NameServer, *nodes: Node) -> Callable[[Settings], Settings]:
+def named(server: NameServer, *engines: ConfiguredEngine) -> Callable[[Settings], Settings]:
     """Settings with nodes that DNS names, and a server to ask, often."""
 
     def adjust(settings: Settings) -> Settings:
-        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *nodes))
+        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *engines))
         dns = Dns(servers=(server.address,), min_ttl=0.02, max_ttl=0.05)
         return msgspec.structs.replace(settings, pools=(pool,), dns=dns)
 
@@ -52,7 +52,7 @@ async def test_engines_come_and_go_with_their_name() -> None:
     """They serve, are drained, and are forgotten; a server that fails changes nothing, and `/ready` names the source."""
     async with (
         name_server() as server,
-        world(decode=1, adjust=named(server, Node(url=URL, role="decode"))) as w,
+        world(decode=1, adjust=named(server, ConfiguredEngine(url=URL, role="decode"))) as w,
     ):
         new = [await started(w, "decode") for _ in range(2)]
         has(server, *new)
@@ -84,7 +84,7 @@ async def test_a_pool_of_names_alone() -> None:
     """It is not ready before the first answer, and then serves."""
     async with (
         name_server() as server,
-        world(0, 0, adjust=named(server, Node(url=URL, role="aggregated")), probed=False) as w,
+        world(0, 0, adjust=named(server, ConfiguredEngine(url=URL, role="aggregated")), probed=False) as w,
     ):
         w.proxy.start()
         answer = await w.get("/ready")
@@ -108,14 +108,14 @@ async def _aggregated(w: World) -> FakeEngine:
 async def test_addresses_of_a_name() -> None:
     """One engine per address, at the port of the URL."""
     async with name_server() as server:
-        node = Node(url="dns://engines.example:9", role="decode")
+        engine = ConfiguredEngine(url="dns://engines.example:9", role="decode")
         server.records = {("engines.example", "A"): (0, ("127.0.0.8", "127.0.0.9"))}
-        async with world(adjust=named(server, node)) as w:
+        async with world(adjust=named(server, engine)) as w:
             w.proxy.sources.start()
             (source,) = w.proxy.sources.found
             wanted = {"http://127.0.0.8:9", "http://127.0.0.9:9"}
             await until(lambda: wanted <= set(w.proxy.membership.members))
-            assert {w.proxy.membership.members[url].source for url in wanted} == {node.url}
+            assert {w.proxy.membership.members[url].source for url in wanted} == {engine.url}
             assert source.shortcomings() == []
 
 
@@ -123,7 +123,7 @@ async def test_a_name_server_that_is_silent_holds_nothing_up() -> None:
     """The question ends at its deadline, which is counted; requests are served meanwhile."""
     async with name_server() as server:
         server.fault = "silent"
-        adjust = named(server, Node(url=URL, role="decode"))
+        adjust = named(server, ConfiguredEngine(url=URL, role="decode"))
 
         def soon(settings: Settings) -> Settings:
             settings = adjust(settings)
@@ -147,9 +147,9 @@ def test_flags_and_files_name_them(tmp_path: Path) -> None:
     path.write_text("pools:\n- nodes:\n  - {url: 'DNS://Prefill.example:8200', role: prefill, api_key: hidden-key}\n")
     settings = load(path, {}, (), [EngineFlag("decode", "srv://_vllm._tcp.x"), EngineFlag("decode", "a:1")])
     urls = ["dns://prefill.example:8200", "srv://_vllm._tcp.x", "http://a:1"]
-    assert [node.url for node in settings.pool.nodes] == urls
-    assert [node.url for node in settings.pool.fixed_nodes] == urls[2:]
-    assert [node.url for node in settings.pool.source_nodes] == urls[:2]
+    assert [engine.url for engine in settings.pool.nodes] == urls
+    assert [engine.url for engine in settings.pool.fixed_nodes] == urls[2:]
+    assert [engine.url for engine in settings.pool.source_nodes] == urls[:2]
     from pdproxy.settings.dump import dump
 
     text = dump(settings)
@@ -162,18 +162,18 @@ def test_flags_and_files_name_them(tmp_path: Path) -> None:
 def test_a_file_that_has_them_apart_is_read(tmp_path: Path) -> None:
     """As `pdproxy config print` wrote it before they stood among the engines. What is wrong there is named."""
     path = tmp_path / "x.yaml"
-    nodes = "nodes: [{url: 'http://a:1', role: decode}]"
+    engines = "nodes: [{url: 'http://a:1', role: decode}]"
     for text, urls in [
-        (f"{{{nodes}, dns_nodes: [{{url: 'dns://x:1', role: decode}}]}}", ["http://a:1", "dns://x:1"]),
+        (f"{{{engines}, dns_nodes: [{{url: 'dns://x:1', role: decode}}]}}", ["http://a:1", "dns://x:1"]),
         ("{nodes: , dns_nodes: [{url: 'dns://x:1', role: decode}]}", ["dns://x:1"]),
-        (f"{{{nodes}, dns_nodes: []}}", ["http://a:1"]),
+        (f"{{{engines}, dns_nodes: []}}", ["http://a:1"]),
     ]:
         path.write_text(f"pools: [{text}]\n")
-        assert [node.url for node in load(path, {}).pool.nodes] == urls
+        assert [engine.url for engine in load(path, {}).pool.nodes] == urls
     for text, why in [
-        (f"[{{{nodes}, dns_nodes: [{{url: 'dns://x', role: decode}}]}}]", r"pools\[0\].nodes\[1\].url: \"dns://x\""),
+        (f"[{{{engines}, dns_nodes: [{{url: 'dns://x', role: decode}}]}}]", r"pools\[0\].nodes\[1\].url: \"dns://x\""),
         ("[{nodes: 7, dns_nodes: []}]", r"pools\[0\].nodes: expected a list"),
-        (f"[{{{nodes}, dns_nodes: 7}}]", "dns_nodes"),
+        (f"[{{{engines}, dns_nodes: 7}}]", "dns_nodes"),
         ("[7]", r"pools\[0\]: expected a mapping"),
     ]:
         path.write_text(f"pools: {text}\n")
@@ -185,8 +185,8 @@ def test_a_mistake_behind_a_name_has_its_place_in_the_list(tmp_path: Path) -> No
     path = tmp_path / "x.yaml"
     first = "{url: 'http://p:1', role: prefill, facts: {tensor_parallel_size: 2}}"
     second = "{url: 'http://a:1', role: decode, facts: {tensor_parallel_size: 3}}"
-    nodes = f"{{url: 'dns://x:1', role: prefill}}, {first}, {second}"
-    path.write_text(f"pools: [{{nodes: [{nodes}]}}]\n")
+    engines = f"{{url: 'dns://x:1', role: prefill}}, {first}, {second}"
+    path.write_text(f"pools: [{{nodes: [{engines}]}}]\n")
     with pytest.raises(SettingsError, match=r"pools\[0\].nodes\[2\].facts.tensor_parallel_size: 3, but"):
         load(path, {})
 
@@ -222,8 +222,8 @@ async def test_a_decode_engine_names_its_prefill_engines() -> None:
         async with world() as w:
             url = w.prefill[0].url
             settings = load(None, {}, (), [EngineFlag("prefill", url), EngineFlag("decode", "dns://engines.example:9")])
-            (node,) = settings.pool.source_nodes
-            w.proxy.settings = named(server, msgspec.structs.replace(node, sources=(url,)))(w.proxy.settings)
+            (engine,) = settings.pool.source_nodes
+            w.proxy.settings = named(server, msgspec.structs.replace(engine, sources=(url,)))(w.proxy.settings)
             w.proxy.sources.start()
             (source,) = w.proxy.sources.found
             await until(lambda: source.counts["same"] >= 2)

@@ -69,9 +69,9 @@ async def test_a_name_that_leads_elsewhere_is_never_asked() -> None:
         url = new.url.replace("127.0.0.1", "localhost")
         assert (await api.post("/engines", {"url": url, "role": "decode"})).status == 201
         await w.probe()
-        await until(lambda: w.proxy.engines[url].node.probed)
+        await until(lambda: w.proxy.engines[url].in_ledger.probed)
         assert (await api.ask("GET", f"{BASE}/engines")).status == 200
-        state = w.proxy.engines[url].node
+        state = w.proxy.engines[url].in_ledger
         assert not state.up
         details = (await w.get("/ready")).json
         assert "is not in engines.networks" in json.dumps(details)

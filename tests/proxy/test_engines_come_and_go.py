@@ -13,9 +13,9 @@ import pytest
 
 from pdproxy.fleet import prober
 from pdproxy.observe.events import HandleEnded
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv import Receiver
+from pdproxy.settings.kv import ReceiverSettings
 from pdproxy.settings.tls import EngineTls
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
@@ -31,14 +31,14 @@ LONG_PROMPT = "def main(argv):\n    for name in argv:\n        print(name)\n" * 
 async def add(w: World, role: str = "decode") -> FakeEngine:
     """Start one more engine, add it, and wait until it is up."""
     engine = await started(w, role)
-    w.proxy.setup.add(Node(url=engine.url, role=role))  # type: ignore[arg-type]
+    w.proxy.setup.add(ConfiguredEngine(url=engine.url, role=role))  # type: ignore[arg-type]
     await up(w, engine)
     return engine
 
 
 async def up(w: World, engine: FakeEngine) -> None:
     """Wait until an engine is up."""
-    await until(lambda: w.proxy.engines[engine.url].node.up)
+    await until(lambda: w.proxy.engines[engine.url].in_ledger.up)
 
 
 async def _rest(reply: Reply) -> None:
@@ -69,7 +69,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         heads = [await client.head() for client in clients]
         assert [await client.piece() for client in clients] == [WORD] * 2
         removed = w.proxy.setup.remove(second.url)
-        assert removed.node.requests == 1, "its stream flows"
+        assert removed.in_ledger.requests == 1, "its stream flows"
         for _ in range(4):
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert len(second.requests) == 3
@@ -80,7 +80,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         for client, head in zip(clients, heads, strict=True):
             assert (await client.rest(head)).body == WORD + answers.end()
         await w.quiet()
-        assert (removed.node.requests, removed.node.prompt_bytes) == (0, 0)
+        assert (removed.in_ledger.requests, removed.in_ledger.prompt_bytes) == (0, 0)
         await until(lambda: not removed.client._all)
         assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
         await until(lambda: not [task for task in asyncio.all_tasks() if second.url in task.get_name()])
@@ -96,12 +96,12 @@ async def test_removed_between_prefill_and_decode(caplog: pytest.LogCaptureFixtu
         client = await w.client()
         client.post(COMPLETIONS, completion())
         await w.prefill[0].asked()
-        (chosen,) = [engine for engine in w.decode if w.proxy.engines[engine.url].node.requests]
+        (chosen,) = [engine for engine in w.decode if w.proxy.engines[engine.url].in_ledger.requests]
         for _ in range(3):  # what is removed and idle is forgotten at the next change, what has a lease is not
             w.proxy.setup.remove(chosen.url)
             other = await add(w)
             w.proxy.setup.remove(other.url)
-            w.proxy.setup.add(Node(url=chosen.url, role="decode"))
+            w.proxy.setup.add(ConfiguredEngine(url=chosen.url, role="decode"))
         w.proxy.setup.remove(chosen.url)
         go.set()
         assert (await client.answer()).text == TEXT
@@ -143,12 +143,12 @@ async def test_one_that_is_added_again_is_probed_again() -> None:
         old = w.proxy.setup.remove(engine.url)
         with pytest.raises(KeyError):
             w.proxy.setup.remove(engine.url)
-        new = w.proxy.setup.add(Node(url=engine.url, role="decode"))
+        new = w.proxy.setup.add(ConfiguredEngine(url=engine.url, role="decode"))
         with pytest.raises(ValueError, match="is there already"):
-            w.proxy.setup.add(Node(url=engine.url, role="decode"))
+            w.proxy.setup.add(ConfiguredEngine(url=engine.url, role="decode"))
         assert new is not old
-        assert new.node.run_number != old.node.run_number
-        assert not new.node.up
+        assert new.in_ledger.run_number != old.in_ledger.run_number
+        assert not new.in_ledger.up
         await up(w, engine)
         w.proxy.setup.remove(w.decode[1].url)
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
@@ -223,10 +223,10 @@ async def test_an_engine_that_recovers_after_its_removal_keeps_its_legs(monkeypa
         go = asyncio.Event()
         w.decode[0].script(scripts.gate(go, w.decode[0].default))
         client, engine = await _served(w)
-        node = w.proxy.engines[engine.url].node
+        ledger_engine = w.proxy.engines[engine.url].in_ledger
         w.mark_down(engine, "overloaded", w.proxy.now())
         w.proxy.setup.remove(engine.url)
-        await until(lambda: node.up)
+        await until(lambda: ledger_engine.up)
         await asyncio.sleep(1.0)
         go.set()
         assert (await asyncio.wait_for(client.answer(), 20)).text == TEXT
@@ -242,12 +242,12 @@ async def test_kv_that_was_pushed_to_a_removed_engine_is_released(removed: bool)
         client.send(request("POST", COMPLETIONS, {"model": "tiny", "prompt": LONG_PROMPT, "max_tokens": 4}))
         await until(lambda: sum(count for count, _ in w.proxy.custodian.snapshot().values()))
         client.close()
-        await until(lambda: not any(node.requests for node in w.proxy.ledger.nodes))
+        await until(lambda: not any(engine.requests for engine in w.proxy.ledger.engines))
         if removed:
             w.proxy.setup.remove(pair.d.url)
         await until(lambda: w.events(HandleEnded))
         assert [event.end for event in w.events(HandleEnded)] == ["released"]
-        other = Node(url="http://127.0.0.1:9", role="prefill")
+        other = ConfiguredEngine(url="http://127.0.0.1:9", role="prefill")
         w.proxy.setup.add(other)
         assert (pair.d.url in w.proxy.engines.known) is not removed
         w.proxy.setup.remove(other.url)
@@ -260,64 +260,74 @@ async def test_an_engine_that_is_being_added_leaves_the_proxy_ready() -> None:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            w.proxy.setup.add(Node(url=url, role="decode"))
+            w.proxy.setup.add(ConfiguredEngine(url=url, role="decode"))
             ready = await w.get("/ready")
             assert (ready.status, ready.json["details"]) == (200, [f"decode {url}: not probed yet"])
             w.proxy.setup.remove(url)
 
 
-RECEIVER = Receiver(init_ports=(7300,), alloc_ports=(7400,))
+RECEIVER = ReceiverSettings(init_ports=(7300,), alloc_ports=(7400,))
 ADDED = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("node", "why"),
+    ("engine", "why"),
     [
-        (Node(url=ADDED, role="decode"), r"receiver: connector lmcache-pd needs init_ports and alloc_ports"),
         (
-            Node(url=ADDED, role="decode", receiver=Receiver(init_ports=(7300, 7301), alloc_ports=(7400,))),
+            ConfiguredEngine(url=ADDED, role="decode"),
+            r"receiver: connector lmcache-pd needs init_ports and alloc_ports",
+        ),
+        (
+            ConfiguredEngine(
+                url=ADDED, role="decode", receiver=ReceiverSettings(init_ports=(7300, 7301), alloc_ports=(7400,))
+            ),
             "2 init_ports, but 1 alloc_ports",
         ),
         (
-            Node(url=ADDED, role="decode", receiver=Receiver(init_ports=(7300,), alloc_ports=(7300,))),
+            ConfiguredEngine(
+                url=ADDED, role="decode", receiver=ReceiverSettings(init_ports=(7300,), alloc_ports=(7300,))
+            ),
             "port 7300 of 127.0.0.1 is given twice",
         ),
-        (Node(url=ADDED, role="prefill", receiver=RECEIVER), "only a decode engine of connector lmcache-pd"),
         (
-            Node(url=ADDED, role="decode", receiver=RECEIVER, sources=("http://127.0.0.1:8",)),
+            ConfiguredEngine(url=ADDED, role="prefill", receiver=RECEIVER),
+            "only a decode engine of connector lmcache-pd",
+        ),
+        (
+            ConfiguredEngine(url=ADDED, role="decode", receiver=RECEIVER, sources=("http://127.0.0.1:8",)),
             "http://127.0.0.1:8 is no prefill engine of this pool",
         ),
-        (Node(url=ADDED, role="decoder"), "role: expected prefill or decode or aggregated"),  # type: ignore[arg-type]
-        (Node(url="http://127.0.0.1:9/v1", role="prefill"), "nothing may follow"),
-        (Node(url="http://u:secret@127.0.0.1:9", role="prefill"), "user and password aren't supported"),
-        (Node(url=ADDED, role="prefill", api_key="a", api_key_file="b"), "exclude each other"),
+        (ConfiguredEngine(url=ADDED, role="decoder"), "role: expected prefill or decode or aggregated"),  # type: ignore[arg-type]
+        (ConfiguredEngine(url="http://127.0.0.1:9/v1", role="prefill"), "nothing may follow"),
+        (ConfiguredEngine(url="http://u:secret@127.0.0.1:9", role="prefill"), "user and password aren't supported"),
+        (ConfiguredEngine(url=ADDED, role="prefill", api_key="a", api_key_file="b"), "exclude each other"),
     ],
 )
-async def test_an_engine_that_the_settings_would_refuse_is_not_added(node: Node, why: str) -> None:
+async def test_an_engine_that_the_settings_would_refuse_is_not_added(engine: ConfiguredEngine, why: str) -> None:
     """The error names the engine and what is wrong, and nothing has changed."""
     async with pool("lmcache-pd") as pair:
         proxy = pair.world.proxy
-        before = (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.nodes, repr(proxy.credentials))
+        before = (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.engines, repr(proxy.credentials))
         with pytest.raises(SettingsError, match=why) as raised:
-            proxy.setup.add(node)
+            proxy.setup.add(engine)
         assert "can't be added" in str(raised.value)
         assert "secret" not in str(raised.value)
-        assert (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.nodes, repr(proxy.credentials)) == before
+        assert (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.engines, repr(proxy.credentials)) == before
 
 
 async def test_receiver_ports_of_engines_that_are_there_are_taken() -> None:
     """An engine that is removed frees them; a URL is written in its normal spelling."""
     async with pool("lmcache-pd") as pair:
         setup = pair.world.proxy.setup
-        (taken,) = [node.receiver for node in pair.world.proxy.settings.pool.nodes if node.role == "decode"]
-        node = Node(url="http://LOCALHOST:9/", role="decode", receiver=taken)
+        (taken,) = [engine.receiver for engine in pair.world.proxy.settings.pool.nodes if engine.role == "decode"]
+        engine = ConfiguredEngine(url="http://LOCALHOST:9/", role="decode", receiver=taken)
         here = msgspec.structs.replace(taken, host="127.0.0.1")
         with pytest.raises(SettingsError, match="is given twice"):
-            setup.add(msgspec.structs.replace(node, receiver=here))
+            setup.add(msgspec.structs.replace(engine, receiver=here))
         setup.remove(pair.d.url)
-        assert setup.add(msgspec.structs.replace(node, receiver=here)).url == "http://localhost:9"
+        assert setup.add(msgspec.structs.replace(engine, receiver=here)).url == "http://localhost:9"
         with pytest.raises(SettingsError, match="is given twice"):
-            setup.add(node)
+            setup.add(engine)
         setup.remove("http://localhost:9")
 
 
@@ -330,7 +340,7 @@ async def test_an_engine_whose_files_are_wrong_leaves_no_file_behind(tmp_path: P
         before = repr(credentials)
         tls = EngineTls(ca=str(tmp_path / "nothing"))
         with pytest.raises(SettingsError):
-            setup.add(Node(url="https://127.0.0.1:9", role="decode", api_key_file=str(key), tls=tls))
+            setup.add(ConfiguredEngine(url="https://127.0.0.1:9", role="decode", api_key_file=str(key), tls=tls))
         assert repr(credentials) == before
 
         def fail(*_: object, **__: object) -> NoReturn:
@@ -339,7 +349,7 @@ async def test_an_engine_whose_files_are_wrong_leaves_no_file_behind(tmp_path: P
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(setup, "_client", fail)
             with pytest.raises(OSError, match="no client"):
-                setup.add(Node(url=ADDED, role="decode", api_key_file=str(key)))
+                setup.add(ConfiguredEngine(url=ADDED, role="decode", api_key_file=str(key)))
         assert repr(credentials) == before
         key.unlink()
         credentials.look()

@@ -55,7 +55,7 @@ async def test_an_engine_comes_and_goes(capsys: pytest.CaptureFixture[str]) -> N
         code, out, err = await run("add", name, "--role", "decode", "--label", "rack=7", "--wait")
         assert (code, err) == (0, "")
         assert out.startswith("added: it stays until this process ends")
-        assert w.proxy.engines[new.url].node.up
+        assert w.proxy.engines[new.url].in_ledger.up
         assert w.proxy.membership.members[new.url].settings.labels == {"rack": "7"}
         code, out, err = await run("drain", name, "--wait", "--seconds", "30")
         assert (code, out, err) == (0, "draining: it gets no more requests until it is undrained\n", "")
@@ -65,7 +65,7 @@ async def test_an_engine_comes_and_goes(capsys: pytest.CaptureFixture[str]) -> N
         assert line.split()[:5] == [engine_id(new.url), "decode", new.url, "drained", "draining"]
         assert "drained by admin" in line
         assert (await run("undrain", engine_id(new.url), "--wait"))[0] == 0
-        assert w.proxy.engines[new.url].node.available
+        assert w.proxy.engines[new.url].in_ledger.available
         code, out, _ = await run("list", "--json")
         assert {one["url"] for one in json.loads(out)["engines"]} == {one.url for one in w.engines}
         code, out, _ = await run("remove", new.url, "--wait", "--json")

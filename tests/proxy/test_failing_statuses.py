@@ -89,8 +89,8 @@ async def test_a_decode_engines_error_before_its_first_data(path: str, status: i
                 text(path) if stream else 1,
             )
         assert await shut_out(w) == ([first.url] if SHUTS_OUT[status] else [])
-        assert not any(node.failures for node in w.proxy.ledger.nodes)
-        assert first.url not in {n.url for n in w.proxy.ledger.nodes if n.down_because is not None}
+        assert not any(engine.failures for engine in w.proxy.ledger.engines)
+        assert first.url not in {n.url for n in w.proxy.ledger.engines if n.down_because is not None}
 
 
 @STATUS

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.scheduling.nodes import Role
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import world as worlds
@@ -228,14 +228,14 @@ class Mooncake(Contract):
     async def recover(self, stage: Stage, case: Kept) -> None:
         await revive(stage.engines)
         await stage.world.probe()
-        await until(lambda: all(node.kv_not_ready is None for node in stage.world.proxy.ledger.nodes))
+        await until(lambda: all(engine.kv_not_ready is None for engine in stage.world.proxy.ledger.engines))
         await stage.clock.through(stage.world.quiet(), STEP)
 
     async def ends(self, stage: Stage, case: Kept) -> None:
         for one in stage.engines:
             one.engine.expire_leases()
         left = {one.url for one in stage.engines if stage.world.metric("pdproxy_kv_stuck", node=one.url)}
-        decodes = {node.url for node in stage.world.proxy.ledger.nodes if node.role is Role.DECODE}
+        decodes = {engine.url for engine in stage.world.proxy.ledger.engines if engine.role is Role.DECODE}
         assert left <= decodes
         if case[0] == "prefill" and case[1] in GONE:
             left |= decodes  # until they give up a worker that is gone
@@ -334,7 +334,7 @@ async def test_what_a_client_sees(
     own, case = CONTRACTS[contract], (role, kind, moment, stream, kept)
     clock = ManualClock()
     async with own.run(case, clock) as stage:
-        stage.fails.faults.add(Fault(kind=kind, at=moment))
+        stage.fails.faults.add(PlannedFault(kind=kind, at=moment))
         for _ in range(stage.tries):
             asked = stage.ask(stream)
             answer = await (clock.through(asked, own.step) if own.waits(*case) else asked)

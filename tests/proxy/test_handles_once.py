@@ -19,7 +19,7 @@ from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, TurnReu
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.upstream.client import EngineClient
 from pdproxy.wire.notices import Notice, NoticeEvent
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.journal import Request
 from pdproxy_lab.sim.server import SimServer
@@ -134,13 +134,13 @@ async def test_an_api_that_is_gone_behind_a_request(connector: str, moment: Mome
     async with pool_of(connector) as pair:
         text = await warm(pair)
         asked = len(pair.d.requests), len(pair.p.requests)
-        pair.d.faults.add(Fault(kind="reset", at=moment))
+        pair.d.faults.add(PlannedFault(kind="reset", at=moment))
         answer = await pair.ask(COMPLETIONS, completion(stream=stream))
         assert answer.status == 200
         assert (answer.text if stream else answer.json["choices"][0]["text"]) == text
         (failed,) = pair.world.events(LegFailed)
         assert failed.node == pair.d.url
-        assert pair.world.workers[0].ledger.nodes[0].failures == 0
+        assert pair.world.workers[0].ledger.engines[0].failures == 0
         ids = [id_of(one) for one in list(pair.d.requests)[asked[0] :]]
         if connector in (PUSH, "cpu"):  # whose engines find each other by it
             assert len({one for one in ids if not one.startswith("release")}) >= 2
@@ -157,7 +157,7 @@ async def test_a_notice_while_it_connects(monkeypatch: pytest.MonkeyPatch, route
         text = await warm(pair, route, body)
         held = HeldBack(monkeypatch, pair.world.proxy.custodian)
         connecting = Connecting(pair, pair.d, monkeypatch)
-        pair.d.faults.add(Fault(kind="restart", at="last_chunk"))
+        pair.d.faults.add(PlannedFault(kind="restart", at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(route, body))
         await connecting.has_begun()
         await until(lambda: any(one.event is NoticeEvent.LOADED for one in held.notices))
@@ -177,7 +177,7 @@ async def test_blocks_that_others_have_taken_are_not_read(monkeypatch: pytest.Mo
         text = await warm(pair)
         held = HeldBack(monkeypatch, pair.world.proxy.custodian)
         connecting = Connecting(pair, pair.d, monkeypatch)
-        pair.d.faults.add(Fault(kind="restart", at="last_chunk"))
+        pair.d.faults.add(PlannedFault(kind="restart", at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
         await connecting.has_begun()
         await until(lambda: len(pair.p.engine.handles) <= 1)
@@ -198,7 +198,7 @@ async def test_a_kept_turn_is_given_once(monkeypatch: pytest.MonkeyPatch) -> Non
         pair.p.engine._core.pool.forget_all()  # type: ignore[union-attr]
         pair.p.requests.clear()
         connecting = Connecting(pair, pair.p, monkeypatch)
-        pair.p.faults.add(Fault(kind="restart", at="last_chunk"))
+        pair.p.faults.add(PlannedFault(kind="restart", at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(CHAT, body))
         await connecting.has_begun()
         await until(lambda: not pair.d.engine.handles)
@@ -239,7 +239,7 @@ async def test_kv_that_is_being_released_is_not_read(monkeypatch: pytest.MonkeyP
         take = custodian.take
         monkeypatch.setattr(custodian, "take", lambda *given: made.append(take(*given)) or made[-1])  # type: ignore[func-returns-value]
         connecting = Connecting(pair, pair.d, monkeypatch)
-        pair.d.faults.add(Fault(kind="restart", at="handed_over"))
+        pair.d.faults.add(PlannedFault(kind="restart", at="handed_over"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
         await until(lambda: made and made[0].was_asked)
         made[0].not_read()  # as for a notice of the decode engine
@@ -318,7 +318,7 @@ async def test_a_prefill_beside_the_answer_is_not_sent_for_nothing(
     async with pool(connector, d={"hardware": Hardware()}) as pair:
         await known(pair)
         connecting = Connecting(pair, pair.p, monkeypatch)
-        pair.p.faults.add(Fault(kind="reset", at="last_chunk"))
+        pair.p.faults.add(PlannedFault(kind="reset", at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=stream, max_tokens=400)))
         if connector == PUSH:
             await connecting.has_begun()
@@ -346,7 +346,7 @@ async def test_a_notice_of_a_leg_that_has_failed_has_its_kv_released(
         orphans = pair.world.proxy.custodian.orphans
         held = HeldBack(monkeypatch, orphans, returned=True)
         connecting = Connecting(pair, pair.p, monkeypatch)
-        pair.p.faults.add(Fault(kind=kind, at="last_chunk"))
+        pair.p.faults.add(PlannedFault(kind=kind, at="last_chunk"))
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
         await connecting.has_begun()
         await until(lambda: held.notices)
@@ -406,7 +406,7 @@ async def test_a_lease_that_ends_while_the_engine_is_connected_to(monkeypatch: p
         connecting.goes_on()
         assert (await asked).json["choices"][0]["text"] == text
         assert len(pair.d.requests) == before + 1
-        assert worker.engines[pair.d.url].node.failures == 0
+        assert worker.engines[pair.d.url].in_ledger.failures == 0
         assert len(pair.p.requests) >= 2
 
 
@@ -440,7 +440,7 @@ async def test_a_refusal_of_what_the_client_has_not_sent_is_ours(error: dict[str
         assert answer.json["error"]["type"] == "InternalServerError"
         assert b"json_invalid" not in answer.body
         assert w.engines[1] is w.decode[0]
-        assert all(worker.engines[w.decode[0].url].node.failures == 0 for worker in w.workers)
+        assert all(worker.engines[w.decode[0].url].in_ledger.failures == 0 for worker in w.workers)
         await w.quiet()
 
 

@@ -16,11 +16,11 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import Enquiry, HealthCanary
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.reply import ScriptedReply
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.clock import let_loop_time_pass
 from tests.fakes.recorder import Recorder
@@ -39,8 +39,8 @@ class Asked(Recorder):
         super().__init__()
         self.admin = EngineAdmin(deadlines=Deadlines(probe=10))
         self.canary = HealthCanary(self.admin, Observers([self]), {"decode", "any"}, Health(canary_timeout=timeout))
-        node = Node(NodeSpec(sim.url, Role.DECODE), EVIDENCE)
-        self.engine = Engine(node, SimpleNamespace(), ranks=sim.facts.data_parallel_size)  # type: ignore[arg-type]
+        engine = LedgerEngine(EngineSpec(sim.url, Role.DECODE), EVIDENCE)
+        self.engine = Engine(engine, SimpleNamespace(), ranks=sim.facts.data_parallel_size)  # type: ignore[arg-type]
 
     async def works(self, rank: int | None = None) -> bool | None:
         return await self.canary.works(self.engine, rank)
@@ -101,7 +101,7 @@ async def test_each_rank_is_asked_by_itself() -> None:
 async def test_what_an_answer_shows(status: int, body: bytes, works: bool | None) -> None:
     """A refusal comes from the API server, and shows nothing of the core. Nor does something that is no completion."""
 
-    async def answers(reply: Reply) -> None:
+    async def answers(reply: ScriptedReply) -> None:
         await reply.whole(body, status)
 
     async with asked() as a:
@@ -113,9 +113,9 @@ async def test_who_may_be_asked() -> None:
     """Roles that serve plain requests, of which a model is known."""
     async with asked() as a:
         assert a.canary.may_ask(a.engine)
-        a.engine.node.evidence = None
+        a.engine.in_ledger.evidence = None
         assert not a.canary.may_ask(a.engine)
-        prefill = Engine(Node(NodeSpec(a.sim.url, Role.PREFILL), EVIDENCE), SimpleNamespace())  # type: ignore[arg-type]
+        prefill = Engine(LedgerEngine(EngineSpec(a.sim.url, Role.PREFILL), EVIDENCE), SimpleNamespace())  # type: ignore[arg-type]
         assert not a.canary.may_ask(prefill)
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from pdproxy.kit.workers import Workers
+from pdproxy.kit.process_pool import ProcessPool
 from pdproxy.observe.events import ServedAlone
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.request import body_reader, prompt_list
@@ -185,17 +185,17 @@ async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.Mon
         assert len((await w.ended()).legs) == _Counted.made
 
 
-class _Asleep(Workers):
+class _Asleep(ProcessPool):
     """Readers whose work never ends."""
 
     async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray, end: float) -> bytes | memoryview:
         return await super().ask(asker, b"sleep", data, end)
 
 
-def asleep(monkeypatch: pytest.MonkeyPatch, w: World, waiting: int) -> Workers:
+def asleep(monkeypatch: pytest.MonkeyPatch, w: World, waiting: int) -> ProcessPool:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     return _Asleep(
-        "tests.fakes.slow_worker", max_workers=1, waiting=waiting, memory=512 * MIB, idle=60, clock=w.proxy.clock
+        "tests.fakes.slow_worker", max_processes=1, waiting=waiting, memory=512 * MIB, idle=60, clock=w.proxy.clock
     )
 
 

@@ -113,7 +113,7 @@ async def test_an_answer_without_end_is_tried_elsewhere(name: str) -> None:
         answer = await w.ask(COMPLETIONS, completion())
         assert (answer.status, answer.text) == (200, TEXT)
         assert script.sent < LET_THROUGH
-        assert w.proxy.ledger.nodes[2].failures == 1, "the breaker counts it"
+        assert w.proxy.ledger.engines[2].failures == 1, "the breaker counts it"
         assert [failed.node for failed in w.events(LegFailed)] == [first.url]
         await w.quiet()
         assert [event.end for event in w.events(HandleEnded)] == ["released", "loaded"]
@@ -136,7 +136,7 @@ async def test_an_answer_that_is_too_large_is_not_tried_elsewhere(name: str) -> 
             assert "127.0.0.1" not in answer.json["error"]["message"]
         assert sum(len(engine.requests) for engine in w.decode) == 3
         assert max(script.sent for script in scripts_) < 3 * LET_THROUGH
-        assert not any(node.failures for node in w.proxy.ledger.nodes)
+        assert not any(ledger_engine.failures for ledger_engine in w.proxy.ledger.engines)
         assert not w.proxy.ledger.transfers.suspects
         assert not w.events(LegFailed)
 
@@ -151,7 +151,7 @@ async def test_a_stream_without_data_is_tried_elsewhere(name: str) -> None:
         assert (answer.status, answer.text) == (200, CHAT_TEXT)
         assert script.sent < LET_THROUGH
         assert w.metric("pdproxy_deadline_total", wait="first_token") == 0
-        assert w.proxy.ledger.nodes[2].failures == 1
+        assert w.proxy.ledger.engines[2].failures == 1
         await w.quiet()
         w.books.history.clear()
         w._recorder.events.clear()
@@ -200,7 +200,7 @@ async def test_a_stream_that_goes_wrong_behind_its_data(piece: bytes, failures: 
         answer = await client.rest(head)
         assert b'{"error":{"message":"the engine sent' in answer.body[-300:]
         assert script.sent < LET_THROUGH
-        assert w.proxy.ledger.nodes[1].failures == failures
+        assert w.proxy.ledger.engines[1].failures == failures
 
 
 PREFILLS = {
@@ -220,7 +220,7 @@ async def test_a_prefill_without_end(name: str) -> None:
         answer = await w.ask(COMPLETIONS, completion())
         assert (answer.status, answer.text) == (200, TEXT)
         assert script.sent < LET_THROUGH
-        assert w.proxy.ledger.nodes[1].failures == 1
+        assert w.proxy.ledger.engines[1].failures == 1
         await w.quiet()
         assert w.books.endings == {"loaded": 1}
 
@@ -255,7 +255,7 @@ async def test_many_answers_share_one_room() -> None:
         answer = await w.ask(COMPLETIONS, completion())
         assert answer.status == 503
         assert "limits.max_buffered_answer_bytes" in answer.json["error"]["message"]
-        assert w.proxy.ledger.nodes[1].failures == 0
+        assert w.proxy.ledger.engines[1].failures == 0
         go.set()
         assert {one.status for one in await asyncio.gather(*asked)} == {200}
         assert (await w.ask(COMPLETIONS, completion())).status == 200
@@ -284,7 +284,7 @@ async def test_a_passed_answer_without_end(name: str) -> None:
         assert "limits.max_answer_bytes" in answer.json["error"]["message"]
         assert script.sent < LET_THROUGH
         assert len(seen) == 1
-        assert not any(node.failures for node in w.proxy.ledger.nodes)
+        assert not any(engine.failures for engine in w.proxy.ledger.engines)
 
 
 @pytest.mark.parametrize("piece", [b"x" * 8192, b'data: {"sequence_number":' + b"9" * 8000])
@@ -296,7 +296,7 @@ async def test_a_passed_event_without_end(piece: bytes) -> None:
         answer = await w.ask(RESPONSES, responses(stream=True))
         assert answer.status == 502
         assert script.sent < LET_THROUGH
-        assert (len(seen), w.proxy.ledger.nodes[1].failures) == (1, 0)
+        assert (len(seen), w.proxy.ledger.engines[1].failures) == (1, 0)
 
 
 async def test_a_number_that_no_counter_has() -> None:
@@ -376,10 +376,10 @@ async def test_an_engine_whose_pages_have_no_end_does_not_come_up(name: str) -> 
 
     async with world(probed=False, before=before) as w:
         await w.probe()
-        why = w.proxy.ledger.nodes[1].down_because or ""
+        why = w.proxy.ledger.engines[1].down_because or ""
         assert said in why
         assert len(why) < 500
-        assert w.proxy.ledger.nodes[0].up
+        assert w.proxy.ledger.engines[0].up
         if isinstance(script, Endless):
             assert script.sent < LET_THROUGH + 8 * MIB
 
@@ -393,7 +393,7 @@ async def test_a_health_page_without_end() -> None:
     script = Endless(*WHOLE["an answer in chunks"])
     async with world(probed=False, before=before) as w:
         await w.probe()
-        assert w.proxy.ledger.nodes[1].up
+        assert w.proxy.ledger.engines[1].up
         assert script.sent < LET_THROUGH
 
 
@@ -406,5 +406,5 @@ async def test_words_of_an_engine_are_cut() -> None:
 
     async with world(probed=False, before=before) as w:
         await w.probe()
-        assert len(w.proxy.ledger.nodes[1].evidence.version) < 200  # type: ignore[union-attr]
+        assert len(w.proxy.ledger.engines[1].evidence.version) < 200  # type: ignore[union-attr]
         assert all(len(one) < 2000 for one in w.proxy.ledger.shortcomings(0.0))

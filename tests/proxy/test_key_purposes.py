@@ -11,7 +11,7 @@ import pytest
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.exposed_files import exposure
 from pdproxy.cli.main import main
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.pools import Pool
@@ -29,8 +29,8 @@ ENGINES = f"{BASE}/engines"
 
 
 def settings(**auth: object) -> Settings:
-    node = Node(url="http://e:1", role="aggregated", api_key="key-of-one-engine")
-    return Settings(pools=(Pool(nodes=(node,)),), auth=Auth(**auth))  # type: ignore[arg-type]
+    engine = ConfiguredEngine(url="http://e:1", role="aggregated", api_key="key-of-one-engine")
+    return Settings(pools=(Pool(nodes=(engine,)),), auth=Auth(**auth))  # type: ignore[arg-type]
 
 
 # -- two purposes

@@ -387,8 +387,8 @@ async def test_an_engine_may_have_a_key_of_its_own(tmp_path: Path) -> None:
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
         first, second = pool.nodes
-        nodes = (first, msgspec.structs.replace(second, api_key_file=str(path)))
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
+        engines = (first, msgspec.structs.replace(second, api_key_file=str(path)))
+        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=engines),))
 
     async with world(auth={"api_keys": ("mine",), "engine_api_key": "common-key"}, adjust=adjust) as w:
         assert (await w.ask(CHAT, chat(), bearer("mine"))).status == 200

@@ -14,9 +14,9 @@ from pdproxy.app.compose import Proxy
 from pdproxy.fleet import kv_source
 from pdproxy.fleet.kv_sources import NONE
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.health import Probes
-from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import EngineKvEvents, KvEvents
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.sim.facts import KvEventsConfig
@@ -318,7 +318,7 @@ async def test_settings_override_what_an_engine_answers(stack: AsyncExitStack) -
     sim = await engine(stack)
     found = sim.engine.kv_events.sources[0]
     sim.faults.add("status@queued:path=/kv_event_sources,status=404,rate=1")
-    own = NodeKvEvents(endpoint=found.endpoint, replay_endpoint=found.replay_endpoint, topic="t")
+    own = EngineKvEvents(endpoint=found.endpoint, replay_endpoint=found.replay_endpoint, topic="t")
     read = await reader(stack, ON, {sim.url: own})
     await complete(sim, prompt(0))
     await read.follow(sim)
@@ -383,8 +383,8 @@ async def test_a_removed_engine_leaves_nothing(stack: AsyncExitStack) -> None:
 async def test_a_proxy_reads_the_events_of_engines_that_it_probes(stack: AsyncExitStack) -> None:
     """Found by a probe, found again after a restart at another address, named in `/ready` and on the page of metrics."""
     sim, other, index = await engine(stack), await engine(stack, None), PlainIndex()
-    nodes = tuple(Node(url=one.url, role="aggregated") for one in (sim, other))
-    settings = Settings(pools=(Pool(kv_events=ON, nodes=nodes),), probes=Probes(interval=0.02, scrape_interval=0.02))
+    engines = tuple(ConfiguredEngine(url=one.url, role="aggregated") for one in (sim, other))
+    settings = Settings(pools=(Pool(kv_events=ON, nodes=engines),), probes=Probes(interval=0.02, scrape_interval=0.02))
     proxy = Proxy.build(settings, index=index)
     assert proxy.kv_events is not None
     proxy.start()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdproxy.fleet import kv_events, kv_source
-from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import EngineKvEvents, KvEvents
 from pdproxy.wire.kv_events import MAX_BYTES
 from tests.fakes.kv_index import payload, removed, stored
 from tests.proxy.kv_events import Publisher, Reader, reading
@@ -30,7 +30,7 @@ def publisher() -> Iterator[Publisher]:
 @pytest.fixture
 async def read(publisher: Publisher) -> AsyncIterator[Reader]:
     """A reader that is connected to the publisher, which answers no replays."""
-    own = {URL: NodeKvEvents(endpoint=publisher.endpoint)}
+    own = {URL: EngineKvEvents(endpoint=publisher.endpoint)}
     async with reading(KvEvents(enabled=True), own) as made:
         made.add(URL)
         made.up(URL)
@@ -155,7 +155,7 @@ async def test_a_replay_endpoint_that_sends_garbage_ends_the_replay(publisher: P
 
     router = publisher.context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    own = {URL: NodeKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")}
+    own = {URL: EngineKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")}
     async with reading(KvEvents(enabled=True), own) as read:
         read.add(URL)
         read.up(URL)
@@ -173,7 +173,7 @@ async def test_a_replay_that_never_ends_is_ended(publisher: Publisher, monkeypat
     router = publisher.context.socket(zmq.ROUTER)
     router.setsockopt(zmq.SNDHWM, 10)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    own = {URL: NodeKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")}
+    own = {URL: EngineKvEvents(endpoint=publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}")}
     async with reading(KvEvents(enabled=True), own) as read:
         read.add(URL)
         read.up(URL)

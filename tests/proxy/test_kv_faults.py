@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.fleet.entries import Entries, PoolEngines
+from pdproxy.fleet.entries import EngineEntries, PoolEngines
 from pdproxy.observe.events import LegFailed, NodeChanged, TransferFaultSeen
 from tests.fakes import answers, scripts, several
 from tests.fakes.clock import ManualClock
@@ -88,8 +88,8 @@ async def test_a_decode_engine_that_loads_nothing(ask: str, event: bool) -> None
         await several_asked(w, ask)
         assert legs(bad) == before
         assert f"decode {bad.url}: the KV of 3 prompts in a row could not be loaded there" in await details(w)
-        node = w.proxy.engines[bad.url].node
-        assert node.state(clock.now()) == "kv_failing"
+        engine = w.proxy.engines[bad.url].in_ledger
+        assert engine.state(clock.now()) == "kv_failing"
         assert w.metric("pdproxy_node_state", node=bad.url, state="kv_failing") == 1
         assert w.metric("pdproxy_kv_faults", kind="decode") == 1
         assert w.metric("pdproxy_kv_faults_found_total", kind="decode") == 1
@@ -104,7 +104,7 @@ async def test_a_decode_engine_that_loads_nothing(ask: str, event: bool) -> None
         await several_asked(w, ask, 6)
         assert not faults(w)
         assert w.events(TransferFaultSeen)[-1].over
-        assert node.state(clock.now()) == "up"
+        assert engine.state(clock.now()) == "up"
         assert await details(w) == ""
 
 
@@ -120,8 +120,8 @@ async def test_a_prefill_engine_from_which_nobody_loads(ask: str) -> None:
         await several_asked(w, ask)
         assert len(bad.requests) == before
         assert f"prefill {bad.url}: no decode engine could load the KV" in await details(w)
-        assert w.proxy.engines[bad.url].node.state(clock.now()) == "kv_failing"
-        assert all(w.proxy.engines[engine.url].node.state(clock.now()) == "up" for engine in w.decode)
+        assert w.proxy.engines[bad.url].in_ledger.state(clock.now()) == "kv_failing"
+        assert all(w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.decode)
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -132,7 +132,7 @@ async def test_a_link_between_two_that_work_with_others(ask: str) -> None:
         await several_asked(w, ask)
         assert faults(w) == {(p.url, d.url)}
         assert f"prefill {p.url} and decode {d.url}: the KV of 3 prompts" in await details(w)
-        assert all(w.proxy.engines[engine.url].node.state(clock.now()) == "up" for engine in w.engines)
+        assert all(w.proxy.engines[engine.url].in_ledger.state(clock.now()) == "up" for engine in w.engines)
         before = w.metric("pdproxy_leg_failures_total")
         await several_asked(w, ask)
         assert w.metric("pdproxy_leg_failures_total") == before
@@ -188,7 +188,7 @@ async def test_a_decode_engine_that_fails_in_its_streams_opens_its_breaker() -> 
         bad.default = fails_behind_data
         for _ in range(12):
             await w.ask(COMPLETIONS, completion(stream=True))
-        assert w.proxy.engines[bad.url].node.state(clock.now()) == "excluded"
+        assert w.proxy.engines[bad.url].in_ledger.state(clock.now()) == "excluded"
         assert not faults(w)
         down = [event for event in w.events(NodeChanged) if not event.up]
         assert [(event.node, event.state) for event in down] == [(bad.url, "excluded")]
@@ -210,7 +210,7 @@ async def test_a_prefill_engine_that_gives_no_handle() -> None:
         before = len(bad.requests)
         await several_asked(w, "completion")
         assert len(bad.requests) == before
-        assert w.proxy.engines[bad.url].node.state(clock.now()) == "kv_failing"
+        assert w.proxy.engines[bad.url].in_ledger.state(clock.now()) == "kv_failing"
         assert "it gave no KV that can be used" in await details(w)
 
 
@@ -220,7 +220,7 @@ async def test_entries_show_faults() -> None:
         bad, p = w.decode[1], w.prefill[1]
         bad.default = loads_nothing(lambda ident: ident == id_of(p))
         await several_asked(w, "completion")
-        made = Entries([PoolEngines("pool 0", w.proxy.membership, w.proxy.engines)], w.proxy.stalls._clock.now)
+        made = EngineEntries([PoolEngines("pool 0", w.proxy.membership, w.proxy.engines)], w.proxy.stalls._clock.now)
         entry = made.entry(bad.url)
         assert entry.health.state == "up"
         assert entry.pairs is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import COMPLETIONS, PROMPT, completion, world
@@ -34,7 +34,7 @@ async def _echo(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "lengths"), [(TEXTS, [len(Tokenizer().encode(t)) for t in TEXTS]), (IDS, [39, 40, 41])]
+    ("prompts", "lengths"), [(TEXTS, [len(BuiltInTokenizer().encode(t)) for t in TEXTS]), (IDS, [39, 40, 41])]
 )
 async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
     """Choices come in the list's order with their index, the usage is the sum, each prompt has a handle of its own."""
@@ -44,7 +44,7 @@ async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
         answer = await w.ask(COMPLETIONS, completion(prompt=prompts), [("x-request-id", "r")])
         assert answer.status == 200
         body = answer.json
-        last = [p[-1] if isinstance(p, list) else Tokenizer().encode(p)[-1] for p in prompts]
+        last = [p[-1] if isinstance(p, list) else BuiltInTokenizer().encode(p)[-1] for p in prompts]
         assert [(c["index"], c["text"]) for c in body["choices"]] == [(n, f"<{last[n]}>!") for n in range(3)]
         assert body["usage"]["prompt_tokens"] == sum(lengths)
         assert body["usage"]["completion_tokens"] == 6
@@ -94,12 +94,12 @@ async def test_a_streamed_list_is_merged(usage: bool) -> None:
         for chunk in chunks:
             for choice in chunk["choices"]:
                 texts[choice["index"]] += choice["text"]
-        assert texts == [f"<{Tokenizer().encode(text)[-1]}>!" for text in TEXTS]
+        assert texts == [f"<{BuiltInTokenizer().encode(text)[-1]}>!" for text in TEXTS]
         with_usage = [chunk for chunk in chunks if chunk.get("usage")]
         if usage:
             assert chunks[-1] is with_usage[0]
             assert chunks[-1]["choices"] == []
-            assert chunks[-1]["usage"]["prompt_tokens"] == sum(len(Tokenizer().encode(text)) for text in TEXTS)
+            assert chunks[-1]["usage"]["prompt_tokens"] == sum(len(BuiltInTokenizer().encode(text)) for text in TEXTS)
             assert chunks[-1]["usage"]["completion_tokens"] == 6
         assert len(with_usage) == (1 if usage else 0)
         await w.quiet()

@@ -62,7 +62,7 @@ async def streams(w: World, count: int) -> AsyncIterator[None]:
         client.send(request("POST", COMPLETIONS, completion(prompt=f"{STREAMS} {number}", stream=True, max_tokens=30)))
         assert (await client.head()).status == 200, "it has data"
         clients.append(client)
-    assert {node.requests for node in w.proxy.ledger.nodes} == {1 if count else 0}
+    assert {ledger_engine.requests for ledger_engine in w.proxy.ledger.engines} == {1 if count else 0}
     yield
     for client in clients:
         client.close()
@@ -343,8 +343,8 @@ async def test_it_comes_again_and_again_where_each_engine_is_busy() -> None:
         for number in range(8):
             body = completion(prompt=f"{honest} {number}")
             others.append(asyncio.ensure_future(ask(w, body, address=f"127.0.0.{10 + number}")))
-            await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == len(others))
-        assert [node.requests for node in w.proxy.ledger.nodes] == [1] * 8
+            await until(lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) == len(others))
+        assert [ledger_engine.requests for ledger_engine in w.proxy.ledger.engines] == [1] * 8
         for killed in (2, 3, 3, 3):
             assert refused(await ask(w, killer()))
             assert dead(engines) == killed
@@ -392,14 +392,18 @@ async def test_an_answer_that_needs_no_core_clears_nobody() -> None:
 
 async def left_by(w: World, body: dict[str, Any], path: str, address: str) -> SimServer:
     """Have a client send a request that stalls, and leave. Return the engine that has the request."""
-    before = {node.url: node.requests for node in w.proxy.ledger.nodes}
+    before = {ledger_engine.url: ledger_engine.requests for ledger_engine in w.proxy.ledger.engines}
     at_engines = sum(before.values())
     client = await w.client(address=address)
     client.send(request("POST", path, body))
-    await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) > at_engines)
-    (url,) = {node.url for node in w.proxy.ledger.nodes if node.requests > before[node.url]}
+    await until(lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) > at_engines)
+    (url,) = {
+        ledger_engine.url
+        for ledger_engine in w.proxy.ledger.engines
+        if ledger_engine.requests > before[ledger_engine.url]
+    }
     client.close()
-    await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == at_engines)
+    await until(lambda: sum(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines) == at_engines)
     return next(engine for engine in sims(w.aggregated) if engine.url == url)
 
 
@@ -422,7 +426,7 @@ async def test_who_leaves_before_the_engine_dies_is_counted(path: str, beside: b
             await w.probe()
             expected = [*range(1, losses + 1)]
             await until(lambda: [event.losses for event in w.events(EngineLost) if event.losses] == expected)  # noqa: B023
-            await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == (beside and 6 - losses))  # noqa: B023
+            await until(lambda: sum(engine.requests for engine in w.proxy.ledger.engines) == (beside and 6 - losses))  # noqa: B023
         assert refused(await ask(w, body, path, "127.0.0.2"))
         assert dead(sims(w.aggregated)) == 3
 
@@ -432,7 +436,7 @@ async def test_who_is_beside_one_that_has_left_is_not_blamed() -> None:
     async with world(0, 0, aggregated=1, limits=UNBROKEN, leaves=True) as w:
         stalling(w)
         asked = asyncio.ensure_future(ask(w, killer(), address="127.0.0.2"))
-        await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == 1)
+        await until(lambda: sum(engine.requests for engine in w.proxy.ledger.engines) == 1)
         await (await left_by(w, killer(1), COMPLETIONS, "127.0.0.1")).kill()
         await until(lambda: len(w.events(EngineLost)) == 2)
         assert {event.several for event in w.events(EngineLost)} == {True}
@@ -480,7 +484,7 @@ async def test_what_is_remembered_is_bounded() -> None:
     """Of fingerprints, clients and engines."""
     async with world(0, 0, aggregated=1, leaves=True) as w:
         lost = lost_of(w)
-        (node,) = w.proxy.ledger.nodes
+        (engine,) = w.proxy.ledger.engines
 
         async def gone(_: str) -> bool:
             return False
@@ -488,7 +492,7 @@ async def test_what_is_remembered_is_bounded() -> None:
         lost._detector._is_alive = gone
         for number in range(MOST_KEPT + 5):
             headers = LegHeaders(str(number), COMPLETIONS, (), (), client=str(number))
-            node.run_number = 10**6 + number
-            lost.broke(headers, node, ConnectionLostError("x"), lost._now(), streamed=False)
+            engine.run_number = 10**6 + number
+            lost.broke(headers, engine, ConnectionLostError("x"), lost._now(), streamed=False)
             await lost.judge(headers, {"prompt": msgspec.Raw(b"%d" % number)}, None)
         assert (len(lost._fingerprints), len(lost._clients), len(lost._detector._losses)) == (MOST_KEPT,) * 3

@@ -89,7 +89,7 @@ async def test_a_part_that_is_ended_as_its_engine_is_found_lost() -> None:
         lease = w.proxy.ledger.assign_alone(Ask("tiny", 1, lost._now()))
         assert lease is not None
         headers, fields = LegHeaders("x", COMPLETIONS, (), (), client="a"), {"prompt": msgspec.Raw(b"1")}
-        lost.broke(headers, lease.node, ConnectionLostError("x"), lost._now(), streamed=False)
+        lost.broke(headers, lease.engine, ConnectionLostError("x"), lost._now(), streamed=False)
         await lost._detector.find_out(headers.lost[0].broken[0].loss).wait()
         assert not lost.remembers
         lost.left(headers, [lease], fields, None)

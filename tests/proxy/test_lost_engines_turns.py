@@ -133,7 +133,7 @@ async def test_who_leaves_early_keeps_its_turn_for_a_moment(path: str) -> None:
     async with world(0, 0, aggregated=8, limits=UNBROKEN, leaves=True, clock=clock) as w:
         await limited(w)
         stalling(w)
-        at_engines = w.proxy.ledger.nodes
+        at_engines = w.proxy.ledger.engines
 
         async def come(number: int) -> Client:
             text = f"{MARK}, not known: {number}"
@@ -148,21 +148,21 @@ async def test_who_leaves_early_keeps_its_turn_for_a_moment(path: str) -> None:
             (await left_at(w, await come(10 * number))).close()
             for other in range(1, 4):
                 client = await come(10 * number + other)
-                assert not sum(node.requests for node in at_engines)
+                assert not sum(engine.requests for engine in at_engines)
                 client.close()
                 await later()
             await clock.advance(SOON)
         waits = [await come(number) for number in range(100, 103)]
-        assert sum(node.requests for node in at_engines) == 1
+        assert sum(engine.requests for engine in at_engines) == 1
         for client in waits:
             client.close()
 
 
 async def left_at(w: World, client: Client) -> Client:
     """Have a client leave whose request is at an engine."""
-    await until(lambda: sum(node.requests for node in w.proxy.ledger.nodes) == 1)
+    await until(lambda: sum(engine.requests for engine in w.proxy.ledger.engines) == 1)
     client.close()
-    await until(lambda: not sum(node.requests for node in w.proxy.ledger.nodes))
+    await until(lambda: not sum(engine.requests for engine in w.proxy.ledger.engines))
     return client
 
 

@@ -14,7 +14,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.member import MemberState
 from pdproxy.fleet.membership import SETTINGS
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.health import Health
 from pdproxy.settings.pools import PoolPolicy
@@ -47,13 +47,13 @@ async def started(w: World, role: str, **facts: object) -> FakeEngine:
     return engine
 
 
-def node(engine: FakeEngine) -> Node:
-    return Node(url=engine.url, role=engine.role)  # type: ignore[arg-type]
+def node(engine: FakeEngine) -> ConfiguredEngine:
+    return ConfiguredEngine(url=engine.url, role=engine.role)  # type: ignore[arg-type]
 
 
 async def up(w: World, engine: FakeEngine) -> None:
     """Wait until an engine is up."""
-    await until(lambda: w.proxy.engines[engine.url].node.up)
+    await until(lambda: w.proxy.engines[engine.url].in_ledger.up)
 
 
 async def gone(w: World, url: str) -> None:
@@ -109,7 +109,7 @@ async def test_nothing_is_left_of_an_engine_that_went(how: str, adjust: Callable
         client.post(COMPLETIONS, completion(stream=True))
         head = await client.head()
         assert await client.piece() == WORD
-        busy = {one.url for one in w.proxy.ledger.nodes if one.requests}
+        busy = {one.url for one in w.proxy.ledger.engines if one.requests}
         for engine in new:
             w.proxy.membership.remove(engine.url, "admin", at_once=how == "at once")
         if how == "drained":
@@ -137,7 +137,7 @@ async def test_a_prefill_engine_stays_until_its_kv_was_read() -> None:
         client.post(COMPLETIONS, completion())
         await w.decode[0].asked()
         (url,) = w.proxy.custodian.named() & {engine.url for engine in w.prefill}
-        assert w.proxy.engines[url].node.requests == 0
+        assert w.proxy.engines[url].in_ledger.requests == 0
         w.proxy.membership.drain(url, "admin", removes=True)
         await asyncio.sleep(0.1)
         assert w.proxy.membership.state(url) is MemberState.DRAINING
@@ -158,7 +158,7 @@ async def test_a_stream_that_is_too_late_goes_on_elsewhere() -> None:
         client.post(COMPLETIONS, completion(stream=True, max_tokens=TOKENS))
         head = await client.head()
         first = await client.piece()
-        (url,) = {one.url for one in w.proxy.ledger.nodes if one.requests}
+        (url,) = {one.url for one in w.proxy.ledger.engines if one.requests}
         w.proxy.membership.drain(url, "admin", seconds=0.0, removes=True)
         answer = await client.rest(head)
         assert replace(answer, body=first + answer.body).text == LONGER
@@ -196,14 +196,14 @@ async def test_a_fleet_that_changes_under_streaming_clients() -> None:
                 await asyncio.sleep(chance.random() * 0.02)
                 engine = chance.choice([*w.prefill, *w.decode])
                 url, member = engine.url, members.members.get(engine.url)
-                serving = [one for one in w.proxy.ledger.nodes if one.role.value == engine.role and one.available]
+                serving = [one for one in w.proxy.ledger.engines if one.role.value == engine.role and one.available]
                 if member is None:
                     members.add(node(engine), "admin")
                 elif member.drain is not None:
                     members.undrain(url, "admin") if chance.random() < 0.5 else members.drain(
                         url, "admin", removes=True
                     )
-                elif len(serving) > 2 or w.proxy.engines[url].node not in serving:
+                elif len(serving) > 2 or w.proxy.engines[url].in_ledger not in serving:
                     if chance.random() < 0.6:
                         members.remove(url, member.source, at_once=chance.random() < 0.3)
                         went.add(url)
@@ -225,13 +225,13 @@ async def test_a_fleet_that_changes_under_streaming_clients() -> None:
 async def test_many_engines_are_checked_together() -> None:
     """Adding hundreds takes a time that grows with their number. One that is wrong is named, and none of them comes."""
     async with world() as w:
-        others = [Node(url=f"http://127.0.0.1:{port}", role="decode") for port in range(1, 41)]
+        others = [ConfiguredEngine(url=f"http://127.0.0.1:{port}", role="decode") for port in range(1, 41)]
         checked: list[int] = []
         check = w.proxy.setup.checked_all
 
-        def checked_all(nodes: Sequence[Node]) -> list[Node]:
-            checked.append(len(nodes))
-            return check(nodes)
+        def checked_all(engines: Sequence[ConfiguredEngine]) -> list[ConfiguredEngine]:
+            checked.append(len(engines))
+            return check(engines)
 
         w.proxy.setup.checked_all = checked_all  # type: ignore[method-assign]
         wrong = msgspec.structs.replace(others[7], serves_whole=True)

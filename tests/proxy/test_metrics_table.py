@@ -6,12 +6,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy import __version__
 from pdproxy.app.heartbeat import LOOP_LATENESS
-from pdproxy.kit.errors import Fault, Reason, Wait
-from pdproxy.observe.description import REMOVED, Kind
+from pdproxy.kit.errors import Fault, RefusalReason, Wait
+from pdproxy.observe.description import REMOVED, MetricKind
 from pdproxy.observe.events import ALONE, WAITS
 from pdproxy.observe.requests import OUTCOMES, REASONS
 from pdproxy.serving.kv.custodian import ENDS, KV_HANDLES
-from pdproxy.serving.kv.custody import End, State
+from pdproxy.serving.kv.custody import CustodyState, End
 from pdproxy.serving.kv.ready import NOTICES
 from pdproxy.wire.notices import NoticeEvent
 from pdproxy.wire.request import Alone
@@ -35,12 +35,12 @@ def test_the_tables_label_values_are_those_of_the_code() -> None:
         return {value for value, _ in pairs}
 
     assert values(OUTCOMES) == {"ok", *(fault.value for fault in Fault)}
-    assert {reason for reason, _, _ in REASONS} == set(Reason)
+    assert {reason for reason, _, _ in REASONS} == set(RefusalReason)
     assert values(ALONE) == {one.value for one in Alone}
     assert values(WAITS) == {wait.value for wait in Wait}
     assert values(ENDS) == {end.value for end in End}
     assert set(NOTICES) == {event.value for event in NoticeEvent}
-    assert values(KV_HANDLES.labels[0].values) == {state.value for state in State}
+    assert values(KV_HANDLES.labels[0].values) == {state.value for state in CustodyState}
 
 
 async def test_the_page_has_the_metrics_of_the_table_and_no_others() -> None:
@@ -73,8 +73,8 @@ def test_the_table_describes_everything() -> None:
         assert one.name.startswith("pdproxy_")
         assert one.text
         assert one.unit
-        assert one.name.endswith("_total") == (one.kind is Kind.COUNTER), one.name
-        assert bool(one.bounds) == (one.kind is Kind.HISTOGRAM), one.name
+        assert one.name.endswith("_total") == (one.kind is MetricKind.COUNTER), one.name
+        assert bool(one.bounds) == (one.kind is MetricKind.HISTOGRAM), one.name
         for label in one.labels:
             assert bool(label.values) != bool(label.text), (one.name, label.name)
 
@@ -89,8 +89,8 @@ async def test_counters_begin_with_zero() -> None:
             for sample in family.samples
         }
         for one in METRICS:
-            for labels in one.series if one.kind is not Kind.GAUGE else ():
-                name = one.name if one.kind is Kind.COUNTER else f"{one.name}_count"
+            for labels in one.series if one.kind is not MetricKind.GAUGE else ():
+                name = one.name if one.kind is MetricKind.COUNTER else f"{one.name}_count"
                 key = name, *sorted(zip(one.label_names, labels, strict=True))
                 assert key in samples
                 assert samples[key] == 0 or one is LOOP_LATENESS, key
@@ -119,7 +119,7 @@ async def test_series_of_a_removed_engine_are_dropped() -> None:
     """Engines come and go for ever; what still ends at one that has gone is counted under one name."""
     async with world() as w:
         other = await add(w)
-        await until(lambda: w.proxy.engines[other.url].node.up)
+        await until(lambda: w.proxy.engines[other.url].in_ledger.up)
         for _ in range(4):
             await w.ask(COMPLETIONS, completion(stream=True))
         await w.ended(4)

@@ -41,7 +41,7 @@ def loses(*engines: FakeEngine) -> None:
 
 
 def has_model(w: World, engine: FakeEngine) -> bool:
-    return w.proxy.engines[engine.url].node.serves("tiny")
+    return w.proxy.engines[engine.url].in_ledger.serves("tiny")
 
 
 @pytest.mark.parametrize("ask", ASKS)
@@ -125,4 +125,4 @@ async def test_workers_know_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(1, 2, leaves=True) as w:
         w.workers[1].ledger.lost_model(w.decode[0].url, "tiny")
         await w.told()
-        assert [one.engines[w.decode[0].url].node.serves("tiny") for one in w.workers] == [False, False]
+        assert [one.engines[w.decode[0].url].in_ledger.serves("tiny") for one in w.workers] == [False, False]

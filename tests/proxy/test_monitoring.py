@@ -58,10 +58,10 @@ async def test_phases_and_first_tokens_of_streams_and_whole_answers(
         parts = [leg.prefill_s, leg.first_s, leg.decode_s, leg.whole_s]
         assert 0 < sum(part for part in parts if part is not None) <= ended.total_s - ended.queue_s
         for phase in measured:
-            node = leg.prefill if phase == "prefill" else leg.decode
-            assert node is not None
-            assert w.metric("pdproxy_node_legs_total", node=node, phase=phase) == 1
-            assert w.metric("pdproxy_node_leg_seconds_total", node=node, phase=phase) > 0
+            engine = leg.prefill if phase == "prefill" else leg.decode
+            assert engine is not None
+            assert w.metric("pdproxy_node_legs_total", node=engine, phase=phase) == 1
+            assert w.metric("pdproxy_node_leg_seconds_total", node=engine, phase=phase) > 0
 
 
 async def test_a_streams_phases_are_divided_at_its_first_data() -> None:
@@ -270,7 +270,7 @@ async def test_ready_is_degraded_if_no_pair_fits() -> None:
     async with world(probed=False) as w:
         w.prefill[0].admin["/version"] = scripts.whole(b'{"version":"0.9.9"}')
         w.proxy.start()
-        await until(lambda: all(node.probed for node in w.proxy.ledger.nodes))
+        await until(lambda: all(engine.probed for engine in w.proxy.ledger.engines))
         ready = (await w.get("/ready")).json
         assert (ready["ready"], ready["state"]) == (True, "degraded")
         assert "can be paired" in ready["details"][0]

@@ -10,7 +10,7 @@ import pytest
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.observe.events import HandleEnded, LegFailed, ServedAlone
 from pdproxy_lab.sim.facts import MooncakeFacts
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.reply import ScriptedReply
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.pool import Pair, pool
@@ -110,7 +110,7 @@ async def test_a_prefill_that_did_not_end_by_length_is_served_otherwise() -> Non
     """No KV is sent then. The decode leg is ended, and what its engine keeps is counted."""
     async with pool(MOONCAKE, limits={"attempts": 1}) as pair:
 
-        async def stops(reply: Reply) -> None:
+        async def stops(reply: ScriptedReply) -> None:
             choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
             usage_of = {"prompt_tokens": 9, "total_tokens": 10, "completion_tokens": 1}
             body = {"id": "c", "object": "text_completion", "created": 1, "model": "tiny", "choices": [choice]}
@@ -251,7 +251,7 @@ async def test_after_a_restart_the_new_engine_id_is_used() -> None:
         before = params(pair.d)["remote_engine_id"]
         await pair.p.restart()
         await pair.world.probe()
-        await until(lambda: all(node.kv_not_ready is None for node in pair.world.proxy.ledger.nodes))
+        await until(lambda: all(engine.kv_not_ready is None for engine in pair.world.proxy.ledger.engines))
         await same(pair, COMPLETIONS, completion(prompt=TEXT[1:]))
         assert params(pair.d)["remote_engine_id"] == pair.p.engine.engine_id != before
 
@@ -289,7 +289,7 @@ async def test_a_hostile_bootstrap_server_is_a_reason_and_no_crash(said: bytes) 
         answer = await pair.ask(COMPLETIONS, completion())
         assert answer.text == await text_of(pair)
         assert not pair.p.requests
-        why = pair.world.proxy.engines[pair.p.url].node.kv_not_ready or ""
+        why = pair.world.proxy.engines[pair.p.url].in_ledger.kv_not_ready or ""
         assert "can't be used: /query answered" in why
         assert len(why) < 2000
         assert ("more than 262144 bytes" in why) is (len(said) > 262144)

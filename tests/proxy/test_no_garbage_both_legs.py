@@ -12,7 +12,7 @@ from pdproxy.fleet.works import Works
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.serving.dispatch.decode_leg import ACCEPT_GRACE, COUNTS_GRACE
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.reply import ScriptedReply
 from tests.fakes import garbage
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock, later_turns
@@ -24,7 +24,7 @@ from tests.proxy.test_no_garbage_connectors import over
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
-Script = Callable[[Reply], Awaitable[None]]
+Script = Callable[[ScriptedReply], Awaitable[None]]
 
 
 @contextmanager

@@ -85,7 +85,7 @@ async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: boo
         await heard(pair)
         pair.p.faults.add("stall@handed_over")
         await same(pair, COMPLETIONS, completion(stream=stream))
-        (prefill,) = (node for node in pair.world.proxy.ledger.nodes if node.url == pair.p.url)
+        (prefill,) = (engine for engine in pair.world.proxy.ledger.engines if engine.url == pair.p.url)
         assert prefill.requests == 1, "its answer is still out"
         await clock.reach(7)
         await until(lambda: not prefill.requests)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pdproxy.app import server
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -95,9 +95,9 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def settings(connections: int, inflight: int) -> Settings:
-    nodes = (Node(url="http://a:1", role="prefill"), Node(url="http://b:1", role="decode"))
+    engines = (ConfiguredEngine(url="http://a:1", role="prefill"), ConfiguredEngine(url="http://b:1", role="decode"))
     limits = msgspec.structs.replace(Limits(), max_connections=connections, max_inflight=inflight)
-    return Settings(pools=(Pool(nodes=nodes),), limits=limits)
+    return Settings(pools=(Pool(nodes=engines),), limits=limits)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ async def test_ready_says_what_is_down() -> None:
         assert (await w.get("/ready")).status == 200
         changes = [(event.node, event.up) for event in w.events(NodeChanged)]
         decode = w.decode[0].url
-        assert [up for node, up in changes if node == decode] == [True, False, True]
+        assert [up for engine, up in changes if engine == decode] == [True, False, True]
 
 
 def unanswered(w: World) -> int:
@@ -261,7 +261,7 @@ async def test_an_engine_that_reports_its_longest_prompt_in_another_way_is_used(
         )
 
     async with world(before=reports) as w:
-        evidence = w.proxy.engines[w.prefill[0].url].node.evidence
+        evidence = w.proxy.engines[w.prefill[0].url].in_ledger.evidence
         assert evidence is not None
         assert evidence.max_model_len == known
         assert (await w.ask(COMPLETIONS, completion())).status == 200

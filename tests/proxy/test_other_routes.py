@@ -32,7 +32,7 @@ from tests.fakes.world import World, until, world
 
 def _own(proxy: Proxy) -> list[int]:
     """The requests that this worker has at each engine."""
-    return [node.requests - node.elsewhere[0] for node in proxy.ledger.nodes]
+    return [engine.requests - engine.elsewhere[0] for engine in proxy.ledger.engines]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -107,7 +107,7 @@ async def test_load_is_counted() -> None:
         seen = everyone(w, "/v1/embeddings", slow)
         asking = [asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny", "input": "x"})) for _ in range(2)]
         await until(lambda: len(seen) == 2)
-        assert [sum(nodes) for nodes in zip(*(_own(one) for one in w.workers), strict=True)] == [0, 1, 1]
+        assert [sum(engines) for engines in zip(*(_own(one) for one in w.workers), strict=True)] == [0, 1, 1]
         assert w.inflight == 2
         go.set()
         assert [(await one).status for one in asking] == [200, 200]

@@ -79,7 +79,7 @@ async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes
         assert b"http" not in last, "where engines are is not for clients"
         assert (await w.ended()).outcome == "engine"
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (then == "stall")
-        assert w.proxy.ledger.nodes[1].failures == 1
+        assert w.proxy.ledger.engines[1].failures == 1
 
 
 @pytest.mark.parametrize("path", STREAMED)
@@ -159,7 +159,7 @@ async def test_an_engine_that_is_not_there() -> None:
         w.decode[0].refuse()
         for _ in range(2):
             assert (await w.ask("/tokenize", {"model": "tiny", "prompt": "x"})).status == 200
-        assert [node.up for node in w.proxy.ledger.nodes] == [True, False, True]
+        assert [engine.up for engine in w.proxy.ledger.engines] == [True, False, True]
         await w.decode[0].listen()
 
 
@@ -175,8 +175,8 @@ async def test_the_breaker_hears_of_failures(path: str) -> None:
         everyone(w, path, script)
         answer = await w.ask(path, {"model": "tiny"})
         assert (answer.status, answer.body) == (500, own)
-        assert w.proxy.ledger.nodes[1].failures == 2
-        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service.resources.now())
+        assert w.proxy.ledger.engines[1].failures == 2
+        assert not w.proxy.ledger.engines[1].usable(w.proxy.service.resources.now())
 
 
 async def test_what_a_model_cannot_do_is_no_failure() -> None:
@@ -188,7 +188,7 @@ async def test_what_a_model_cannot_do_is_no_failure() -> None:
     async with world() as w:
         seen = everyone(w, "/v1/embeddings", script)
         assert (await w.ask("/v1/embeddings", {"model": "tiny", "input": "x"})).status == 501
-        assert (len(seen), w.proxy.ledger.nodes[1].failures) == (1, 0)
+        assert (len(seen), w.proxy.ledger.engines[1].failures) == (1, 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/score", "/v1/rerank"])
@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_ends_the_leg(stream: bool) -> None:
         ended = await w.ended()
         assert ended.outcome == "client_left"
         await w.quiet()
-        assert w.proxy.ledger.nodes[1].failures == 0
+        assert w.proxy.ledger.engines[1].failures == 0
 
 
 async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdproxy.observe.events import NodeChanged
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
@@ -30,7 +30,7 @@ def adjusted(settings: Settings) -> Settings:
 
 def states(w: World) -> list[str]:
     now = w.proxy.ledger
-    return [node.state(w.proxy.stalls._clock.now()) for node in now.nodes]
+    return [engine.state(w.proxy.stalls._clock.now()) for engine in now.engines]
 
 
 async def slowly(reply: Reply) -> None:

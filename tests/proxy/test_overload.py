@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from pdproxy.observe.events import NodeChanged
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 from tests.fakes import scripts
 from tests.fakes.clock import ManualClock
@@ -307,6 +307,8 @@ async def test_an_engine_that_refuses_by_its_queue_gets_no_more() -> None:
         clients[20].post(COMPLETIONS, completion())
         await until(lambda: sum(len(engine.requests) for engine in w.decode) == 26)
         await until(lambda: 20 <= places(w) <= 24)  # at once in the worker that was refused
-        assert all(engine.node.window for engine in w.proxy.engines.values() if engine.node.role is Role.DECODE)
+        assert all(
+            engine.in_ledger.window for engine in w.proxy.engines.values() if engine.in_ledger.role is Role.DECODE
+        )
         go.set()
         assert [(await client.answer()).status for client in clients] == [200] * 21

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes import answers
 from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, TEXT, chat, completion, world
@@ -154,7 +154,7 @@ async def test_the_decode_leg_carries_the_handle_verbatim_with_the_prompts_ids()
             ids = sent.pop("prompt_token_ids")
             assert sent == list(w.books.params.values())[number]
             assert ids == w.prefill[0].ids(w.prefill[0].requests[number])
-            assert PROMPT in Tokenizer().decode(ids)
+            assert PROMPT in BuiltInTokenizer().decode(ids)
 
 
 async def test_the_prefill_leg_is_cleaned() -> None:

@@ -76,10 +76,10 @@ async def test_engines_behind_a_path() -> None:
 
     def moved(settings: Settings) -> Settings:
         (pool,) = settings.pools
-        nodes = [
+        engines = [
             msgspec.structs.replace(node, url=f"http://127.0.0.1:{ports[node.role]}/{node.role}") for node in pool.nodes
         ]
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=tuple(nodes)),))
+        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=tuple(engines)),))
 
     ports = {role: free_port() for role in ("prefill", "decode")}
     async with AsyncExitStack() as stack, world(adjust=moved, probed=False) as w:

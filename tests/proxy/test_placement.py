@@ -70,7 +70,9 @@ async def test_what_must_be_whole_is_placed_whole_and_keeps_its_reason() -> None
         placement.usual = whole(1)
         assert (await w.ask(COMPLETIONS, completion(prompt="short"))).status == 200
         assert (placement.candidates[0].prefill, placement.candidates[0].decode) == ((), ())
-        assert [node.url for node in placement.candidates[0].whole] == [engine.url for engine in w.decode]
+        assert [ledger_engine.url for ledger_engine in placement.candidates[0].whole] == [
+            engine.url for engine in w.decode
+        ]
         assert (await w.ended()).legs[0].why_alone == "short_prompt"
         assert w.metric("pdproxy_alone_total", reason="short_prompt") == 1
         assert w.metric("pdproxy_alone_total", reason="decided") == 0
@@ -123,7 +125,7 @@ async def test_a_request_that_was_placed_whole_may_be_split_at_its_retry() -> No
         leg = (await w.ended()).legs[0]
         assert (leg.prefill, leg.decode, leg.why_alone) == (w.prefill[0].url, w.decode[1].url, None)
         assert leg.attempts == 2
-        assert w.decode[0].url not in {node.url for node in placement.candidates[1].whole}
+        assert w.decode[0].url not in {engine.url for engine in placement.candidates[1].whole}
         assert [one.choice for one in w.events(Decided)] == ["whole", "split"]
 
 

@@ -199,8 +199,8 @@ async def test_an_adapter_of_one_engine_of_a_pool(others: int) -> None:
     async with pools(PoolOf("a", alone=2), *[PoolOf("b")] * others, probes=0.05) as w:
         first, second = w.engines[0]
         assert await post(second, "/v1/load_lora_adapter", lora) == 200
-        node = w.world.proxy.engines[second.url].node
-        await until(lambda: node.serves("poet"))
+        ledger_engine = w.world.proxy.engines[second.url].in_ledger
+        await until(lambda: ledger_engine.serves("poet"))
         before = [len(engine.requests) for engine in (first, second)]
         for _ in range(6):
             assert await w.model_of("poet") == "poet"
@@ -217,7 +217,7 @@ async def test_a_pool_that_is_down() -> None:
         PoolOf("a", settings={"weight": 100}), PoolOf("b", settings={"aliases": {"a": "b"}}), probes=0.05
     ) as w:
         await w.engines[0][0].stop()
-        await until(lambda: not w.world.proxy.pools[0].ledger.nodes[0].available)
+        await until(lambda: not w.world.proxy.pools[0].ledger.engines[0].available)
         ready = await w.world.get("/ready")
         assert (ready.status, ready.json["state"]) == (200, "degraded")
         assert ready.json["details"][0].startswith("pool pool 0: no decode or aggregated engine is up")
@@ -225,7 +225,7 @@ async def test_a_pool_that_is_down() -> None:
         assert await w.listed() == ["b", "a"]
         assert w.world.metric("pdproxy_state", state="degraded") == 1
         await w.engines[1][0].stop()
-        await until(lambda: not w.world.proxy.pools[1].ledger.nodes[0].available)
+        await until(lambda: not w.world.proxy.pools[1].ledger.engines[0].available)
         ready = await w.world.get("/ready")
         assert (ready.status, ready.json["state"]) == (503, "not_ready")
         assert all(name in ready.json["reason"] for name in ("pool pool 0: ", "pool pool 1: "))

@@ -230,7 +230,7 @@ async def test_an_attempt_that_cannot_be_prepared_leaks_nothing(monkeypatch: pyt
         with monkeypatch.context() as patch:
             patch.setattr(Attempt, "_named_dispatch", fails)
             assert (await pair.ask(COMPLETIONS, completion())).status == 500
-        assert [node.requests for one in pair.world.workers for node in one.ledger.nodes if node.requests] == []
+        assert [engine.requests for one in pair.world.workers for engine in one.ledger.engines if engine.requests] == []
         assert (await pair.ask(COMPLETIONS, completion())).status == 200
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.differential.alike import difference
 from tests.differential.stage import stage
 from tests.fakes.client import exchange, request
 from tests.fakes.passed import HANDLE, MESSAGES, RESPONSES, message, responses
 from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
 
-IDS = Tokenizer().encode("another prompt than the messages, long enough for some blocks of KV")
+IDS = BuiltInTokenizer().encode("another prompt than the messages, long enough for some blocks of KV")
 BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
 PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]
 

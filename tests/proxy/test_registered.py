@@ -14,9 +14,9 @@ import zmq
 from pdproxy.fleet.engine import Engine
 from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.serving.kv import late_close
-from pdproxy.settings.engines import Facts as NodeFacts
+from pdproxy.settings.engines import Facts as EngineFacts
 from pdproxy.settings.errors import SettingsError
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
@@ -155,7 +155,7 @@ async def test_a_mode_that_the_other_engine_does_not_have() -> None:
 async def test_engines_behind_another_address() -> None:
     """What they register is not where the proxy reaches them: without the setting they are named."""
     own = {"everybody": {"registered_as": "10.7.7.7:1"}, "d": {"registered_as": "10.7.7.7:2"}}
-    given = {"prefill": NodeFacts(registered_as="10.7.7.7:1"), "decode": NodeFacts(registered_as="10.7.7.7:2")}
+    given = {"prefill": EngineFacts(registered_as="10.7.7.7:1"), "decode": EngineFacts(registered_as="10.7.7.7:2")}
     async with run("read", **own, node_facts=given) as f:
         assert (await f.ask(COMPLETIONS, completion())).status == 200
         assert len(f.d[0].requests) == 1
@@ -215,7 +215,7 @@ async def test_silence_and_return_under_traffic(kind: str) -> None:
         silent.engine.link.silent = True
         await f.registered(2)
         # Legs that were leased before, of any worker: each sees the others' a moment later.
-        await until(lambda: not any(one.engines[silent.url].node.requests for one in f.world.workers))
+        await until(lambda: not any(one.engines[silent.url].in_ledger.requests for one in f.world.workers))
         before = len(silent.requests)
         await asyncio.sleep(0.2)
         assert len(silent.requests) == before
@@ -257,7 +257,7 @@ async def test_a_restart_with_another_address(kind: str) -> None:
 async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
     """KV that no decode engine will read is released, or is written and read in vain."""
     async with run(kind) as f:
-        f.p[0].faults.add(Fault(kind="slow", at="head", args={"delay": 0.2}))
+        f.p[0].faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.2}))
         client = await f.world.client()
         client.send(request("POST", path, completion() if path == COMPLETIONS else chat()))
         await until(lambda: len(f.p[0].requests) == 1)
@@ -298,7 +298,7 @@ async def test_a_client_that_leaves_while_d_waits_for_a_writer(
 @ALL
 async def test_a_client_that_leaves_a_stream(kind: str) -> None:
     async with run(kind, everybody={}) as f:
-        f.d[0].faults.add(Fault(kind="slow", at="mid_stream", args={"delay": 0.1}))
+        f.d[0].faults.add(PlannedFault(kind="slow", at="mid_stream", args={"delay": 0.1}))
         client = await f.world.client()
         client.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=200)))
         await client.head()
@@ -321,7 +321,7 @@ async def test_a_request_that_only_d_refuses(kind: str) -> None:
 @ALL
 async def test_a_p_that_fails_is_replaced(kind: str) -> None:
     async with run(kind, 2, 1) as f:
-        f.p[0].faults.add(Fault(kind="status", at="queued"))
+        f.p[0].faults.add(PlannedFault(kind="status", at="queued"))
         for _ in range(3):
             answer = await f.ask(COMPLETIONS, completion())
             assert answer.status == 200
@@ -332,7 +332,7 @@ async def test_a_p_that_fails_is_replaced(kind: str) -> None:
 async def test_a_d_that_dies_is_replaced(kind: str) -> None:
     async with run(kind, 1, 2) as f:
         dying = f.d[0]
-        dying.faults.add(Fault(kind="reset", at="queued"))
+        dying.faults.add(PlannedFault(kind="reset", at="queued"))
         for _ in range(3):
             answer = await f.ask(COMPLETIONS, completion())
             assert answer.status == 200
@@ -372,7 +372,7 @@ async def test_a_writer_that_is_gone_ends_at_a_deadline() -> None:
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
 async def test_both_orders_of_a_writer(dispatch: str) -> None:
     async with run("write", dispatch=dispatch) as f:
-        f.p[0].faults.add(Fault(kind="slow", at="head", args={"delay": 0.3}))
+        f.p[0].faults.add(PlannedFault(kind="slow", at="head", args={"delay": 0.3}))
         asked = asyncio.create_task(f.ask(COMPLETIONS, completion()))
         await until(lambda: len(f.p[0].requests) == 1)
         if dispatch == "concurrent":
@@ -385,7 +385,7 @@ async def test_both_orders_of_a_writer(dispatch: str) -> None:
 async def test_a_decode_engine_that_waits_for_a_writer_that_failed() -> None:
     """P fails twice: the client is served by another engine, and the request is counted as one that D may still wait with."""
     async with run("write", alone=True) as f:
-        f.p[0].faults.add(Fault(kind="status", at="prefilling", next=2))
+        f.p[0].faults.add(PlannedFault(kind="status", at="prefilling", next=2))
         answer = await f.ask(COMPLETIONS, completion(stream=True))
         assert (answer.status, answer.text) == (200, (await f.asked_plain(COMPLETIONS, completion())).text)
         assert f.proxy.custodian.stuck.snapshot(f.proxy.custodian.now())[f.d[0].url][0] == 1

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pdproxy.app.replicas import follow_replicas
-from pdproxy.scheduling.auto.shared import SharedAuto
+from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.settings.dns import Dns, ReplicaSettings
@@ -79,7 +79,7 @@ async def test_an_engine_with_others_requests_is_drained_at_once(monkeypatch: py
         gone = w.aggregated[0].url
         w.proxy.membership.remove(gone, "settings")
         await until(lambda: gone not in w.proxy.engines)
-        assert [node.url for node in w.proxy.ledger.nodes] == [w.aggregated[1].url]
+        assert [ledger_engine.url for ledger_engine in w.proxy.ledger.engines] == [w.aggregated[1].url]
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
 
 
@@ -89,12 +89,12 @@ async def test_dns_says_how_many_there_are() -> None:
         name_server() as server,
         world(decode=1, limits={"engine_requests": 8}, adjust=adjusted("auto", server.address)) as w,
     ):
-        node = w.proxy.engines[w.decode[0].url].node
-        assert w.metric("pdproxy_capacity", node=node.url) == node.window == 8
+        engine = w.proxy.engines[w.decode[0].url].in_ledger
+        assert w.metric("pdproxy_capacity", node=engine.url) == engine.window == 8
         server.records[NAME, "A"] = (0, ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"])
         follow_replicas(w.proxy)
         await until(lambda: w.metric("pdproxy_replicas") == 4)
-        assert node.window == 2
+        assert engine.window == 2
         assert isinstance(w.proxy.ledger, ReplicaLedger)
         server.fault = "servfail"
 
@@ -108,7 +108,7 @@ async def test_dns_says_how_many_there_are() -> None:
         assert w.metric("pdproxy_replicas") == 4
         server.fault = ""
         server.records[NAME, "A"] = (0, ["10.0.0.1"])
-        await until(lambda: node.window == 8)
+        await until(lambda: engine.window == 8)
         assert await details() == []
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
 
@@ -127,5 +127,5 @@ async def test_the_placement_knows_of_replicas() -> None:
         return adjusted(3)(msgspec.structs.replace(settings, pools=(placed(settings.pool),)))
 
     async with world(prefill=0, decode=0, anything=2, adjust=adjust) as w:
-        assert isinstance(w.proxy.ledger.placement, SharedAuto)
+        assert isinstance(w.proxy.ledger.placement, ReplicaAuto)
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT

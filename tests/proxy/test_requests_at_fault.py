@@ -66,8 +66,8 @@ ALONE: dict[str, tuple[str, dict[str, Any], Answers]] = {
 def untouched(w: World) -> None:
     """All engines and all pairs are in use as before."""
     now = w.proxy.now()
-    assert [node.state(now) for node in w.proxy.ledger.nodes] == ["up"] * len(w.engines)
-    assert not any(node.failures for node in w.proxy.ledger.nodes)
+    assert [engine.state(now) for engine in w.proxy.ledger.engines] == ["up"] * len(w.engines)
+    assert not any(engine.failures for engine in w.proxy.ledger.engines)
     assert not w.proxy.ledger.transfers.suspects
     assert not [found for one in w.workers for found in one.ledger.transfers.faults]
 
@@ -97,7 +97,7 @@ async def test_an_engine_that_fails_each_request_opens_its_breaker(ask: str) -> 
         for _ in range(6 * FAILURES):
             assert (await w.ask(path, body)).status == 200
         assert asked == [bad.url] * FAILURES
-        assert w.proxy.engines[bad.url].node.state(w.proxy.now()) == "excluded"
+        assert w.proxy.engines[bad.url].in_ledger.state(w.proxy.now()) == "excluded"
 
 
 @pytest.mark.parametrize("ask", ALONE)
@@ -110,8 +110,8 @@ async def test_two_of_three_engines_that_fail_each_request(ask: str) -> None:
         everywhere(fails_at("", how), path, *bad)
         statuses = [(await w.ask(path, body)).status for _ in range(8 * FAILURES)]
         assert statuses.count(200) >= len(statuses) - 1, statuses
-        assert {w.proxy.engines[one.url].node.state(w.proxy.now()) for one in bad} == {"excluded"}
-        assert w.proxy.engines[good.url].node.state(w.proxy.now()) == "up"
+        assert {w.proxy.engines[one.url].in_ledger.state(w.proxy.now()) for one in bad} == {"excluded"}
+        assert w.proxy.engines[good.url].in_ledger.state(w.proxy.now()) == "up"
 
 
 @pytest.mark.parametrize("ask", ALONE)
@@ -123,7 +123,7 @@ async def test_the_only_engine_opens_its_breaker_by_itself(ask: str) -> None:
         asked = everywhere(fails_at(POISON, how), path, only)
         assert (await w.ask(path, body)).status == 500
         assert asked == [only.url] * 3, "of `limits.attempts`"
-        assert w.proxy.engines[only.url].node.state(w.proxy.now()) == "excluded"
+        assert w.proxy.engines[only.url].in_ledger.state(w.proxy.now()) == "excluded"
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert only.requests[-1].kv is not None, "prompts are still split"
 
@@ -179,7 +179,7 @@ async def test_it_counts_with_the_first_data_of_another_engines_stream() -> None
         client.post(COMPLETIONS, completion(stream=True))
         await client.head()
         assert await client.piece() == scripts.WORD
-        assert w.proxy.engines[asked[0]].node.failures == 1
+        assert w.proxy.engines[asked[0]].in_ledger.failures == 1
         client.close()
         await w.ended()
 

@@ -330,7 +330,7 @@ async def test_an_order_whose_key_changes_does_nothing(keys: Path, after: str, s
         client.send(order[-3:])
         answer = await client.answer()
         assert (answer.status, code(answer.body)) == (status, why)
-        assert not any(node.draining for one in w.workers for node in one.ledger.nodes)
+        assert not any(engine.draining for one in w.workers for engine in one.ledger.engines)
         client.close()
 
 
@@ -352,7 +352,7 @@ async def test_an_order_behind_another_request_whose_key_changes(
         assert (await client.answer()).status == (401 if status == 401 else 200)
         answer = await client.answer()
         assert (answer.status, code(answer.body)) == (status, why)
-        assert all(any(node.draining for node in one.ledger.nodes) for one in w.workers)
+        assert all(any(ledger_engine.draining for ledger_engine in one.ledger.engines) for one in w.workers)
         client.close()
 
 

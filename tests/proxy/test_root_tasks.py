@@ -32,7 +32,7 @@ def tokenizing(settings: Settings) -> Settings:
 def owners(w: World) -> dict[str, tuple[Any, str]]:
     """For each such task what runs it: an object, and the name of a method that never returns."""
     assert w.proxy.tokens is not None
-    probes = {f"probe {node.url}": (w.proxy.prober, "run") for node in w.proxy.ledger.nodes}
+    probes = {f"probe {engine.url}": (w.proxy.prober, "run") for engine in w.proxy.ledger.engines}
     return {
         "follow files": (w.proxy.credentials, "follow"),
         "canaries": (w.proxy.tokens.canaries, "run"),

@@ -73,8 +73,8 @@ def read(caplog: pytest.LogCaptureFixture) -> Read:
 def with_node_key(settings: Settings) -> Settings:
     (pool,) = settings.pools
     first, *others = pool.nodes
-    nodes = (msgspec.structs.replace(first, api_key=NODE_KEY), *others)
-    return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
+    engines = (msgspec.structs.replace(first, api_key=NODE_KEY), *others)
+    return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=engines),))
 
 
 async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:

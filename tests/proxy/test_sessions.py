@@ -16,14 +16,14 @@ from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 LONG_PROMPT = "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
 
 
-def adjusted(*, labels: tuple[str, ...] = (), nodes: dict[str, Any] | None = None, **pool: Any) -> Any:
+def adjusted(*, labels: tuple[str, ...] = (), engines: dict[str, Any] | None = None, **pool: Any) -> Any:
     """What changes a world's settings: the pool's, and those of all its prefill engines; `labels` are those of the engines."""
 
     def adjust(settings: Settings) -> Settings:
         replace, old = msgspec.structs.replace, settings.pool
-        made = [replace(node, **(nodes or {})) if node.role == "prefill" else node for node in old.nodes]
+        made = [replace(engine, **(engines or {})) if engine.role == "prefill" else engine for engine in old.nodes]
         if labels:
-            made = [replace(node, labels={"rack": label}) for node, label in zip(made, labels, strict=True)]
+            made = [replace(engine, labels={"rack": label}) for engine, label in zip(made, labels, strict=True)]
         return replace(settings, pools=(replace(old, nodes=tuple(made), **pool),))
 
     return adjust
@@ -137,9 +137,9 @@ async def test_engines_pair_only_within_a_label() -> None:
 
 async def test_a_handle_is_released_within_its_label() -> None:
     async with world(1, 2, adjust=adjusted(labels=("a", "b", "a"), pair_within=("rack",))) as w:
-        node = w.proxy.ledger.releasing.through(w.prefill[0].url, "tiny", w.proxy.service.resources.now())
-        assert node is not None
-        assert node.url == w.decode[1].url
+        engine = w.proxy.ledger.releasing.through(w.prefill[0].url, "tiny", w.proxy.service.resources.now())
+        assert engine is not None
+        assert engine.url == w.decode[1].url
 
 
 async def test_engines_without_a_partner_in_their_label_leave_a_pool_degraded() -> None:

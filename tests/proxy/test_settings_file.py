@@ -88,12 +88,12 @@ async def test_a_key_file_that_was_moved_takes_no_engine_away(tmp_path: Path) ->
     key = tmp_path / "key"
     key.write_text("secret")
     async with world(decode=1) as w:
-        nodes = [member.settings for member in w.proxy.membership.members.values()]
-        keyed = [msgspec.structs.replace(node, api_key_file=str(key)) for node in nodes]
+        ledger_engines = [member.settings for member in w.proxy.membership.members.values()]
+        keyed = [msgspec.structs.replace(engine, api_key_file=str(key)) for engine in ledger_engines]
         w.proxy.membership.apply("settings", keyed)
         engines = dict(w.proxy.engines)
         key.unlink()
-        wrong = [msgspec.structs.replace(node, api_key_file=str(tmp_path / "kye")) for node in nodes]
+        wrong = [msgspec.structs.replace(engine, api_key_file=str(tmp_path / "kye")) for engine in ledger_engines]
         with pytest.raises(SettingsError, match="can't be read"):
             w.proxy.membership.apply("settings", wrong)
         assert dict(w.proxy.engines) == engines
@@ -170,4 +170,4 @@ async def test_policies_change_while_streams_are_open() -> None:
         go.set()
         for client, head in streams:
             assert (await client.rest(head)).body == WORD + answers.end()
-        await until(lambda: not any(node.requests for node in w.proxy.ledger.nodes))
+        await until(lambda: not any(ledger_engine.requests for ledger_engine in w.proxy.ledger.engines))

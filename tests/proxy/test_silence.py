@@ -14,7 +14,7 @@ import pytest
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import LegFailed, SilenceAllowed
 from pdproxy.serving.stream.comments import COMMENT
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.faults.moments import Moment
 from tests.fakes.client import Answer
 from tests.fakes.pool import Pair
@@ -54,7 +54,7 @@ async def while_it_works(w: Watched, asked: asyncio.Future[Answer], pause: float
     return await asked
 
 
-def on_all(w: Watched, fault: Fault) -> None:
+def on_all(w: Watched, fault: PlannedFault) -> None:
     """Arm a fault of streams on both engines: either may serve a route alone."""
     for sim in w.sims:
         sim.faults.add(fault)
@@ -96,13 +96,13 @@ async def test_an_engine_that_works_and_says_nothing(path: str, moment: Moment) 
     """As a parser of tool calls does for a whole argument: the answer is whole and right, and no failure is counted."""
     async with watched(everybody=SLOW if moment == "head" else SLOWER, deadlines=DEADLINES) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
-        on_all(w, Fault(kind="join", at=moment, path=path, stream=True, args={"count": 0}))
+        on_all(w, PlannedFault(kind="join", at=moment, path=path, stream=True, args={"count": 0}))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert answer.status == 200
         assert said(answer) == said(plain)
         assert w.world.events(SilenceAllowed)
         assert not failures(w.pair)
-        assert [engine.node.failures for engine in w.world.proxy.engines.values()] == [0, 0]
+        assert [engine.in_ledger.failures for engine in w.world.proxy.engines.values()] == [0, 0]
         assert w.stalled == []
 
 
@@ -113,7 +113,7 @@ async def test_an_engine_that_works_and_says_nothing(path: str, moment: Moment) 
 async def test_an_answer_that_was_lost_in_an_engine_that_works(path: str, moment: Moment, wait: str) -> None:
     """The engine reports that it has nothing to do: the deadline stands."""
     async with watched(everybody=SLOW, deadlines=DEADLINES, limits={"continuations": 0, "attempts": 1}) as w:
-        on_all(w, Fault(kind="stall", at=moment, path=path, stream=True))
+        on_all(w, PlannedFault(kind="stall", at=moment, path=path, stream=True))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert b"error" in answer.body
         assert w.world.metric("pdproxy_deadline_total", wait=wait) == 1
@@ -248,7 +248,7 @@ async def test_comments_while_nothing_else_comes(path: str) -> None:
     """Before the first data and between events, at most twice the setting apart; the events are as without."""
     async with watched(everybody=SLOW, deadlines=DEADLINES | {"stream_comment": 2.0}) as w:
         plain = await w.pair.asked_plain(path, BODIES[path])
-        on_all(w, Fault(kind="join", at="head", path=path, stream=True, args={"count": 0}))
+        on_all(w, PlannedFault(kind="join", at="head", path=path, stream=True, args={"count": 0}))
         answer = await while_it_works(w, asyncio.ensure_future(w.pair.ask(path, BODIES[path])))
         assert answer.status == 200
         assert (answer.header("content-type") or "").startswith("text/event-stream")

@@ -59,7 +59,7 @@ async def details(w: World) -> list[str]:
 async def test_it_gets_no_requests_until_it_is_awake(role: str) -> None:
     async with world(2, 2) as w:
         engine = getattr(w, role)[0]
-        node = w.proxy.engines[engine.url].node
+        ledger_engine = w.proxy.engines[engine.url].in_ledger
         sleeps(engine, 1)
         await w.probe()
         w.forget_events()
@@ -67,7 +67,7 @@ async def test_it_gets_no_requests_until_it_is_awake(role: str) -> None:
         for _ in range(6):
             assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert len(engine.requests) == before
-        assert node.state(0.0) == "asleep"
+        assert ledger_engine.state(0.0) == "asleep"
         assert w.metric("pdproxy_node_state", node=engine.url, state="asleep") == 1
         assert w.metric("pdproxy_node_up", node=engine.url) == 0
         assert f"{role} {engine.url}: it sleeps (level 1): vllm:engine_sleep_state" in await details(w)
@@ -95,6 +95,6 @@ async def test_all_workers_know(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(1, 2, leaves=True) as w:
         sleeps(w.decode[0], 1)
         await w.probe()
-        assert [one.engines[w.decode[0].url].node.state(0.0) for one in w.workers] == ["asleep"] * 2
+        assert [one.engines[w.decode[0].url].in_ledger.state(0.0) for one in w.workers] == ["asleep"] * 2
         (seen,) = [event for event in w.events(NodeChanged) if event.state == "asleep"]
         assert not seen.up

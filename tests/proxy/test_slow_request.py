@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer, request
 from tests.fakes.world import until
@@ -94,7 +94,7 @@ async def test_requests_beside_it_are_all_served(connector: str, path: str, role
         wanted = {n: (await w.pair.asked_plain(COMPLETIONS, completion(max_tokens=4 + n))).text for n in range(3)}
         for sim in w.sims:
             if sim.facts.role == role:
-                sim.faults.add(Fault(kind="core_freeze", at="queued", path=path, rate=1))
+                sim.faults.add(PlannedFault(kind="core_freeze", at="queued", path=path, rate=1))
         steps = Steps(w)
         beside = [one for n in range(4) for one in small(w, n)]
         slow = asyncio.ensure_future(w.pair.ask(path, SLOW[path]))

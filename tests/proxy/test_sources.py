@@ -21,7 +21,7 @@ from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.member import MemberState
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.health import Health, Probes
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
@@ -49,8 +49,8 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _settings(*servers: NameServer) -> Callable[[Settings], Settings]:
     def adjust(settings: Settings) -> Settings:
-        nodes = tuple(Node(url=_name(role), role=role) for role in ROLES)  # type: ignore[arg-type]
-        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *(nodes if servers else ())))
+        engines = tuple(ConfiguredEngine(url=_name(role), role=role) for role in ROLES)  # type: ignore[arg-type]
+        pool = msgspec.structs.replace(settings.pool, nodes=(*settings.pool.nodes, *(engines if servers else ())))
         return msgspec.structs.replace(
             settings,
             pools=(pool,),
@@ -134,7 +134,7 @@ async def test_a_fleet_that_three_sources_change(tmp_path: Path) -> None:
 
         def spared(engine: FakeEngine) -> bool:
             """Whether enough others of its role serve."""
-            others = [one for one in w.proxy.ledger.nodes if one.role.value == engine.role and one.available]
+            others = [one for one in w.proxy.ledger.engines if one.role.value == engine.role and one.available]
             return len([one for one in others if one.url != engine.url]) > 2
 
         async def by_admin(engine: FakeEngine) -> str:
@@ -206,15 +206,15 @@ async def test_every_engine_is_restarted_in_turn() -> None:
 
 async def _restart(w: World, api: Admin, engine: FakeEngine, streams: Streams) -> None:
     """As docs/guide/rolling-restarts.md says it."""
-    path, node = f"/engines/{engine_id(engine.url)}", w.proxy.engines[engine.url].node
+    path, ledger_engine = f"/engines/{engine_id(engine.url)}", w.proxy.engines[engine.url].in_ledger
     assert (await api.post(f"{path}/drain")).status == 202
     await until(lambda: w.proxy.membership.state(engine.url) is MemberState.DRAINED)
     await streams.more(8)
-    run, asked = node.run_number, len(engine.requests)
+    run, asked = ledger_engine.run_number, len(engine.requests)
     await engine.sim.restart()
     engine._watch()
     _met(w)
-    await until(lambda: node.up and node.run_number != run)
+    await until(lambda: ledger_engine.up and ledger_engine.run_number != run)
     assert (await api.post(f"{path}/undrain")).status == 200
     await until(lambda: len(engine.requests) != asked)
 

@@ -162,8 +162,8 @@ async def test_plain_http_behind_an_https_url(theirs: Side) -> None:
 
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
-        nodes = tuple(msgspec.structs.replace(n, url=n.url.replace("http:", "https:")) for n in pool.nodes)
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
+        engines = tuple(msgspec.structs.replace(n, url=n.url.replace("http:", "https:")) for n in pool.nodes)
+        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=engines),))
 
     async with world(0, 1, adjust=adjust) as w:
         assert "no TLS: it answers plain HTTP" in (await w.get("/ready")).json["reason"]
@@ -174,8 +174,8 @@ async def test_plain_http_to_an_engine_with_tls(theirs: Side) -> None:
 
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
-        nodes = tuple(msgspec.structs.replace(n, url=n.url.replace("https:", "http:")) for n in pool.nodes)
-        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
+        engines = tuple(msgspec.structs.replace(n, url=n.url.replace("https:", "http:")) for n in pool.nodes)
+        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=engines),))
 
     async with world(0, 1, adjust=adjust, engine_tls=theirs.server()) as w:
         assert "does it expect TLS (https)?" in (await w.get("/ready")).json["reason"]

@@ -11,17 +11,17 @@ from pdproxy.app.compose import Proxy
 from pdproxy.fleet.canary import Canaries
 from pdproxy.observe.events import DeadlinePassed, Tokenized, TokenizerJudged
 from pdproxy.serving.dispatch import tokenizer_check
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.tokens.ids import TokenIds, from_numbers
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes.client import request
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, until, world
 
-IDS = Tokenizer().encode(PROMPT)
+IDS = BuiltInTokenizer().encode(PROMPT)
 
 
 def always(tokenizer: str | None = "model", tokenize: str = "always") -> Any:
@@ -97,7 +97,7 @@ async def test_each_prompt_of_a_list_has_its_own() -> None:
         prompts = [PROMPT, PROMPT + "print(argv)\n"]
         assert (await w.ask(COMPLETIONS, completion(prompt=prompts))).status == 200
         asked = sorted((json.loads(one.body)["prompt"] for one in w.prefill[0].requests[2:]), key=len)
-        assert asked == [Tokenizer().encode(one) for one in prompts]
+        assert asked == [BuiltInTokenizer().encode(one) for one in prompts]
         w.forget()
         assert (await w.ask(COMPLETIONS, completion(prompt=IDS))).status == 200
         assert w.events(Tokenized) == []
@@ -182,7 +182,9 @@ async def test_a_model_that_is_not_here() -> None:
 
 def test_a_folder_that_can_not_be_used() -> None:
     """It ends the start, in one line."""
-    pool = Pool(tokenize="always", tokenizer="/no/where", nodes=(Node(url="http://127.0.0.1:1", role="decode"),))
+    pool = Pool(
+        tokenize="always", tokenizer="/no/where", nodes=(ConfiguredEngine(url="http://127.0.0.1:1", role="decode"),)
+    )
     settings = Settings(pools=(pool,))
     with pytest.raises(SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is not a folder$'):
         Proxy.build(settings)

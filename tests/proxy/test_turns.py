@@ -23,9 +23,9 @@ from pdproxy.observe.events import (
 )
 from pdproxy.serving.kv import turns as turns_module
 from pdproxy.serving.kv.open_turns import WAIT
-from pdproxy.serving.kv.turns import FAILURES, PAUSE, Turns
+from pdproxy.serving.kv.turns import FAILURES, PAUSE, PoolTurns
 from pdproxy.wire.request import Route
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.fakes import several
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
@@ -35,7 +35,7 @@ from tests.fakes.world import until
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, TEXT, bare, events
 
 BOTH: dict[str, Any] = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 480.0, "max_model_len": 8192}
-IDS = Tokenizer().encode(TEXT)
+IDS = BuiltInTokenizer().encode(TEXT)
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ async def quiet(pair: Pair) -> None:
     await until(lambda: not pair.world.busy() and not any(turns.releases.pending for turns in turns_of(pair)))
 
 
-def turns_of(pair: Pair) -> list[Turns]:
+def turns_of(pair: Pair) -> list[PoolTurns]:
     """Return those of all workers."""
     return [worker.turns for worker in pair.world.workers if worker.turns is not None]
 
@@ -132,7 +132,7 @@ async def alike(pair: Pair, path: str, body: dict[str, Any]) -> str:
 
 
 def ids_of(text: str) -> list[int]:
-    return Tokenizer().encode(text)
+    return BuiltInTokenizer().encode(text)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
@@ -571,7 +571,7 @@ async def test_a_turn_whose_answer_went_on_elsewhere() -> None:
             await quiet(pair)
             forget(pair)
             reused = len(pair.world.events(TurnReused))
-            said = Tokenizer().encode(text)
+            said = BuiltInTokenizer().encode(text)
             await alike(pair, COMPLETIONS, {"prompt": [*IDS, *said, *IDS], "max_tokens": 8, "stream": True})
             await quiet(pair)
             assert len(pair.world.events(TurnReused)) == reused + 1

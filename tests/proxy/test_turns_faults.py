@@ -14,7 +14,7 @@ import pytest
 
 from pdproxy.observe.events import TurnReused
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.faults.book import Fault
+from pdproxy_lab.sim.faults.book import PlannedFault
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.client import Answer
@@ -147,7 +147,7 @@ def arm(talk: Talk, role: str, kind: str, moment: Moment) -> list[SimServer]:
         sims = sims[1:]
     for sim in sims:
         sim.faults.armed = sims[0].faults.armed  # what has hit one engine hits no other
-    sims[0].faults.add(Fault(kind=kind, at=moment))
+    sims[0].faults.add(PlannedFault(kind=kind, at=moment))
     return sims
 
 

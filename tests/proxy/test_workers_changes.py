@@ -12,7 +12,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import membership, prober
 from pdproxy.fleet.entries import engine_id
 from pdproxy.fleet.membership import ADMIN
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from tests.fakes import several
 from tests.fakes.admin import BASE, admin
 from tests.fakes.engine import FakeEngine
@@ -44,7 +44,7 @@ async def test_an_engine_that_one_worker_refuses_comes_to_none() -> None:
         assert len(w.workers) == 2
         new = await started(w, "decode")
         name = "dns://decode:1"
-        settings = Node(url=new.url, role="decode", labels={"a": "b"})
+        settings = ConfiguredEngine(url=new.url, role="decode", labels={"a": "b"})
         w.workers[1].membership.add(settings, name)
         for _ in range(4):
             refused = await api.post("/engines", fields(new))
@@ -54,7 +54,7 @@ async def test_an_engine_that_one_worker_refuses_comes_to_none() -> None:
         w.workers[1].membership.remove(new.url, name, at_once=True)
         assert (await api.post("/engines", fields(new))).status == 201
         assert _in(w, new) == [True, True]
-        w.workers[1].membership.add(Node(url=new.url, role="decode"), name)
+        w.workers[1].membership.add(ConfiguredEngine(url=new.url, role="decode"), name)
         given_up = await api.delete(f"/engines/{engine_id(new.url)}?at_once=true")
         assert given_up.status == 200
         assert _in(w, new) == [False, True]
@@ -64,9 +64,9 @@ async def test_an_engine_that_one_worker_wanted_already_stays_there() -> None:
     """A refusal takes back what the change has done, and nothing else."""
     async with world() as w, admin(w) as api:
         new = await started(w, "decode")
-        node, name = Node(url=new.url, role="decode"), "dns://decode:1"
-        w.workers[0].membership.add(node, name)
-        w.workers[1].membership.add(Node(url=new.url, role="decode", labels={"a": "b"}), "other")
+        engine, name = ConfiguredEngine(url=new.url, role="decode"), "dns://decode:1"
+        w.workers[0].membership.add(engine, name)
+        w.workers[1].membership.add(ConfiguredEngine(url=new.url, role="decode", labels={"a": "b"}), "other")
         assert (await api.post("/engines", fields(new))).status == 409
         await until(lambda: not w.workers[0].membership.members[new.url].heirs)
         assert w.workers[0].membership.members[new.url].source == name

@@ -17,7 +17,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.fleet import findings
 from pdproxy.observe.events import Event, NodeChanged
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.settings.health import OutlierSettings
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts, several
@@ -38,13 +38,13 @@ async def workers(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncItera
         yield w
 
 
-def nodes(w: World, engine: FakeEngine) -> list[Node]:
+def nodes(w: World, engine: FakeEngine) -> list[LedgerEngine]:
     """An engine as each worker sees it."""
-    return [one.engines[engine.url].node for one in w.workers]
+    return [one.engines[engine.url].in_ledger for one in w.workers]
 
 
 def why_down(w: World, engine: FakeEngine) -> set[str | None]:
-    return {node.down_because for node in nodes(w, engine)}
+    return {ledger_engine.down_because for ledger_engine in nodes(w, engine)}
 
 
 def count_probes(w: World) -> dict[str, int]:
@@ -84,7 +84,7 @@ async def test_one_worker_probes_and_all_know(monkeypatch: pytest.MonkeyPatch) -
     async with workers(monkeypatch, before=before) as w:
         assert sorted(asked) == sorted(engine.url for engine in w.engines)
         for engine in w.engines:
-            assert len({node.evidence for node in nodes(w, engine)}) == 1
+            assert len({ledger_engine.evidence for ledger_engine in nodes(w, engine)}) == 1
             assert why_down(w, engine) == {None}
             assert nodes(w, engine)[1].serves("tiny")
         scrapes = [pool.watching.findings._scrapes for one in w.workers for pool in one.pools]  # type: ignore[union-attr]
@@ -204,8 +204,8 @@ async def test_a_worker_that_starts_again_knows_what_others_know(monkeypatch: py
         again = Proxy.build(old.settings, Shelf(), share=share)
         share.start(again.tasks)
         try:
-            await until(lambda: all(node.probed for node in again.ledger.nodes))
-            seen = {node.url: node for node in again.ledger.nodes}
+            await until(lambda: all(engine.probed for engine in again.ledger.engines))
+            seen = {engine.url: engine for engine in again.ledger.engines}
             assert seen[w.prefill[0].url].down_because == "gone"
             assert seen[w.decode[0].url].stalled == "stands still"
             assert w.decode[1].url in seen[w.prefill[1].url].ejected
@@ -221,7 +221,7 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
     lost: list[bytes] = []
     async with workers(monkeypatch) as w:
         follower = w.others[0]
-        follower.ledger._nodes[w.decode[0].url].probed = False
+        follower.ledger._engines[w.decode[0].url].probed = False
         hears = follower.share.several.siblings.hears  # type: ignore[union-attr]
         topic = next(one for one in hears if one.startswith("findings"))
         take = hears[topic]
@@ -232,7 +232,7 @@ async def test_a_lost_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch)
                 hears[topic] = take
 
         hears[topic] = lose
-        await until(lambda: follower.ledger._nodes[w.decode[0].url].probed)
+        await until(lambda: follower.ledger._engines[w.decode[0].url].probed)
         assert len(lost) == 3
 
 
@@ -246,7 +246,7 @@ async def test_what_the_leader_was_never_told_is_told_again(monkeypatch: pytest.
         follower.ledger.mark_down(url, "connection refused", 0.0)
         await w.told()
         share.siblings._send = send
-        assert [node.down_because for node in nodes(w, w.decode[0])] == [None, "connection refused", None]
+        assert [engine.down_because for engine in nodes(w, w.decode[0])] == [None, "connection refused", None]
         await w.proxy.prober.probe(w.proxy.engines[url], scrape=True)
         await w.told()
         assert why_down(w, w.decode[0]) == {"connection refused"}
@@ -258,13 +258,13 @@ async def test_an_engine_that_a_follower_adds_later_is_known_to_it(monkeypatch: 
     """Files are read at different moments: what came before it had the engine was lost."""
     async with workers(monkeypatch) as w:
         follower, url = w.others[0], w.decode[0].url
-        spec = follower.engines[url].node.spec
+        spec = follower.engines[url].in_ledger.spec
         engine = follower.engines.remove(url)
         await w.told()
         follower.engines.add(spec, engine.client)
-        assert not follower.engines[url].node.up
+        assert not follower.engines[url].in_ledger.up
         await w.told()
-        assert follower.engines[url].node.up
+        assert follower.engines[url].in_ledger.up
 
 
 async def test_failures_of_all_workers_open_a_breaker_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ async def test_failures_of_all_workers_open_a_breaker_in_all(monkeypatch: pytest
         now = time.monotonic()
         for one in w.workers:
             one.ledger.refresh(all_of_it=True)  # type: ignore[attr-defined]
-        assert {node.state(now) for node in nodes(w, bad)} == {"excluded"}
+        assert {engine.state(now) for engine in nodes(w, bad)} == {"excluded"}
 
 
 async def test_an_outlier_of_all_workers_together_is_excluded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,18 +294,20 @@ async def test_an_outlier_of_all_workers_together_is_excluded_in_all(monkeypatch
         for one in w.workers:
             watching = one.pools[0].watching
             for at in range(4):
-                watching.outliers.ended(bad.url, bad.node.role, now, failed=at > 0)
-                watching.outliers.ended(good.url, good.node.role, now, failed=False)
+                watching.outliers.ended(bad.url, bad.in_ledger.role, now, failed=at > 0)
+                watching.outliers.ended(good.url, good.in_ledger.role, now, failed=False)
         exclusions = w.proxy.pools[0].watching.exclusions
         w.proxy.exclusions.compare()
-        assert {node.state(now) for node in nodes(w, w.decode[0])} == {"up"}, "too few of its own"
+        assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"up"}, "too few of its own"
         exclusions.compare(await exclusions._elsewhere())
         await w.told()
         for one in w.others:
             one.ledger.refresh()  # type: ignore[attr-defined]
-        assert {node.state(now) for node in nodes(w, w.decode[0])} == {"excluded"}
-        assert {node.state(now) for node in nodes(w, w.decode[1])} == {"up"}
-        assert {node.excluded_because for node in nodes(w, w.decode[0])} == {"75 % of its requests failed"}
+        assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[0])} == {"excluded"}
+        assert {ledger_engine.state(now) for ledger_engine in nodes(w, w.decode[1])} == {"up"}
+        assert {ledger_engine.excluded_because for ledger_engine in nodes(w, w.decode[0])} == {
+            "75 % of its requests failed"
+        }
         assert [one.pools[0].watching.outliers.counted(now) for one in w.workers][1][0].url == good.url
         assert len({one.pools[0].watching.outliers.left_out(bad.url) for one in w.workers}) == 1
 
@@ -315,8 +317,8 @@ async def test_a_pair_that_one_worker_ejects_is_ejected_by_all(monkeypatch: pyte
         follower, (p,), (d,) = w.others[1], w.prefill, w.decode
         follower.pools[0].watching.auditor.compared(p.url, d.url, 10, 11)
         await w.told()
-        assert [node.ejected for node in nodes(w, p)] == [{d.url}] * COUNT
-        assert [node.ejected for node in nodes(w, d)] == [{p.url}] * COUNT
+        assert [engine.ejected for engine in nodes(w, p)] == [{d.url}] * COUNT
+        assert [engine.ejected for engine in nodes(w, d)] == [{p.url}] * COUNT
 
 
 async def test_an_engine_that_stands_still_is_out_of_use_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +329,13 @@ async def test_an_engine_that_stands_still_is_out_of_use_for_all(monkeypatch: py
         follower = w.others[0]
         follower.ledger.mark_stalled(url, "stands still")
         await w.told()
-        assert [node.stalled for node in nodes(w, w.decode[0])] == ["stands still"] * COUNT
+        assert [engine.stalled for engine in nodes(w, w.decode[0])] == ["stands still"] * COUNT
         w.proxy.stalls.let_in(w.proxy.engines[url])
         await w.told()
-        assert [node.stalled for node in nodes(w, w.decode[0])] == [None] * COUNT
+        assert [engine.stalled for engine in nodes(w, w.decode[0])] == [None] * COUNT
         now = time.monotonic()
-        assert [node.state(now) for node in nodes(w, w.decode[0])] == ["half_open"] * COUNT
-        assert len({node.trial_number for node in nodes(w, w.decode[0])}) == 1
+        assert [engine.state(now) for engine in nodes(w, w.decode[0])] == ["half_open"] * COUNT
+        assert len({engine.trial_number for engine in nodes(w, w.decode[0])}) == 1
         told = [one for one in seen if isinstance(one, NodeChanged) and one.node == url and one.elsewhere]
         assert len(told) >= 4
 

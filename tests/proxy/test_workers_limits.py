@@ -15,7 +15,7 @@ import pytest
 from pdproxy.app.capacity import PoolCapacity
 from pdproxy.app.compose import Proxy
 from pdproxy.scheduling.capacity import Load
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 from tests.fakes import answers, scripts, several
 from tests.fakes.books import Books
@@ -158,7 +158,12 @@ async def test_a_refusal_that_a_worker_sees_counts_for_all(monkeypatch: pytest.M
         assert 20 <= places(w)[0] <= 24
         assert len(set(places(w))) == 1
         windows = [
-            {node.url: node.window for node in one.ledger.nodes if node.role is Role.DECODE} for one in w.workers
+            {
+                ledger_engine.url: ledger_engine.window
+                for ledger_engine in one.ledger.engines
+                if ledger_engine.role is Role.DECODE
+            }
+            for one in w.workers
         ]
         assert None not in windows[0].values()
         assert windows[0] == windows[1] == windows[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdproxy.app.shared_prefixes import SEND_EVERY, SharingPrefixes
+from pdproxy.app.worker_prefixes import SEND_EVERY, SharingPrefixes
 from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes import several

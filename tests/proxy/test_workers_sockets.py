@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.facts import LMCacheFacts, SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes import forked
 from tests.fakes.forked import piped
@@ -33,7 +33,7 @@ WAIT = 2.0
 
 
 @asynccontextmanager
-async def _sims(*facts: Facts) -> AsyncIterator[list[SimServer]]:
+async def _sims(*facts: SimFacts) -> AsyncIterator[list[SimServer]]:
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(SimServer(one, port=free_port(), chance=number))
@@ -41,9 +41,9 @@ async def _sims(*facts: Facts) -> AsyncIterator[list[SimServer]]:
         ]
 
 
-def _facts(connector: str, role: str, **more: Any) -> Facts:
+def _facts(connector: str, role: str, **more: Any) -> SimFacts:
     usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": Hardware(speed=0)}
-    return Facts(**usual, connector=connector, role=role, **more)  # type: ignore[arg-type]
+    return SimFacts(**usual, connector=connector, role=role, **more)  # type: ignore[arg-type]
 
 
 @asynccontextmanager
@@ -91,10 +91,10 @@ def _lmcache(zmq_port: int, sims: Sequence[SimServer]) -> Mapping[str, Any]:
     p, d = sims
     init, alloc = d.engine.receiver_ports
     receiver = {"init_ports": list(init), "alloc_ports": list(alloc)}
-    nodes = [{"url": p.url, "role": "prefill"}, {"url": d.url, "role": "decode", "receiver": receiver}]
+    engines = [{"url": p.url, "role": "prefill"}, {"url": d.url, "role": "decode", "receiver": receiver}]
     return {
         "kv_ready": {"port": zmq_port, "on_timeout": "fail"},
-        "pools": [{"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK}, "nodes": nodes}],
+        "pools": [{"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK}, "nodes": engines}],
     }
 
 
@@ -107,10 +107,10 @@ async def test_notices_find_their_worker_and_another_one_takes_them_when_it_is_k
         "lmcache-pd",
         "prefill",
         notify=f"tcp://127.0.0.1:{zmq_port}",
-        lmcache=LMCache(**sim),
+        lmcache=LMCacheFacts(**sim),
         enable_prefix_caching=False,
     )
-    d_facts = _facts("lmcache-pd", "decode", lmcache=LMCache(**d_sim), enable_prefix_caching=False)
+    d_facts = _facts("lmcache-pd", "decode", lmcache=LMCacheFacts(**d_sim), enable_prefix_caching=False)
     async with _sims(p_facts, d_facts) as sims, _serving(tmp_path, _lmcache(zmq_port, sims), sims) as served:
         assert set(await _statuses(served)) == {200}
         (reads,) = served.connected(zmq_port, is_theirs=True)
@@ -144,9 +144,9 @@ async def test_registrations_outlive_the_worker_that_has_read_them(holds: bool, 
     register = {"register": f"tcp://127.0.0.1:{port}", "registration_interval": 0.3, "randomize_request_ids": False}
     facts = [_facts("p2p-nccl", role, **register) for role in ("prefill", "decode")]
     async with _sims(*facts) as sims:
-        nodes = [{"url": one.url, "role": role} for one, role in zip(sims, ("prefill", "decode"), strict=True)]
+        engines = [{"url": one.url, "role": role} for one, role in zip(sims, ("prefill", "decode"), strict=True)]
         registration = {"port": port, "timeout": 60}
-        settings = {"registration": registration, "pools": [{"connector": "p2p-nccl", "nodes": nodes}]}
+        settings = {"registration": registration, "pools": [{"connector": "p2p-nccl", "nodes": engines}]}
         async with _serving(tmp_path, settings, sims) as served:
             assert set(await _statuses(served)) == {200}
             reads = served.connected(port, is_theirs=True)
@@ -166,10 +166,10 @@ async def test_registrations_outlive_the_worker_that_has_read_them(holds: bool, 
 async def test_a_port_that_is_taken_is_said_before_any_worker_begins(tmp_path: Path) -> None:
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    nodes = [{"url": f"http://127.0.0.1:{free_port()}", "role": role} for role in ("prefill", "decode")]
+    engines = [{"url": f"http://127.0.0.1:{free_port()}", "role": role} for role in ("prefill", "decode")]
     settings: dict[str, Any] = {"listen": {"port": free_port(), "workers": 2}, "registration": {"port": port}}
     path = tmp_path / "pdproxy.yaml"
-    path.write_text(json.dumps(settings | {"pools": [{"connector": "moriio", "nodes": nodes}]}))
+    path.write_text(json.dumps(settings | {"pools": [{"connector": "moriio", "nodes": engines}]}))
     process = await piped("serve", "--config", str(path), env=ENVIRONMENT)
     _, lines = await asyncio.wait_for(process.communicate(), PATIENCE)
     server.close()

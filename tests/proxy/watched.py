@@ -32,7 +32,7 @@ class Watched:
 
     @property
     def stalled(self) -> list[str]:
-        return [node.url for node in self.world.proxy.ledger.nodes if node.stalled is not None]
+        return [engine.url for engine in self.world.proxy.ledger.engines if engine.stalled is not None]
 
     async def pass_(self, seconds: float) -> None:
         """Let time pass look by look. Engines that can answer what they are asked do so in between."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts, KVRole
+from pdproxy_lab.sim.facts import KVRole, SimFacts
 from pdproxy_lab.sim.mooncake import Mooncake, Receive
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.scripts import Params, script, spoiled
@@ -17,7 +17,7 @@ from tests.schedulers.simulated import Simulated, stats
 class SimulatedMooncake(Simulated):
     """The simulator's side."""
 
-    def made(self, facts: Facts) -> Any:
+    def made(self, facts: SimFacts) -> Any:
         return Mooncake(facts, self.pool, stats())
 
     def asked(self, command: Any) -> list[Any]:
@@ -37,7 +37,7 @@ class Moves(Comparison):
     scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector:MooncakeConnectorScheduler"
 
     def __init__(self, role: KVRole) -> None:
-        super().__init__(lambda: SimulatedMooncake(Facts(connector="mooncake", role="prefill", kv_role=role)))
+        super().__init__(lambda: SimulatedMooncake(SimFacts(connector="mooncake", role="prefill", kv_role=role)))
         self.role = role
         self._transfers: dict[str, list[int] | None] = {}
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import pytest
 
 from pdproxy_lab.sim.active import ActiveRequest
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.moriio import Moriio, Read, Report
-from pdproxy_lab.sim.moriio_params import Place
+from pdproxy_lab.sim.moriio_params import MessageAddress
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.scripts import Params, script, spoiled
 from tests.schedulers.simulated import Simulated
@@ -30,9 +30,11 @@ SILENT = ("send_notify_block", "_send_transfer_release")
 """What the scheduler would send."""
 
 
-def of_moriio(role: str, mode: Literal["READ", "WRITE"], **more: Any) -> Facts:
+def of_moriio(role: str, mode: Literal["READ", "WRITE"], **more: Any) -> SimFacts:
     """Return the facts of an engine."""
-    return Facts(connector="moriio", role="decode" if role == "kv_consumer" else "prefill", transfer_mode=mode, **more)
+    return SimFacts(
+        connector="moriio", role="decode" if role == "kv_consumer" else "prefill", transfer_mode=mode, **more
+    )
 
 
 class SimulatedMoriio(Simulated):
@@ -40,9 +42,9 @@ class SimulatedMoriio(Simulated):
 
     connector: Any
 
-    def made(self, facts: Facts) -> Any:
+    def made(self, facts: SimFacts) -> Any:
         made = Moriio(facts, self.pool)
-        made.address = Place("10.0.0.9", 1)
+        made.address = MessageAddress("10.0.0.9", 1)
         self._written: set[str] = set()
         return made
 

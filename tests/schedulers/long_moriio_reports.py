@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import pytest
 
-from pdproxy_lab.sim.active import State
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.active import RequestState
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.moriio import Moriio, Report, WriteBlocks, Written
-from pdproxy_lab.sim.moriio_params import Place
+from pdproxy_lab.sim.moriio_params import MessageAddress
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.long_moriio import SILENT, name_of, of_moriio
 from tests.schedulers.scripts import BLOCK, Script, Step
@@ -92,9 +92,9 @@ class SimulatedReports(Simulated):
 
     connector: Any
 
-    def made(self, facts: Facts) -> Any:
+    def made(self, facts: SimFacts) -> Any:
         made = Moriio(facts, self.pool)
-        made.address = Place("10.0.0.9", 1)
+        made.address = MessageAddress("10.0.0.9", 1)
         self._named: dict[str, str] = {}
         self._aborted: set[str] = set()
         self._arrived: list[str] = []
@@ -106,7 +106,7 @@ class SimulatedReports(Simulated):
         return super().new(step)
 
     def finish(self, step: Step) -> dict[str, Any]:
-        waits = self._requests[step["id"]].state is State.LOADING
+        waits = self._requests[step["id"]].state is RequestState.LOADING
         super().finish(step)
         if waits:
             self._aborted.add(step["id"])
@@ -132,7 +132,7 @@ class SimulatedReports(Simulated):
             case Written():
                 self._arrived.append(command.request_id)
                 if command.request_id in self._requests:
-                    self._requests[command.request_id].state = State.RUNNING
+                    self._requests[command.request_id].state = RequestState.RUNNING
                 self._aborted.discard(command.request_id)
             case Report(kind="blocks"):
                 pass

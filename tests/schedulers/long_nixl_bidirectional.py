@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.schedulers.compare import SCRIPTS
 from tests.schedulers.long_nixl_pull import Pulls, SimulatedPull, params_of
 from tests.schedulers.scripts import Params, script, spoiled
@@ -19,7 +19,7 @@ class BothWays(Pulls):
     """vLLM's side."""
 
     def __init__(self, *, threshold: int, both: bool) -> None:
-        facts = Facts(bidirectional_kv_xfer=both, decoder_kv_blocks_ttl=float(TTL), kv_recompute_threshold=threshold)
+        facts = SimFacts(bidirectional_kv_xfer=both, decoder_kv_blocks_ttl=float(TTL), kv_recompute_threshold=threshold)
         super().__init__(lambda: SimulatedPull(facts))
         self.extra = {  # type: ignore[misc]
             "bidirectional_kv_xfer": both,

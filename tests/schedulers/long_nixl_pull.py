@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.nixl import Nixl, PeerNotice, Pull, peer_of
 from tests.schedulers.compare import SCRIPTS, Comparison
 from tests.schedulers.scripts import Params, script, spoiled
@@ -17,7 +17,7 @@ from tests.schedulers.simulated import Simulated, stats
 class SimulatedPull(Simulated):
     """The simulator's side."""
 
-    def made(self, facts: Facts) -> Nixl:
+    def made(self, facts: SimFacts) -> Nixl:
         return Nixl(facts, "engine", 5600, self.pool, stats())
 
     def meet(self, params: dict[str, Any]) -> None:
@@ -98,5 +98,5 @@ def params_of(chance: random.Random) -> Params:
 
 @pytest.mark.timeout(300)
 def test_the_simulator_decides_as_vllm_s_scheduler() -> None:
-    found = Pulls(lambda: SimulatedPull(Facts())).run([script(number, params_of) for number in range(SCRIPTS)])
+    found = Pulls(lambda: SimulatedPull(SimFacts())).run([script(number, params_of) for number in range(SCRIPTS)])
     assert not found, "\n\n".join([f"{len(found)} scripts differ:", *found[:3]])

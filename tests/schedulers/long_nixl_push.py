@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
-from pdproxy_lab.sim.nixl import Nixl, Peer, PeerNotice, peer_of
-from pdproxy_lab.sim.nixl_push import NixlPush, Push, Register, Registration, _Met
+from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.nixl import Nixl, PeerNotice, SideChannelPeer, peer_of
+from pdproxy_lab.sim.nixl_push import NixlPush, Push, PushRegistration, Register, _Met
 from tests.schedulers.compare import SCRIPTS, Comparison, followed
 from tests.schedulers.scripts import Params, Script, script, spoiled
 from tests.schedulers.simulated import Simulated, prefilled, stats
@@ -20,7 +20,7 @@ class SimulatedPush(Simulated):
 
     connector: NixlPush
 
-    def made(self, facts: Facts) -> Nixl:
+    def made(self, facts: SimFacts) -> Nixl:
         return NixlPush(facts, "engine", 5600, self.pool, stats())
 
     def meet(self, params: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Pushes(Comparison):
     scheduler = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler:NixlPushConnectorScheduler"
 
     def __init__(self, *, tensor_parallel_size: int) -> None:
-        facts = Facts(connector="nixl-push", tensor_parallel_size=tensor_parallel_size)
+        facts = SimFacts(connector="nixl-push", tensor_parallel_size=tensor_parallel_size)
         super().__init__(lambda: SimulatedPush(facts))
         self.tensor_parallel_size = tensor_parallel_size
         self._finished: dict[str, list[int]] = {}
@@ -146,13 +146,13 @@ def meetings(number: int) -> Script:
 
 def met(steps: Script) -> list[dict[str, Any]]:
     """Say what the simulator pushes, and what waits after each step."""
-    sim = SimulatedPush(Facts(connector="nixl-push"))
-    sim.connector._met["d"] = _Met(Peer("10.0.0.1", 5600, "d"), "", 1)
+    sim = SimulatedPush(SimFacts(connector="nixl-push"))
+    sim.connector._met["d"] = _Met(SideChannelPeer("10.0.0.1", 5600, "d"), "", 1)
     found = []
     for place, step in enumerate(steps):
         name = step["id"]
         if step["do"] == "registered":
-            sim.connector.take(Registration(name, "10.0.0.1", 5600, "d", 1, (1,)), 1)
+            sim.connector.take(PushRegistration(name, "10.0.0.1", 5600, "d", 1, (1,)), 1)
         elif step["do"] == "finished":
             sim.connector.ended(prefilled(sim.pool, name, [place + 1]), "length", 0.0)
         elif name in sim.connector.held:

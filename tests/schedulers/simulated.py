@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from pdproxy_lab.sim.active import ActiveRequest, State
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.active import ActiveRequest, RequestState
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import Attention, BlockPool
 from pdproxy_lab.sim.nixl import Greeting, Handshake, Nixl
 from pdproxy_lab.sim.request import EngineDeadError, EngineRequest, SamplingParams
@@ -20,14 +20,14 @@ from tests.schedulers.scripts import BLOCK, Script, Step
 class Simulated:
     """A connector, and the requests of one script. Subclasses make it and say what its commands are called."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: SimFacts) -> None:
         self.facts = facts
         self.pool = BlockPool(8192, BLOCK)
         self.pool.take(8191)  # a script says which blocks a request has
         self.connector = self.made(facts)
         self._requests: dict[str, ActiveRequest] = {}
 
-    def made(self, facts: Facts) -> Nixl:
+    def made(self, facts: SimFacts) -> Nixl:
         """Make the connector."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Simulated:
         one.blocks = step["blocks"][:count]
         new = len(one.blocks) - one.local // BLOCK
         self.connector.allocated(one, new if wanted else 0, wanted)
-        one.state = State.LOADING if later else State.RUNNING
+        one.state = RequestState.LOADING if later else RequestState.RUNNING
         if not later:
             one.computed = one.prompt
             self.connector.stepped(one, first=True, now=step["now"])
@@ -101,7 +101,7 @@ class Simulated:
     def received(self, step: Step) -> dict[str, Any]:
         """Its KV is here."""
         one = self._requests[step["id"]]
-        one.state = State.RUNNING
+        one.state = RequestState.RUNNING
         self.connector.arrived(one.request.id)
         return {}
 
@@ -110,7 +110,7 @@ class Simulated:
         one = self._requests.pop(step["id"])
         one.computed, before = step["computed"], one.state
         self.connector.arrived(one.request.id)
-        if before is State.LOADING and step["reason"] == "abort":
+        if before is RequestState.LOADING and step["reason"] == "abort":
             return {"kept": False, "handle": None}
         kept, handle = self.connector.ended(one, step["reason"], step["now"])
         if step["reason"] == "abort" and not one.scheduled_before:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.engines import Engines
 from tests.sim.moments import FAST
@@ -21,8 +21,8 @@ async def sim():
 async def pair():
     facts: dict[str, Any] = {"hardware": FAST.hardware, "eos_every": 0, "handshake_timeout": 20.0}
     async with (
-        SimServer(Facts(role="prefill", **facts), chance=1) as p,
-        SimServer(Facts(role="decode", **facts), chance=2) as d,
+        SimServer(SimFacts(role="prefill", **facts), chance=1) as p,
+        SimServer(SimFacts(role="decode", **facts), chance=2) as d,
     ):
         yield p, d
         assert not p.crashes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
 from pdproxy_lab.sim.watched import WatchedEngine
@@ -93,4 +93,4 @@ def external(engine: VirtualEngine | WatchedEngine) -> int:
 def plain(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8, **facts: Any) -> list[int]:
     """What an engine alone says to a prompt."""
     engines = Engines()
-    return engines.answer(engines.add(Facts(**facts)), prompt, max_tokens).tokens
+    return engines.answer(engines.add(SimFacts(**facts)), prompt, max_tokens).tokens

@@ -1,10 +1,10 @@
 """What the tests of faults share: an answer of four words, and how far it has come at each moment."""
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 
 WORDS = 4
-FAST = Facts(hardware=Hardware(speed=0), eos_every=0)
+FAST = SimFacts(hardware=Hardware(speed=0), eos_every=0)
 STREAM_MOMENTS = {
     "prefilling": 0,
     "head": 0,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import OTHER, PREFILL, PROMPT, plain
 
 LEASE = 30
 
 
-def facts(role: Any, **more: Any) -> Facts:
-    return Facts(role=role, connector="nixl-push", **more)
+def facts(role: Any, **more: Any) -> SimFacts:
+    return SimFacts(role=role, connector="nixl-push", **more)
 
 
 def promise(p, **changed):

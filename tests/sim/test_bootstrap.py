@@ -7,19 +7,19 @@ import aiohttp
 import pytest
 
 from pdproxy_lab.sim.bootstrap import query
-from pdproxy_lab.sim.facts import Facts, MooncakeFacts
+from pdproxy_lab.sim.facts import MooncakeFacts, SimFacts
 from pdproxy_lab.sim.server import SimServer
-from pdproxy_lab.sim.side_channel import LinkError
+from pdproxy_lab.sim.side_channel import SideChannelError
 from tests.sim.moments import FAST
 from tests.sim.raw import until
 
 PROMPT = {"model": "sim", "prompt": "one two three four", "temperature": 0}
 
 
-def facts(role: Any, **more: Any) -> Facts:
+def facts(role: Any, **more: Any) -> SimFacts:
     timeout = more.pop("timeout", 480.0)
     mooncake = MooncakeFacts(bootstrap_port=0, abort_request_timeout=timeout)
-    return Facts(role=role, connector="mooncake", hardware=FAST.hardware, eos_every=0, mooncake=mooncake, **more)
+    return SimFacts(role=role, connector="mooncake", hardware=FAST.hardware, eos_every=0, mooncake=mooncake, **more)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def test_a_consumer_has_no_bootstrap_server():
 async def test_a_bootstrap_server_that_is_gone_fails_after_three_attempts() -> None:
     async with SimServer(facts("prefill")) as sim:
         gone = address(sim)
-    with pytest.raises(LinkError):
+    with pytest.raises(SideChannelError):
         await query(gone, 0.1)
 
 

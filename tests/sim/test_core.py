@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.tokenizer import EOS
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
@@ -46,7 +46,7 @@ def test_chunks_and_block_sizes_change_no_token(length, budget, block_size):
 
 def test_a_cached_prefix_changes_no_token_and_is_counted():
     engines = Engines()
-    engine = engines.add(Facts())
+    engine = engines.add(SimFacts())
     first = engines.answer(engine)
     second = engines.answer(engine)
     assert first.tokens == second.tokens
@@ -62,7 +62,7 @@ def test_a_cached_prefix_changes_no_token_and_is_counted():
 
 def test_a_whole_cached_prompt_still_computes_its_last_block():
     engines = Engines()
-    engine = engines.add(Facts())
+    engine = engines.add(SimFacts())
     prompt = PROMPT[:96]
     assert engines.answer(engine, prompt).tokens == engines.answer(engine, prompt).tokens
     assert engine.stats.prefix_cache_hits == 80
@@ -70,7 +70,7 @@ def test_a_whole_cached_prompt_still_computes_its_last_block():
 
 def test_a_cache_salt_keeps_prefixes_apart():
     engines = Engines()
-    engine = engines.add(Facts())
+    engine = engines.add(SimFacts())
     engines.answer(engine, cache_salt="a")
     engines.answer(engine, cache_salt="b")
     assert engine.stats.prefix_cache_hits == 0
@@ -78,7 +78,7 @@ def test_a_cache_salt_keeps_prefixes_apart():
 
 def test_requests_run_together_and_say_what_they_say_alone():
     engines = Engines()
-    engine = engines.add(Facts())
+    engine = engines.add(SimFacts())
     runs = [engines.ask(engine, tuple(range(300 + number, 380 + number)), 20) for number in range(20)]
     engines.run()
     assert [run.tokens for run in runs] == [plain(tuple(range(300 + n, 380 + n)), 20) for n in range(20)]
@@ -87,7 +87,7 @@ def test_requests_run_together_and_say_what_they_say_alone():
 
 def test_out_of_blocks_the_youngest_is_preempted_and_loses_no_token():
     engines = Engines()
-    engine = engines.add(Facts(**SMALL, enable_prefix_caching=False))
+    engine = engines.add(SimFacts(**SMALL, enable_prefix_caching=False))
     runs = [engines.ask(engine, tuple(range(300 + number, 350 + number)), 60) for number in range(5)]
     engines.run()
     assert engine.stats.preemptions > 0
@@ -99,7 +99,7 @@ def test_out_of_blocks_the_youngest_is_preempted_and_loses_no_token():
 def test_a_prompt_begins_only_if_all_of_it_fits():
     """vLLM's `scheduler_reserve_full_isl`: two prompts that are cut never take each other's blocks."""
     engines = Engines()
-    engine = engines.add(Facts(**SMALL, max_num_batched_tokens=32, enable_prefix_caching=False))
+    engine = engines.add(SimFacts(**SMALL, max_num_batched_tokens=32, enable_prefix_caching=False))
     first, second = (engines.ask(engine, tuple(range(300 + n, 500 + n)), 2) for n in range(2))  # 13 of 19 blocks each
     engines.run()
     assert engine.stats.preemptions == 0
@@ -109,7 +109,7 @@ def test_a_prompt_begins_only_if_all_of_it_fits():
 
 def test_no_more_requests_run_than_allowed():
     engines = Engines()
-    engine = engines.add(Facts(max_num_seqs=2))
+    engine = engines.add(SimFacts(max_num_seqs=2))
     runs = [engines.ask(engine, max_tokens=5) for _ in range(4)]
     assert (engine.stats.running, engine.stats.waiting) == (1, 3)  # the others came during the first step
     engines.run()
@@ -119,7 +119,7 @@ def test_no_more_requests_run_than_allowed():
 
 def test_lower_priority_numbers_go_first():
     engines = Engines()
-    engine = engines.add(Facts(max_num_seqs=1))
+    engine = engines.add(SimFacts(max_num_seqs=1))
     engines.ask(engine)
     late, early = engines.ask(engine, priority=5), engines.ask(engine, OTHER, priority=-1)
     engines.run()
@@ -143,7 +143,7 @@ def test_the_end_token_stops_unless_it_is_ignored():
 
 def plain_run(prompt, max_tokens, **sampling):
     engines = Engines()
-    run = engines.ask(engines.add(Facts()), prompt, max_tokens, ignore_eos=False, **sampling)
+    run = engines.ask(engines.add(SimFacts()), prompt, max_tokens, ignore_eos=False, **sampling)
     engines.run()
     return run
 
@@ -163,14 +163,14 @@ def test_min_tokens_keep_the_end_away():
 
 def test_the_context_length_ends_a_request():
     engines = Engines()
-    engine = engines.add(Facts(max_model_len=110))
+    engine = engines.add(SimFacts(max_model_len=110))
     run = engines.answer(engine, PROMPT, 50)
     assert (len(run.tokens), run.over) == (10, "length")
 
 
 def test_a_seed_repeats_and_no_seed_does_not():
     engines = Engines()
-    engine = engines.add(Facts())
+    engine = engines.add(SimFacts())
     texts = [tuple(engines.answer(engine, temperature=1.0, seed=seed).tokens) for seed in (1, 1, 2, None, None)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 4
@@ -178,7 +178,7 @@ def test_a_seed_repeats_and_no_seed_does_not():
 
 def test_log_probabilities_are_ordered_and_hold_the_chosen_token():
     engines = Engines()
-    run = engines.answer(engines.add(Facts()), logprobs=3, prompt_logprobs=2)
+    run = engines.answer(engines.add(SimFacts()), logprobs=3, prompt_logprobs=2)
     assert run.tokens == plain()
     for output in run.outputs:
         (token,) = output.tokens
@@ -194,7 +194,7 @@ def test_log_probabilities_are_ordered_and_hold_the_chosen_token():
 def test_bias_bad_words_and_penalties_steer():
     first, second, *_ = plain()
     engines = Engines()
-    engine = engines.add(Facts())
+    engine = engines.add(SimFacts())
     assert engines.answer(engine, logit_bias={first: -100}).tokens[0] != first
     assert engines.answer(engine, logit_bias={777: 100}).tokens == [777] * 8
     assert engines.answer(engine, bad_words=((first, second),)).tokens[1] != second
@@ -206,7 +206,7 @@ def test_bias_bad_words_and_penalties_steer():
 def test_an_abort_frees_everything_at_any_time():
     for moment in (0.0, 0.001, 0.003, 0.02):
         engines = Engines()
-        engine = engines.add(Facts(max_num_batched_tokens=10))
+        engine = engines.add(SimFacts(max_num_batched_tokens=10))
         run = engines.ask(engine, max_tokens=1000, id="x")
         engines.run(moment)
         engines.abort(engine, "x")
@@ -225,7 +225,7 @@ def pace(engines, run):
 
 def test_decoding_is_slowed_by_the_batch_and_by_prefill_that_runs_along():
     engines = Engines()
-    engine = engines.add(Facts(hardware=Hardware(decode_step_s=0.01, decode_step_per_seq_s=0.001)))
+    engine = engines.add(SimFacts(hardware=Hardware(decode_step_s=0.01, decode_step_per_seq_s=0.001)))
     run = engines.ask(engine, max_tokens=30)
     engines.run(0.055)
     others = [engines.ask(engine, tuple(range(400 + n, 450 + n)), 30) for n in range(9)]
@@ -243,7 +243,7 @@ def test_speed_scales_time_and_zero_takes_none():
     times = {}
     for speed in (1.0, 10.0, 0.0):
         engines = Engines()
-        times[speed] = engines.ask(engines.add(Facts(hardware=Hardware(speed=speed))), max_tokens=20).times
+        times[speed] = engines.ask(engines.add(SimFacts(hardware=Hardware(speed=speed))), max_tokens=20).times
         engines.run()
     assert times[10.0] == pytest.approx([time / 10 for time in times[1.0]])
     assert times[0.0] == [0.0] * 20
@@ -252,7 +252,7 @@ def test_speed_scales_time_and_zero_takes_none():
 def test_equal_inputs_give_equal_runs():
     def run():
         engines = Engines(chance=3)
-        engine = engines.add(Facts(**SMALL))
+        engine = engines.add(SimFacts(**SMALL))
         runs = [engines.ask(engine, tuple(range(300 + n, 340 + n)), 40, temperature=1.0) for n in range(8)]
         engines.run()
         return [(one.tokens, one.times) for one in runs]
@@ -271,4 +271,4 @@ def test_equal_inputs_give_equal_runs():
 )
 def test_facts_that_make_no_sense_are_refused_by_name(wrong, word):
     with pytest.raises(ValueError, match=word):
-        Facts(**wrong)
+        SimFacts(**wrong)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.cpu import Cpu, base_id
-from pdproxy_lab.sim.facts import CpuBuffer, Facts
+from pdproxy_lab.sim.cpu import CpuConnector, base_id
+from pdproxy_lab.sim.facts import CpuBuffer, SimFacts
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.ports import free_port
@@ -27,12 +27,12 @@ def facts(role, *, size=1.0, **more):
         "enable_prefix_caching": False,
         "cpu": CpuBuffer(cpu_port=5, cpu_size=size),
     }
-    return Facts(**(usual | more))
+    return SimFacts(**(usual | more))
 
 
 def cpu(core):
     """The connector of an engine's core."""
-    assert isinstance(core.connector, Cpu)
+    assert isinstance(core.connector, CpuConnector)
     return core.connector
 
 
@@ -249,7 +249,7 @@ def test_base_ids():
 
 
 def engine_facts(role, port):
-    return Facts(
+    return SimFacts(
         role=role,
         connector="cpu",
         enable_prefix_caching=False,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdproxy_lab.sim.cpu_link import CpuLink, _Question
-from pdproxy_lab.sim.facts import CpuBuffer, Facts
+from pdproxy_lab.sim.facts import CpuBuffer, SimFacts
 from pdproxy_lab.sim.network import Sockets
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.side_channel import receive_frame, send_frame
@@ -32,7 +32,7 @@ async def test_a_cpu_link_of_a_dead_core_closes_the_connection(caplog):
         raise EngineDeadError
 
     port = free_port()
-    facts = Facts(role="decode", connector="cpu", cpu=CpuBuffer(cpu_port=port), model="tiny")
+    facts = SimFacts(role="decode", connector="cpu", cpu=CpuBuffer(cpu_port=port), model="tiny")
     link = CpuLink(facts, dead, lambda: None, Sockets().reserved_port())
     await link.open("engine")
     try:

@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.engine import Engine
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.engine import SimEngine
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.request import EngineDeadError, EngineRequest, SamplingParams
 from tests.sim.engines import PREFILL, PROMPT, Engines, plain
 from tests.sim.raw import until
@@ -21,7 +21,7 @@ async def start():
     async with AsyncExitStack() as stack:
 
         async def started(**facts):
-            engine = Engine(Facts(**{"hardware": FAST, **facts}), chance=len(facts))
+            engine = SimEngine(SimFacts(**{"hardware": FAST, **facts}), chance=len(facts))
             await engine.start()
             stack.push_async_callback(engine.stop)
             return engine
@@ -45,7 +45,7 @@ async def answer(engine, *args, **more):
 async def test_real_time_says_what_virtual_time_says(start):
     tokens, _ = await answer(await start())
     engines = Engines()
-    assert tokens == engines.answer(engines.add(Facts())).tokens
+    assert tokens == engines.answer(engines.add(SimFacts())).tokens
 
 
 async def test_kv_moves_over_sockets(start):

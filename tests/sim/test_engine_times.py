@@ -7,8 +7,8 @@ import pytest
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.engine import Engine
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.engine import SimEngine
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.receiving_line import ReceivingLine
 from pdproxy_lab.sim.request import EngineRequest, SamplingParams
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
@@ -27,7 +27,7 @@ def gaps(times):
 
 def test_each_token_makes_the_next_step_longer_by_its_context():
     engines = Engines()
-    engine = engines.add(Facts(hardware=hardware(context_token_s=0.001)))
+    engine = engines.add(SimFacts(hardware=hardware(context_token_s=0.001)))
     run = engines.answer(engine, PROMPT, 5)
     assert gaps(run.times) == pytest.approx([0.1, 0.101, 0.102, 0.103])
 
@@ -35,14 +35,14 @@ def test_each_token_makes_the_next_step_longer_by_its_context():
 @pytest.mark.parametrize("budget", [7, 50, 2048])
 def test_a_prompt_in_chunks_attends_to_as_many_pairs(budget):
     engines = Engines()
-    engine = engines.add(Facts(max_num_batched_tokens=budget, hardware=hardware(attention_s=1e-4)))
+    engine = engines.add(SimFacts(max_num_batched_tokens=budget, hardware=hardware(attention_s=1e-4)))
     run = engines.answer(engine, PROMPT, 1)
     assert run.times == pytest.approx([1e-4 * 100 * 50], rel=0.01)
 
 
 def pair(**more):
     engines = Engines()
-    p, d = engines.add(Facts()), engines.add(Facts(hardware=hardware(**more)))
+    p, d = engines.add(SimFacts()), engines.add(SimFacts(hardware=hardware(**more)))
     met = engines.handle(p, tuple(range(700, 800)))  # the first pull of a pair waits for a handshake
     engines.answer(d, tuple(range(700, 800)), 1, met)
     return engines, p, d
@@ -112,7 +112,7 @@ def test_a_prompt_adds_to_its_first_step_alone():
     """And so does each of two prompts that begin in one step; a request whose KV comes from elsewhere adds nothing."""
     engines = Engines()
     engine = engines.add(
-        Facts(max_num_batched_tokens=64, enable_prefix_caching=False, hardware=hardware(prompt_begin_s=0.5))
+        SimFacts(max_num_batched_tokens=64, enable_prefix_caching=False, hardware=hardware(prompt_begin_s=0.5))
     )
     begin = engines.now
     run = engines.ask(engine, PROMPT, 1)  # 100 tokens: two steps
@@ -132,7 +132,7 @@ def test_a_prompt_adds_to_its_first_step_alone():
 
 def test_pulls_cost_nothing_where_the_other_engine_pushes():
     engines = Engines()
-    p, d = (engines.add(Facts(connector="nixl-push", role=role, engine_id=role, hardware=hardware(pull_s=9.0)))
+    p, d = (engines.add(SimFacts(connector="nixl-push", role=role, engine_id=role, hardware=hardware(pull_s=9.0)))
             for role in ("prefill", "decode"))  # fmt: skip
     assert not p.core.connector.pulls_in_step
     assert not d.core.connector.pulls_in_step
@@ -162,7 +162,7 @@ def request(name: str, params=None) -> EngineRequest:
 
 
 async def engine_with(**more):
-    engine = Engine(Facts(connector="none", eos_every=0, hardware=hardware(**more)))
+    engine = SimEngine(SimFacts(connector="none", eos_every=0, hardware=hardware(**more)))
     await engine.start()
     return engine
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy_lab.sim.faults.book import Fault, FaultBook, Situation, fault_of, parse
+from pdproxy_lab.sim.faults.book import FaultBook, PlannedFault, Situation, fault_of, parse
 from pdproxy_lab.sim.faults.kind import FaultError
 from pdproxy_lab.sim.faults.kinds import KINDS
 from tests.sim.raw import COMPLETIONS
@@ -18,7 +18,7 @@ def test_every_kind_has_a_text_form_and_a_default_moment(kind):
 
 def test_a_spec_says_all_that_a_fault_can():
     fault = parse("status@prefilling:next=3,status=503,stream=false,path=/v1/completions,seed=4")
-    assert fault == Fault(
+    assert fault == PlannedFault(
         kind="status",
         at="prefilling",
         next=3,
@@ -76,7 +76,7 @@ def test_next_counts_requests_and_then_the_fault_is_gone():
 def test_a_rate_is_drawn_by_seed():
     def drawn(**more):
         book = FaultBook()
-        book.add(Fault(kind="reset", rate=0.3, **more))
+        book.add(PlannedFault(kind="reset", rate=0.3, **more))
         return [bool(list(book.due("queued", situation()))) for _ in range(200)]
 
     assert drawn(seed=1) == drawn(seed=1) != drawn(seed=2)

@@ -14,7 +14,7 @@ import pytest
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.cli import sim as command
-from pdproxy_lab.sim.facts import Facts, KvEventsConfig
+from pdproxy_lab.sim.facts import KvEventsConfig, SimFacts
 from pdproxy_lab.sim.kv_events import END
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import ask, completion, get, until
@@ -88,7 +88,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 async def engine(stack: AsyncExitStack, **facts: Any) -> SimServer:
     """An engine that publishes."""
-    made = Facts(hardware=FAST, eos_every=0, connector="none", kv_events=EVENTS, **facts)
+    made = SimFacts(hardware=FAST, eos_every=0, connector="none", kv_events=EVENTS, **facts)
     return await stack.enter_async_context(SimServer(made, chance=3))
 
 
@@ -255,7 +255,7 @@ async def test_sources_name_each_ranks_addresses(stack: AsyncExitStack) -> None:
 
 
 async def test_an_engine_without_the_option_has_no_sources(stack: AsyncExitStack) -> None:
-    sim = await stack.enter_async_context(SimServer(Facts(hardware=FAST, connector="none")))
+    sim = await stack.enter_async_context(SimServer(SimFacts(hardware=FAST, connector="none")))
     assert await sources(sim) == {}
 
 

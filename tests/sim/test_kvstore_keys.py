@@ -14,7 +14,7 @@ from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Route, parse
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kvstore_keys import refusal
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.server import SimServer
@@ -31,7 +31,7 @@ def loading(prompt, key="k"):
 
 
 def facts(role, **more):
-    return Facts(**{"role": role, "connector": "kvstore-keys", "max_model_len": 500, **more})
+    return SimFacts(**{"role": role, "connector": "kvstore-keys", "max_model_len": 500, **more})
 
 
 @given(st.integers(1, 70), st.sampled_from([1, 5, 16, 32]), st.sampled_from([8, 8192]))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
 
 LEASE = 30
@@ -19,9 +19,9 @@ class Queue(Engines):
 
     def __init__(self) -> None:
         super().__init__()
-        self.p = self.add(Facts(role="prefill"))
+        self.p = self.add(SimFacts(role="prefill"))
         slow = Hardware(decode_step_s=0.2)
-        self.d = self.add(Facts(role="decode", max_num_seqs=1, hardware=slow, enable_prefix_caching=False))
+        self.d = self.add(SimFacts(role="decode", max_num_seqs=1, hardware=slow, enable_prefix_caching=False))
         self.answer(self.d, OTHER, 1, self.handle(self.p, OTHER))
         self.ask(self.d, OTHER, 500)
         self.run(self.now + 1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.facts import LMCacheFacts, SimFacts
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 URL = "http://127.0.0.1:5768/api/v1/telemetry"
@@ -17,10 +17,10 @@ class Pair(Engines):
 
     def __init__(self, chunk=32, degraded=False, **facts):
         super().__init__()
-        lmcache = LMCache(chunk_size=chunk, degraded=degraded)
+        lmcache = LMCacheFacts(chunk_size=chunk, degraded=degraded)
         usual: dict[str, Any] = {"connector": "lmcache-mp", "lmcache": lmcache} | facts
-        self.p = self.add(Facts(role="prefill", notify=URL, **usual))
-        self.d = self.add(Facts(role="decode", enable_prefix_caching=False, **usual))
+        self.p = self.add(SimFacts(role="prefill", notify=URL, **usual))
+        self.d = self.add(SimFacts(role="decode", enable_prefix_caching=False, **usual))
 
     @property
     def reports(self):

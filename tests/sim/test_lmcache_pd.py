@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.sim.connector import ProxyNotice
-from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.facts import LMCacheFacts, SimFacts
 from pdproxy_lab.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
@@ -21,7 +21,7 @@ def facts(role, *, lmcache=None, **more):
     config = {"chunk_size": CHUNK, "skip_last_n_tokens": int(role == "decode")} | (lmcache or {})
     notify = {"notify": NOTIFY} if role == "prefill" else {}
     usual = {"role": role, "connector": "lmcache-pd", "enable_prefix_caching": False} | notify
-    return Facts(**(usual | more), lmcache=LMCache(**config))
+    return SimFacts(**(usual | more), lmcache=LMCacheFacts(**config))
 
 
 def spec(req_id="r-1", ranks=1, **more):

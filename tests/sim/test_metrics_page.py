@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy_lab.sim.api.metrics import page
-from pdproxy_lab.sim.engine import Engine
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.engine import SimEngine
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.stats import Histogram
 
 MODEL = 'a "model" \\ with\nall'
@@ -45,7 +45,7 @@ def written_again(text: bytes) -> bytes:
     ],
 )
 def test_it_is_written_as_prometheus_client_writes_it(facts: dict[str, Any], work: str) -> None:
-    engine = Engine(Facts(model=MODEL, **facts))
+    engine = SimEngine(SimFacts(model=MODEL, **facts))
     for rank, stats in enumerate(engine.rank_stats) if work == "some" else ():
         for number, name in enumerate(stats.__dataclass_fields__):
             one = getattr(stats, name)
@@ -63,7 +63,7 @@ def test_it_is_written_as_prometheus_client_writes_it(facts: dict[str, Any], wor
 
 
 def test_buckets_are_cumulated() -> None:
-    engine = Engine(Facts())
+    engine = SimEngine(SimFacts())
     engine.stats.queue.observe(0.4)
     engine.stats.queue.observe(1.2)
     engine.stats.queue.observe(1e6)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy_lab.sim.facts import Facts, MooncakeFacts
+from pdproxy_lab.sim.facts import MooncakeFacts, SimFacts
 from pdproxy_lab.sim.mooncake import Mooncake
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.virtual import VirtualEngine
@@ -34,8 +34,8 @@ class Pair(Engines):
 
     def __init__(self, **facts: Any) -> None:
         super().__init__()
-        self.p = self.add(Facts(role="prefill", connector="mooncake", **facts))
-        self.d = self.add(Facts(role="decode", connector="mooncake", **facts))
+        self.p = self.add(SimFacts(role="prefill", connector="mooncake", **facts))
+        self.d = self.add(SimFacts(role="decode", connector="mooncake", **facts))
 
     def prefill(self, prompt: tuple[int, ...] = PROMPT, transfer_id: str = "xfer-1", **more: Any) -> Run:
         """Start P's leg."""
@@ -366,7 +366,7 @@ def test_a_producer_that_refuses_a_decode_request_dies():
 
 def test_an_engine_of_both_roles_takes_both():
     engines = Engines()
-    both = [engines.add(Facts(connector="mooncake", kv_role="kv_both")) for _ in range(2)]
+    both = [engines.add(SimFacts(connector="mooncake", kv_role="kv_both")) for _ in range(2)]
     engines.ask(both[1], PROMPT, 1, to_prefill())
     run = engines.ask(both[0], PROMPT, 8, to_decode(engine_id="engine-1", bootstrap="2"))
     engines.run(1)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.virtual_link import HOST
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
@@ -12,7 +12,7 @@ MODES = pytest.mark.parametrize("mode", ["READ", "WRITE"])
 
 
 def facts(role, mode="READ", **more):
-    return Facts(**{"role": role, "connector": "moriio", "transfer_mode": mode, "max_model_len": 500, **more})
+    return SimFacts(**{"role": role, "connector": "moriio", "transfer_mode": mode, "max_model_len": 500, **more})
 
 
 def name(uid="0"):

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts, KvEventsConfig
+from pdproxy_lab.sim.facts import KvEventsConfig, SimFacts
 from pdproxy_lab.sim.kv_event_log import block_hash
 from pdproxy_lab.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, external, plain
 
 
 def facts(role):
-    return Facts(role=role)
+    return SimFacts(role=role)
 
 
 @given(st.integers(1, 70), st.sampled_from([1, 5, 16, 32]))
@@ -20,7 +20,7 @@ def facts(role):
 def test_split_says_what_one_engine_says(length, block_size):
     prompt = tuple(range(300, 300 + length))
     engines = Engines()
-    p, d = (engines.add(Facts(block_size=block_size, max_model_len=500)) for _ in range(2))
+    p, d = (engines.add(SimFacts(block_size=block_size, max_model_len=500)) for _ in range(2))
     run = engines.answer(d, prompt, 8, engines.handle(p, prompt))
     assert run.tokens == plain(prompt)
     assert external(d) == length
@@ -112,8 +112,8 @@ def test_after_the_lease_the_blocks_are_reused_and_give_wrong_tokens(engines, p,
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_handle_used_twice_gives_wrong_tokens(engines, d, caches):
-    p = engines.add(Facts(enable_prefix_caching=caches))
-    second = engines.add(Facts())
+    p = engines.add(SimFacts(enable_prefix_caching=caches))
+    second = engines.add(SimFacts())
     handle = engines.handle(p)
     assert engines.answer(d, PROMPT, 8, dict(handle)).tokens == plain()
     run = engines.answer(second, PROMPT, 8, handle)
@@ -123,13 +123,13 @@ def test_a_handle_used_twice_gives_wrong_tokens(engines, d, caches):
 
 
 def test_a_prefix_that_others_still_used_gives_wrong_tokens_once_it_is_free(engines, d):
-    p = engines.add(Facts())
-    second = engines.add(Facts())
+    p = engines.add(SimFacts())
+    second = engines.add(SimFacts())
     handle, same = engines.handle(p), engines.handle(p)
     assert handle["remote_block_ids"][0][:6] == same["remote_block_ids"][0][:6]
     assert engines.answer(d, PROMPT, 8, dict(handle)).tokens == plain()
     prefix = handle | {"remote_block_ids": [handle["remote_block_ids"][0][:6]]}
-    third, fourth = engines.add(Facts()), engines.add(Facts())
+    third, fourth = engines.add(SimFacts()), engines.add(SimFacts())
     assert engines.answer(third, PROMPT[:96], 8, dict(prefix)).tokens == plain(PROMPT[:96])
     assert engines.answer(second, PROMPT, 8, same).tokens == plain()
     assert engines.answer(fourth, PROMPT[:96], 8, prefix).tokens != plain(PROMPT[:96])
@@ -141,13 +141,13 @@ def test_freed_pages_stay_in_the_prefix_cache_under_other_ids(engines, p, d):
     again = engines.handle(p)
     assert again["remote_prefill_cached_tokens"] == 96
     assert not set(handle["remote_block_ids"][0][:6]) & set(again["remote_block_ids"][0][:6])
-    assert engines.answer(engines.add(Facts()), PROMPT, 8, again).tokens == plain()
+    assert engines.answer(engines.add(SimFacts()), PROMPT, 8, again).tokens == plain()
 
 
 def test_kv_events_follow_freed_pages(engines, d):
     """What a subscriber believes is what the prefix cache has, whether pages moved or were dropped."""
     events = KvEventsConfig(enable_kv_cache_events=True, publisher="zmq")
-    p = engines.add(Facts(num_gpu_blocks=24, max_model_len=112, kv_events=events))
+    p = engines.add(SimFacts(num_gpu_blocks=24, max_model_len=112, kv_events=events))
     believed: set[int] = set()
     most = 0
     for number in range(12):
@@ -162,7 +162,7 @@ def test_kv_events_follow_freed_pages(engines, d):
 
 
 def test_without_other_blocks_freed_pages_leave_the_prefix_cache(engines, d):
-    p = engines.add(Facts(num_gpu_blocks=8, max_model_len=112))
+    p = engines.add(SimFacts(num_gpu_blocks=8, max_model_len=112))
     assert engines.answer(d, PROMPT, 8, engines.handle(p)).tokens == plain()
     assert p.core.pool.usage == 0
     assert engines.handle(p)["remote_prefill_cached_tokens"] == 0
@@ -178,7 +178,7 @@ def test_without_do_remote_prefill_decode_recomputes_and_says_nothing(engines, p
 
 
 def test_without_a_connector_decode_recomputes_and_prefill_gives_no_handle(engines, p):
-    d = engines.add(Facts(connector="none"))
+    d = engines.add(SimFacts(connector="none"))
     assert engines.answer(d, PROMPT, 8, engines.handle(p)).tokens == plain()
     assert external(d) == 0
     assert engines.answer(d, PROMPT, 1, dict(PREFILL)).outputs[-1].kv_transfer_params is None
@@ -238,7 +238,7 @@ def test_blocks_are_held_for_the_lease(engines, p):
 
 
 def test_a_request_in_decodes_queue_keeps_the_lease_alive(engines, p):
-    d = engines.add(Facts(max_num_seqs=1, hardware=Hardware(decode_step_s=0.2), enable_prefix_caching=False))
+    d = engines.add(SimFacts(max_num_seqs=1, hardware=Hardware(decode_step_s=0.2), enable_prefix_caching=False))
     engines.answer(d, OTHER, 1, engines.handle(p, OTHER))  # they know each other
     long = engines.ask(d, OTHER, 500)
     engines.run(engines.now + 1)
@@ -269,7 +269,7 @@ def test_between_strangers_a_release_waits_for_a_step_of_decode(engines, p, d):
 
 
 def test_an_abort_in_the_queue_gives_the_blocks_back(engines, p):
-    d = engines.add(Facts(max_num_seqs=1))
+    d = engines.add(SimFacts(max_num_seqs=1))
     engines.answer(d, OTHER, 1, engines.handle(p, OTHER))
     engines.ask(d, OTHER, 2000)
     engines.ask(d, PROMPT, 8, engines.handle(p), id="waits")
@@ -279,7 +279,7 @@ def test_an_abort_in_the_queue_gives_the_blocks_back(engines, p):
 
 
 def test_an_abort_during_a_pull_frees_blocks_when_the_pull_is_resolved(engines, p):
-    d = engines.add(Facts(hardware=Hardware(transfer_latency_s=10)))
+    d = engines.add(SimFacts(hardware=Hardware(transfer_latency_s=10)))
     engines.ask(d, PROMPT, 8, engines.handle(p), id="pulls")
     engines.run(engines.now + 1)
     engines.abort(d, "pulls")
@@ -314,7 +314,7 @@ def test_two_children_of_one_prompt_strand_one_handle(engines, p):
 
 @pytest.mark.parametrize(("policy", "over"), [("fail", "error"), ("recompute", "length")])
 def test_a_prefill_engine_that_is_gone(engines, p, policy, over):
-    d = engines.add(Facts(kv_load_failure_policy=policy))
+    d = engines.add(SimFacts(kv_load_failure_policy=policy))
     engines.answer(d, OTHER, 1, engines.handle(p, OTHER))
     handle = engines.handle(p)
     p.dead = True

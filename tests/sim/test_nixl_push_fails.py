@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import OTHER, plain
 from tests.sim.pushes import LEASE, decode, facts, free, meet, prefill, promise, wait
 
@@ -119,7 +119,7 @@ def test_a_d_that_is_gone_leaves_p_with_its_blocks_until_the_lease_ends(engines,
 
 @pytest.mark.parametrize(("pushes", "pulls"), [("prefill", "decode"), ("decode", "prefill")])
 def test_push_and_pull_refuse_each_other(engines, pushes, pulls):
-    made = {pushes: engines.add(facts(pushes)), pulls: engines.add(Facts(role=pulls, connector="nixl"))}
+    made = {pushes: engines.add(facts(pushes)), pulls: engines.add(SimFacts(role=pulls, connector="nixl"))}
     p, d = made["prefill"], made["decode"]
     handle = prefill(engines, p, "x")
     wait(engines)

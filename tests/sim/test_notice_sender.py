@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts, LMCache
+from pdproxy_lab.sim.facts import LMCacheFacts, SimFacts
 from pdproxy_lab.sim.faults.book import parse
 from pdproxy_lab.sim.faults.kind import FaultError
 from pdproxy_lab.sim.faults.notices import NO_NOTICES
@@ -68,7 +68,7 @@ def proxy(stack):
 def start(stack):
     async def started(role, faults=(), storage=None, **facts):
         usual = {"hardware": FAST, "eos_every": 0, "enable_prefix_caching": False, **facts}
-        sim = SimServer(Facts(role=role, **usual), faults=faults, storage=storage)
+        sim = SimServer(SimFacts(role=role, **usual), faults=faults, storage=storage)
         await stack.enter_async_context(sim)
         stack.callback(lambda: check(sim))
         return sim
@@ -81,7 +81,7 @@ def start(stack):
 
 def lmcache(role, mode="async", **more):
     config = {"chunk_size": 32, "pd_backend_mode": mode, "pd_peer_init_port": 0, "pd_peer_alloc_port": 0}
-    return LMCache(**config, skip_last_n_tokens=int(role == "decode"), **more)
+    return LMCacheFacts(**config, skip_last_n_tokens=int(role == "decode"), **more)
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ class Telemetry:
 
 async def test_lmcache_mp_posts_one_report_a_rank(start):
     async with Telemetry() as telemetry:
-        both = {"connector": "lmcache-mp", "lmcache": LMCache(chunk_size=32), "tensor_parallel_size": 2}
+        both = {"connector": "lmcache-mp", "lmcache": LMCacheFacts(chunk_size=32), "tensor_parallel_size": 2}
         storage = MemoryStorage()
         p = await start("prefill", storage=storage, notify=telemetry.url, **both)
         d = await start("decode", storage=storage, **both)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.notifier import external
 from tests.sim.engines import PREFILL, PROMPT, Engines
 
@@ -16,8 +16,8 @@ class Pair(Engines):
 
     def __init__(self, **facts):
         super().__init__()
-        self.p = self.add(Facts(role="prefill", notify=NOTIFY, **facts))
-        self.d = self.add(Facts(role="decode", notify=NOTIFY, **facts))
+        self.p = self.add(SimFacts(role="prefill", notify=NOTIFY, **facts))
+        self.d = self.add(SimFacts(role="decode", notify=NOTIFY, **facts))
 
     def messages(self):
         """Everybody's notices in their order, decode's before prefill's of the same instant."""
@@ -102,7 +102,7 @@ def test_requests_without_a_transfer_are_not_told_of():
 
 def test_engines_without_an_address_tell_nothing():
     engines = Engines()
-    p, d = engines.add(Facts(role="prefill")), engines.add(Facts(role="decode"))
+    p, d = engines.add(SimFacts(role="prefill")), engines.add(SimFacts(role="decode"))
     engines.answer(d, PROMPT, 2, engines.handle(p))
     assert (p.notices, d.notices) == ([], [])
 

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.virtual_link import HOST
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
 
 def facts(role, **more):
-    return Facts(
+    return SimFacts(
         **{"role": role, "connector": "p2p-nccl", "randomize_request_ids": False, "max_model_len": 500, **more}
     )
 

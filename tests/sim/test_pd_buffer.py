@@ -2,8 +2,8 @@
 
 import pytest
 
-from pdproxy_lab.sim.facts import LMCache
-from pdproxy_lab.sim.pd_buffer import Allocation, Batch, PDBuffer
+from pdproxy_lab.sim.facts import LMCacheFacts
+from pdproxy_lab.sim.pd_buffer import Allocation, ChunkBatch, PDBuffer
 
 PAGES = ((7, (1, 2)),)
 
@@ -12,12 +12,12 @@ class Buffer(PDBuffer):
     """A buffer that keeps its answers, by request."""
 
     def __init__(self, chunks=4, **config):
-        super().__init__(LMCache(**config), chunks)
+        super().__init__(LMCacheFacts(**config), chunks)
         self.answers = {}
 
     def push(self, request, keys, total=None, last=True, now=0.0):
         """Offer a batch; `keys`: a letter a chunk."""
-        batch = Batch(request, tuple(keys), (PAGES,) * len(keys), total or len(keys), last)
+        batch = ChunkBatch(request, tuple(keys), (PAGES,) * len(keys), total or len(keys), last)
         self.offer(batch, now, lambda allocation: self.answers.setdefault(request, []).append(allocation))
         return self.answers.get(request, [None])[-1]
 
@@ -110,7 +110,9 @@ def test_waiting_for_room_ends_with_a_refusal_that_takes_all_back():
 def test_what_can_never_fit_is_refused_at_once(total):
     buffer = Buffer(4)
     buffer.offer(
-        Batch("r", ("a",), (PAGES,), total, False), 0.0, lambda allocation: buffer.answers.setdefault("r", [allocation])
+        ChunkBatch("r", ("a",), (PAGES,), total, False),
+        0.0,
+        lambda allocation: buffer.answers.setdefault("r", [allocation]),
     )
     assert buffer.answers["r"] == [Allocation(refused=True)]
 

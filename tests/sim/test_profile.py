@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import MAX_BYTES, load, shipped
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.sim import test_sim_command
 
 ORIGIN = {"accelerator": "a", "model": "m", "engine": "e", "measured": "now"}
@@ -27,7 +27,7 @@ def written(path: Path, **changes: Any) -> str:
 def test_a_shipped_profile_is_an_engine_and_says_what_it_was_measured_on(name):
     profile = load(name)
     assert profile.name == name
-    assert Facts(**profile.options()).hardware == profile.hardware
+    assert SimFacts(**profile.options()).hardware == profile.hardware
     assert all(getattr(profile.origin, field) for field in ORIGIN)
     assert profile.hardware.speed == 1
 
@@ -126,7 +126,7 @@ def test_a_folder_is_refused(tmp_path):
         load(str(tmp_path))
 
 
-def facts(*options: str) -> Facts:
+def facts(*options: str) -> SimFacts:
     from pdproxy_lab.cli import sim
 
     arguments: Any = test_sim_command.arguments(*options)
@@ -135,7 +135,7 @@ def facts(*options: str) -> Facts:
 
 def test_options_beside_a_profile_win():
     profile = load("h200-8b")
-    assert facts("--profile=h200-8b") == Facts(**profile.options())
+    assert facts("--profile=h200-8b") == SimFacts(**profile.options())
     found = facts("--profile=h200-8b", "--max-num-batched-tokens=512", "--speed=10", "--no-transfers-in-line")
     assert (found.max_num_batched_tokens, found.num_gpu_blocks) == (512, profile.engine.num_gpu_blocks)
     assert (found.hardware.speed, found.hardware.transfers_in_line) == (10, False)

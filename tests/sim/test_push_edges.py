@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.sim.engines import OTHER, PREFILL, PROMPT, external, plain
-from tests.sim.pushes import LEASE, decode, free, meet, prefill, wait
-from tests.sim.pushes import facts as facts  # the fixtures use it
+from tests.sim.pushes import (
+    LEASE,
+    decode,
+    facts,  # the fixtures use it
+    free,
+    meet,
+    prefill,
+    wait,
+)
 
 
 def test_a_push_for_a_request_that_nobody_has_is_counted(engines, p, d):

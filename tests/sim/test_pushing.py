@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts, Role
+from pdproxy_lab.sim.facts import Role, SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 
@@ -52,7 +52,7 @@ class Pair:
         return (await decoding.whole()).answer
 
     async def plain(self):
-        async with SimServer(Facts(hardware=Hardware(speed=0), eos_every=0)) as one:
+        async with SimServer(SimFacts(hardware=Hardware(speed=0), eos_every=0)) as one:
             return (await ask(one.port, completion(prompt=PROMPT, max_tokens=4))).answer.json["choices"][0]["text"]
 
 
@@ -73,7 +73,9 @@ async def start():
                 "hardware": Hardware(speed=0),
             }
             made = [
-                await stack.enter_async_context(SimServer(Facts(role=role, **(common | facts)), admin_port=0, chance=n))
+                await stack.enter_async_context(
+                    SimServer(SimFacts(role=role, **(common | facts)), admin_port=0, chance=n)
+                )
                 for n, role in enumerate(ROLES)
             ]
             sims.extend(made)
@@ -279,8 +281,8 @@ async def test_an_engine_with_a_fixed_id_that_restarts_never_gets_through_again(
     common: dict[str, Any] = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
     fixed: dict[str, dict[str, Any]] = {restarted: {"engine_id": "fixed"}, "p" if restarted == "d" else "d": {}}
     async with (
-        SimServer(Facts(role="prefill", **common, **fixed["p"]), chance=1) as p,
-        SimServer(Facts(role="decode", **common, **fixed["d"]), chance=2) as d,
+        SimServer(SimFacts(role="prefill", **common, **fixed["p"]), chance=1) as p,
+        SimServer(SimFacts(role="decode", **common, **fixed["d"]), chance=2) as d,
     ):
         pair = Pair(p, d)
         assert (await pair.both("x")).status == 200

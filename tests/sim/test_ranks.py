@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 
@@ -21,7 +21,7 @@ async def start():
 
         async def started(role="prefill", ranks=3, **facts):
             common: dict[str, Any] = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
-            made = Facts(role=role, data_parallel_size=ranks, **(common | facts))
+            made = SimFacts(role=role, data_parallel_size=ranks, **(common | facts))
             sims.append(await stack.enter_async_context(SimServer(made, admin_port=0, chance=len(sims))))
             return sims[-1]
 
@@ -200,4 +200,4 @@ async def test_a_rank_that_dies_takes_all_with_it(start):
 )
 def test_impossible_ranks(wrong):
     with pytest.raises(ValueError, match=r"data_parallel_size must|one port per rank"):
-        Facts(**{"data_parallel_size": 2, **wrong})
+        SimFacts(**{"data_parallel_size": 2, **wrong})

@@ -8,14 +8,14 @@ from contextlib import AsyncExitStack
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.journal import Journal, Request
 from pdproxy_lab.sim.server import SimServer
 from tests.fakes.bodies import whole_bodies
 from tests.sim.moments import FAST
 from tests.sim.raw import CHAT, COMPLETIONS, PATIENCE, Raw, ask, chat, completion, get, post, turns, until
 
-SLOW = Facts(hardware=Hardware(decode_step_s=30), eos_every=0)
+SLOW = SimFacts(hardware=Hardware(decode_step_s=30), eos_every=0)
 """Never gets to its second token within a test."""
 
 
@@ -163,7 +163,7 @@ async def test_the_port_refuses_while_a_restart_takes_its_time(sim):
     ],
 )
 async def test_a_killed_engine_keeps_its_ports_until_its_end(facts, ports):
-    async with SimServer(Facts(**facts)) as sim:
+    async with SimServer(SimFacts(**facts)) as sim:
         kept = ports(sim)
         assert all(kept)
         await sim.kill()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.folder import FolderStorage
 from pdproxy_lab.sim.storage import MemoryStorage, key_of
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
@@ -23,7 +23,7 @@ class Pair(Engines):
     def __init__(self, **facts):
         super().__init__()
         usual: dict[str, Any] = {"connector": "shared", "block_size": SIZE} | facts
-        self.p, self.d = self.add(Facts(role="prefill", **usual)), self.add(Facts(role="decode", **usual))
+        self.p, self.d = self.add(SimFacts(role="prefill", **usual)), self.add(SimFacts(role="decode", **usual))
 
     def __len__(self):
         return len(self._storage)
@@ -81,8 +81,8 @@ def test_one_token_more_than_whole_blocks_is_never_found(pair):
 
 def test_neither_model_nor_salt_keep_prompts_apart():
     engines = Engines()
-    p = engines.add(Facts(connector="shared", model="a", block_size=SIZE))
-    d = engines.add(Facts(connector="shared", model="b", block_size=SIZE))
+    p = engines.add(SimFacts(connector="shared", model="a", block_size=SIZE))
+    d = engines.add(SimFacts(connector="shared", model="b", block_size=SIZE))
     engines.answer(p, PROMPT, 1, cache_salt="x")
     run = engines.answer(d, PROMPT, cache_salt="y")
     assert run.over == "length"

@@ -18,7 +18,7 @@ import pytest
 from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy_lab.cli import sim
-from pdproxy_lab.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts
+from pdproxy_lab.sim.facts import CpuBuffer, LMCacheFacts, MooncakeFacts, SimFacts
 
 PATIENCE = 30
 
@@ -164,7 +164,7 @@ def test_every_fact_is_an_option() -> None:
         "kv_events",
         "pd_allocation_timeout_sec",
     )
-    for kind in (Facts, Hardware, LMCache, CpuBuffer, MooncakeFacts):
+    for kind in (SimFacts, Hardware, LMCacheFacts, CpuBuffer, MooncakeFacts):
         for field in msgspec.structs.fields(kind):
             if field.name not in left_out:
                 value = getattr(kind(), field.name)
@@ -173,14 +173,14 @@ def test_every_fact_is_an_option() -> None:
                     [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}={value}"]
                 )
     options += ["--kv-role=kv_both", "--api-key=k", "--notify=tcp://x:1", "--pd-allocation-timeout-sec=5"]
-    assert sim.facts_from(arguments(*options)) == Facts(  # type: ignore[arg-type]
-        kv_role="kv_both", api_key="k", notify="tcp://x:1", lmcache=LMCache(pd_allocation_timeout_sec=5)
+    assert sim.facts_from(arguments(*options)) == SimFacts(  # type: ignore[arg-type]
+        kv_role="kv_both", api_key="k", notify="tcp://x:1", lmcache=LMCacheFacts(pd_allocation_timeout_sec=5)
     )
-    assert sim.facts_from(arguments()) == Facts()  # type: ignore[arg-type]
-    assert sim.facts_from(arguments("--speed=0", "--no-enable-prefix-caching")) == Facts(  # type: ignore[arg-type]
+    assert sim.facts_from(arguments()) == SimFacts()  # type: ignore[arg-type]
+    assert sim.facts_from(arguments("--speed=0", "--no-enable-prefix-caching")) == SimFacts(  # type: ignore[arg-type]
         hardware=Hardware(speed=0), enable_prefix_caching=False
     )
-    assert sim.facts_from(arguments("--connector=nixl-push", "--engine-id=p")) == Facts(  # type: ignore[arg-type]
+    assert sim.facts_from(arguments("--connector=nixl-push", "--engine-id=p")) == SimFacts(  # type: ignore[arg-type]
         connector="nixl-push", engine_id="p"
     )
 

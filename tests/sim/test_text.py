@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy_lab.sim.api.detokenizer import Detokenizer
-from pdproxy_lab.sim.api.errors import EngineRefused, Refused
+from pdproxy_lab.sim.api.errors import EngineRefused, RefusedRequest
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.api.sampling import admit, sampling_params
 from pdproxy_lab.sim.api.structured import TextGrammar, texts_of_regex, texts_of_schema
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.api.tools import CallParser, calls_tools, grammar_of_calls
-from pdproxy_lab.sim.facts import Facts
-from pdproxy_lab.sim.tokenizer import EOS, Tokenizer
+from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.tokenizer import EOS, BuiltInTokenizer
 
-TOKENIZER = Tokenizer()
+TOKENIZER = BuiltInTokenizer()
 TEXT = st.text(st.sampled_from(list("ab c.é🦊\n")), max_size=40)
 
 
@@ -204,17 +204,17 @@ def test_templates_differ_and_print_what_they_are_given():
     "messages", [[], [{"role": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]]
 )
 def test_conversations_that_can_not_be_rendered_are_refused(messages):
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedRequest):
         render("chatml", messages)
 
 
 @pytest.mark.parametrize(("budget", "refused"), [(-1, False), (None, False), (0, True), (3, True)])
 def test_a_budget_of_thoughts_needs_a_parser(budget, refused):
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": budget})
-    params = sampling_params(body, [5], Facts(), TOKENIZER)
+    params = sampling_params(body, [5], SimFacts(), TOKENIZER)
     if refused:
         with pytest.raises(EngineRefused, match="reasoning_config"):
-            admit(params, body, [5], Facts(), TOKENIZER)
+            admit(params, body, [5], SimFacts(), TOKENIZER)
     else:
-        admit(params, body, [5], Facts(), TOKENIZER)
+        admit(params, body, [5], SimFacts(), TOKENIZER)
         assert params.thinking_token_budget is None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import PROMPT, Engines, plain
 
 BOTH = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 60.0}
@@ -18,8 +18,8 @@ class Pair(Engines):
 
     def __init__(self, p=(), d=(), **facts):
         super().__init__()
-        self.p = self.add(Facts(role="prefill", **(BOTH | facts | dict(p))))
-        self.d = self.add(Facts(role="decode", **(BOTH | facts | dict(d))))
+        self.p = self.add(SimFacts(role="prefill", **(BOTH | facts | dict(p))))
+        self.d = self.add(SimFacts(role="decode", **(BOTH | facts | dict(d))))
 
     def turn(self, prompt=PROMPT, tokens=8, **more):
         """One turn; its tokens, and D's handle of it."""

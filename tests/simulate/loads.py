@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.shape import Fleet, Shape
 

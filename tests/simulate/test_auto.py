@@ -15,11 +15,11 @@ from pdproxy.cli.main import main
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.placement import Candidates, Placed
 from pdproxy.scheduling.policy import Ask
 from pdproxy_lab.bench.arrivals import Arrivals
-from pdproxy_lab.bench.slo import Slo, parse_slo
+from pdproxy_lab.bench.slo import BenchSlo, parse_slo
 from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.load import Synthetic
@@ -32,7 +32,9 @@ H200 = load("h200-8b").hardware
 A, B = parse_slo("A:ttft=500ms,tpot=15ms"), parse_slo("B:ttft=500ms,tpot=8ms")
 
 
-def fleet(shape: Fleet, chunk: int, slo: Slo, *, believed: Hardware | None = None, prefixes: bool = True) -> Cluster:
+def fleet(
+    shape: Fleet, chunk: int, slo: BenchSlo, *, believed: Hardware | None = None, prefixes: bool = True
+) -> Cluster:
     shapes = dict.fromkeys(Role, Shape(max_num_batched_tokens=chunk, kv_tokens=496_000))
     return Cluster(shape, H200, shapes, {}, auto(bounds_of(slo), hardware=believed, prefixes=prefixes))
 
@@ -42,7 +44,7 @@ def requests(rate: float, prompt: int, output: int, count: int, seed: int = 0) -
     return Synthetic(arrivals=Arrivals(rate=rate), requests=count, inputs=inputs, outputs=outputs).calls(seed)
 
 
-def good(cluster: Cluster, slo: Slo, after: float = 0.0) -> float:
+def good(cluster: Cluster, slo: BenchSlo, after: float = 0.0) -> float:
     """Return the part of the requests that kept the SLO, of those that came after a time."""
     records = cluster.records
     numbers = [number for number in range(len(records)) if records.due[number] >= after]
@@ -82,16 +84,16 @@ def times(hardware: Hardware, prefill: float, step: float) -> Hardware:
     ),
     seed=st.integers(0, 2**32),
     rate=st.sampled_from((1.0, 20.0, 300.0)),
-    slo=st.sampled_from((A, B, parse_slo("gap=50ms"), Slo(name="none"))),
+    slo=st.sampled_from((A, B, parse_slo("gap=50ms"), BenchSlo(name="none"))),
 )
-def test_no_request_is_lost_and_nothing_is_left_of_it(shape: Fleet, seed: int, rate: float, slo: Slo) -> None:
+def test_no_request_is_lost_and_nothing_is_left_of_it(shape: Fleet, seed: int, rate: float, slo: BenchSlo) -> None:
     made = fleet(shape, 512, slo)
     made.run(drawn(seed, 80, rate, 4000, 512))
     assert len(made.records) == 80
     assert not made.records.refusals
     assert not any(math.isnan(last) for last in made.records.last)
     assert all(engine.idle and engine.memory.available == engine.memory.blocks for engine in made.engines.values())
-    assert all(node.requests == 0 for node in made.ledger.nodes)
+    assert all(ledger_engine.requests == 0 for ledger_engine in made.ledger.engines)
     assert not placement_of(made)._legs
 
 
@@ -114,7 +116,7 @@ def test_the_same_seed_gives_the_same_decisions() -> None:
     ],
 )
 def test_it_serves_what_the_best_static_arrangement_serves(
-    slo: Slo, chunk: int, rate: float, prompt: int, output: int, split: tuple[float, float]
+    slo: BenchSlo, chunk: int, rate: float, prompt: int, output: int, split: tuple[float, float]
 ) -> None:
     made = fleet(Fleet(any=4), chunk, slo)
     made.run(requests(rate, prompt, output, 900))
@@ -125,7 +127,7 @@ def test_it_serves_what_the_best_static_arrangement_serves(
 
 @pytest.mark.parametrize(("prefill", "step"), [(1.2, 1.2), (0.8, 0.8), (1.2, 0.8), (0.8, 1.2)])
 @pytest.mark.parametrize(("slo", "chunk", "rate"), [(A, 512, 25.0), (B, 4096, 16.0)])
-def test_a_wrong_profile_is_corrected(slo: Slo, chunk: int, rate: float, prefill: float, step: float) -> None:
+def test_a_wrong_profile_is_corrected(slo: BenchSlo, chunk: int, rate: float, prefill: float, step: float) -> None:
     right, wrong = fleet(Fleet(any=4), chunk, slo), fleet(Fleet(any=4), chunk, slo, believed=times(H200, prefill, step))
     for made in (right, wrong):
         made.run(requests(rate, 4000, 128, 900))
@@ -137,7 +139,7 @@ def test_a_wrong_profile_is_corrected(slo: Slo, chunk: int, rate: float, prefill
 
 
 @pytest.mark.parametrize("slo", [A, B])
-def test_a_wrong_profile_serves_what_least_load_serves(slo: Slo) -> None:
+def test_a_wrong_profile_serves_what_least_load_serves(slo: BenchSlo) -> None:
     for wrong in (0.8, 1.2):
         rate = 18.0 if slo is A else 12.0
         plain = Cluster(Fleet(aggregated=4), H200, dict.fromkeys(Role, Shape(max_num_batched_tokens=2048)), LEAST_LOAD)
@@ -147,7 +149,7 @@ def test_a_wrong_profile_serves_what_least_load_serves(slo: Slo) -> None:
         assert good(ours, slo) >= 0.95 * good(plain, slo)
 
 
-def steady(cluster: Cluster, slo: Slo) -> float:
+def steady(cluster: Cluster, slo: BenchSlo) -> float:
     """Return the part of the requests that kept the SLO while the rate was high, without the first seconds of it."""
     records = cluster.records
     numbers = [n for n in range(len(records)) if 25 < records.due[n] < 40]

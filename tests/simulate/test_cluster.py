@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.arrivals import Arrivals
 from pdproxy_lab.bench.slo import parse_slo
 from pdproxy_lab.bench.workload import Lengths
@@ -69,8 +69,8 @@ def test_no_request_and_no_token_is_lost(fleet: Fleet, seed: int, rate: float, k
     for engine in made.engines.values():
         assert engine.idle
         assert engine.memory.available == engine.memory.blocks
-    for node in made.ledger.nodes:
-        assert (node.requests, node.prompt_bytes) == (0, 0)
+    for ledger_engine in made.ledger.engines:
+        assert (ledger_engine.requests, ledger_engine.prompt_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("load", [(4000, 128, 20.0), (300, 300, 60.0)])

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy_lab.bench.arrivals import Arrivals
-from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.simulate.gaps import Histogram, WorstGaps
-from pdproxy_lab.simulate.load import Replay, Synthetic
+from pdproxy_lab.simulate.load import Synthetic, TraceReplay
 from pdproxy_lab.simulate.memory import KVMemory
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
@@ -95,28 +95,28 @@ def test_the_memory_loses_no_block(seed: int) -> None:
 
 
 def test_a_trace_is_repeated_with_other_prompts_of_the_same_structure() -> None:
-    entries = [Entry(0.0, 1100, 5, (3, 4, 5)), Entry(2.0, 600, 7, (3, 9))]
-    calls = list(Replay(entries=entries, requests=5, scale=2.0).calls(0))
+    entries = [TraceEntry(0.0, 1100, 5, (3, 4, 5)), TraceEntry(2.0, 600, 7, (3, 9))]
+    calls = list(TraceReplay(entries=entries, requests=5, scale=2.0).calls(0))
     assert [call.due for call in calls] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert [list(call.keys) for call in calls] == [[3, 4], [3], [13, 14], [13], [23, 24]]
     assert [call.number for call in calls] == [0, 1, 2, 3, 4]
 
 
 def test_a_trace_is_cut_at_the_duration() -> None:
-    entries = [Entry(float(second), 10, 1) for second in range(10)]
-    assert len(list(Replay(entries=entries, duration=4.5).calls(0))) == 5
-    assert len(list(Replay(entries=entries).calls(0))) == 10
-    assert len(list(Replay(entries=entries, duration=25.0).calls(0))) == 25
+    entries = [TraceEntry(float(second), 10, 1) for second in range(10)]
+    assert len(list(TraceReplay(entries=entries, duration=4.5).calls(0))) == 5
+    assert len(list(TraceReplay(entries=entries).calls(0))) == 10
+    assert len(list(TraceReplay(entries=entries, duration=25.0).calls(0))) == 25
 
 
 def test_a_trace_at_one_moment_is_repeated_each_second() -> None:
-    entries = [Entry(5.0, 10, 1), Entry(5.0, 10, 1)]
-    assert [call.due for call in Replay(entries=entries, requests=4).calls(0)] == [0.0, 0.0, 1.0, 1.0]
+    entries = [TraceEntry(5.0, 10, 1), TraceEntry(5.0, 10, 1)]
+    assert [call.due for call in TraceReplay(entries=entries, requests=4).calls(0)] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_rates_replace_the_times_of_a_trace() -> None:
-    entries = [Entry(0.0, 10, 1), Entry(0.0, 20, 1)]
-    replay = Replay(entries=entries, arrivals=Arrivals(kind="constant", rate=4.0), requests=4)
+    entries = [TraceEntry(0.0, 10, 1), TraceEntry(0.0, 20, 1)]
+    replay = TraceReplay(entries=entries, arrivals=Arrivals(kind="constant", rate=4.0), requests=4)
     assert [(call.due, call.prompt) for call in replay.calls(0)] == [(0.0, 10), (0.25, 20), (0.5, 10), (0.75, 20)]
 
 

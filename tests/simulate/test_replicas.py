@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.slo import parse_slo
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.placements import auto, bounds_of
@@ -53,7 +53,7 @@ def test_all_requests_end_and_nothing_is_left(policy: str, told: int) -> None:
     assert not any(value != value for value in made.records.last)
     assert all(engine.idle and not engine.requests for engine in made.engines.values())
     for ledger in made.ledgers:
-        assert all(node.requests == node.elsewhere[0] for node in ledger.nodes)
+        assert all(ledger_engine.requests == ledger_engine.elsewhere[0] for ledger_engine in ledger.engines)
     by_session = {call.session: {id(one.ledger) for one in calls if one.session == call.session} for call in calls}
     assert all(len(ledgers) == 1 for ledgers in by_session.values())
     assert len(set.union(*by_session.values())) > 1

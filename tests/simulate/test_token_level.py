@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.bench.trace import Entry, spread
+from pdproxy_lab.bench.trace import TraceEntry, spread
 from pdproxy_lab.simulate.cluster import Call, Cluster
-from pdproxy_lab.simulate.load import Replay
+from pdproxy_lab.simulate.load import TraceReplay
 from pdproxy_lab.simulate.shape import Fleet, Shape
 from tests.simulate.loads import H200, cluster, conversations, copies, drawn
 from tests.simulate.token_level import TokenLevel
@@ -80,11 +80,11 @@ def test_a_split_fleet_does_the_same_steps(
 def test_a_slice_of_a_trace_agrees_with_blocks_of_16_tokens(fleet: Fleet) -> None:
     lines = conversations(3, 40)
     entries = [
-        Entry(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
+        TraceEntry(one["timestamp"] / 1000, one["input_length"], one["output_length"], tuple(one["hash_ids"]))
         for one in lines
     ]
     shape = Shape(max_num_batched_tokens=2048, kv_tokens=200_000)
-    calls = list(Replay(entries=spread(entries), scale=1.5).calls(0))
+    calls = list(TraceReplay(entries=spread(entries), scale=1.5).calls(0))
     fast, slow = compared(fleet, shape, calls)
     for name in ("ttft", "tpot"):
         assert times(fast.records, name) == pytest.approx(times(slow.records, name), rel=0.1), name

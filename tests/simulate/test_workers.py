@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.slo import parse_slo
 from pdproxy_lab.simulate import placements, workers
 from pdproxy_lab.simulate.cluster import Call, Cluster
@@ -31,7 +31,12 @@ def served(calls: Sequence[Call], fleet: Fleet, count: int) -> WorkersCluster:
     made = WorkersCluster(fleet, H200, SHAPES, {}, workers.auto(bounds_of(SLO), count), workers=count)
     made.run(calls)
     assert all(engine.idle and not engine.requests for engine in made.engines.values())
-    assert not any(node.requests for ledger in made.ledgers for node in ledger.nodes if not node.elsewhere[0])
+    assert not any(
+        ledger_engine.requests
+        for ledger in made.ledgers
+        for ledger_engine in ledger.engines
+        if not ledger_engine.elsewhere[0]
+    )
     return made
 
 

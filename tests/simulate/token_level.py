@@ -9,14 +9,14 @@ from itertools import pairwise
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
-from pdproxy_lab.sim.facts import Facts
 from pdproxy_lab.sim.facts import Role as SimRole
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
 from pdproxy_lab.simulate.cluster import TEXT_BYTES, Call
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -40,12 +40,12 @@ class TokenLevel:
         self.cluster = VirtualCluster()
         self.hardware, self.shape = hardware, shape
         counts = {Role.PREFILL: fleet.prefill, Role.DECODE: fleet.decode, Role.AGGREGATED: fleet.aggregated}
-        specs = [NodeSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
+        specs = [EngineSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
         self.engines: dict[str, VirtualEngine] = {spec.url: self.cluster.add(self._facts(spec.role)) for spec in specs}
         self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=10.0))
         for spec in specs:
             self.ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", shape.block_size, (), 0, 1.0))
-        self.records = Records()
+        self.records = RequestTimes()
         self.gaps: list[float] = []
         self._meet()
 
@@ -66,9 +66,9 @@ class TokenLevel:
             self.cluster.run()
         self.start = self.cluster.now
 
-    def _facts(self, role: Role) -> Facts:
+    def _facts(self, role: Role) -> SimFacts:
         shape = self.shape
-        return Facts(
+        return SimFacts(
             role=_ROLES[role],
             block_size=shape.block_size,
             num_gpu_blocks=shape.blocks + 1,
@@ -81,7 +81,7 @@ class TokenLevel:
             heartbeat_interval=1e6,
         )
 
-    def run(self, calls: Sequence[Call]) -> Records:
+    def run(self, calls: Sequence[Call]) -> RequestTimes:
         """Serve all calls."""
         for call in calls:
             self.cluster.at(self.start + call.due, partial(self._arrived, call))
@@ -114,7 +114,7 @@ class TokenLevel:
 
             self._later(self.hardware.between_engines_s, decode)
 
-        self.cluster.submit(self.engines[lease.node.url], _request(f"p-{call.number}", prompt, 1, PREFILL), made)
+        self.cluster.submit(self.engines[lease.engine.url], _request(f"p-{call.number}", prompt, 1, PREFILL), made)
 
     def _answer(self, call: Call, handle: dict[str, object] | None) -> None:
         assert call.lease is not None
@@ -132,7 +132,7 @@ class TokenLevel:
             self._later(late, lambda: self.ledger.close(lease, Verdict.GOOD, self.cluster.now))
 
         request = _request(f"d-{call.number}", prompt, call.output, handle)
-        self.cluster.submit(self.engines[lease.node.url], request, token)
+        self.cluster.submit(self.engines[lease.engine.url], request, token)
 
     def _later(self, seconds: float, what: Callable[[], object]) -> None:
         def due() -> None:

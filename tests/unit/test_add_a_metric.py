@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pdproxy.__file__).parent
 MODULE = "web/body_budget.py"
 IMPORTS = """
-from pdproxy.observe.description import Label, Rule, counter, gauge, histogram
+from pdproxy.observe.description import Label, MergeRule, counter, gauge, histogram
 from pdproxy.observe.events import Evicted, Observers
 """
 DECLARED = """

@@ -61,7 +61,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from pdproxy.fleet.sources import Answer
+from pdproxy.fleet.sources import SourceAnswer
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.toys import Toys
 
@@ -74,16 +74,16 @@ class ToySource:
     def __init__(self, box: Path, toys: Toys) -> None:
         self._box, self._toys = box, toys
 
-    async def run(self, answered: Callable[[Answer], None]) -> None:
+    async def run(self, answered: Callable[[SourceAnswer], None]) -> None:
         while True:
             try:
                 lines = self._box.read_text().split()
             except OSError:
-                answered(Answer(None, "the box is closed"))
+                answered(SourceAnswer(None, "the box is closed"))
             else:
                 if lines == ["broken"]:
                     raise ValueError("broken")
-                answered(Answer([f"http://{line}" for line in lines]))
+                answered(SourceAnswer([f"http://{line}" for line in lines]))
             await asyncio.sleep(self._toys.interval)
 '''
 SCRIPT = '''
@@ -96,7 +96,7 @@ from pdproxy.app.signals import Ending
 from pdproxy.check.security.rules import RULES
 from pdproxy.cli.main import main
 from pdproxy.fleet import membership, prober
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
 from pdproxy.settings.toys import Toys
@@ -144,7 +144,7 @@ assert "; toys://BOX: all in a box |" in command_line.page()
 
 # a running proxy
 def adjust(old):
-    nodes = Node(url="toys://box", role="decode"), Node(url="toys://other", role="decode", labels={"rack": "1"})
+    nodes = ConfiguredEngine(url="toys://box", role="decode"), ConfiguredEngine(url="toys://other", role="decode", labels={"rack": "1"})
     pool = replace(old.pool, nodes=(*old.pool.nodes, *nodes))
     return replace(old, pools=(pool,), toys=Toys(room=str(room)))
 

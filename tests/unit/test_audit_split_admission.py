@@ -15,7 +15,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import LimitError, OverloadedError, PdproxyError
 from pdproxy.observe.events import DeadlinePassed, Evicted, KvCounted, KvShortfall, Observers
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission, Place
@@ -29,7 +29,7 @@ from tests.unit.test_transfer_nixl import recorded
 
 def books() -> tuple[Auditor, Engine, Recorder]:
     """An auditor of one decode engine with blocks of 16."""
-    engines, ledger = registry(NodeSpec("d", Role.DECODE))
+    engines, ledger = registry(EngineSpec("d", Role.DECODE))
     ledger.mark_up("d", Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     recorder = Recorder()
     return Auditor(engines, ledger, Observers([recorder])), engines["d"], recorder
@@ -144,7 +144,7 @@ def test_a_leg_counts_for_the_engine_that_it_was_sent_to() -> None:
     auditor.scraped(removed, scrape(0))
     auditor.asked(removed, 160)
     auditor._engines.remove("d")
-    new = auditor._engines.add(removed.node.spec, unused_client("d"))
+    new = auditor._engines.add(removed.in_ledger.spec, unused_client("d"))
     auditor.scraped(new, scrape(0))
     auditor.over(removed, 160, loaded=True)
     for _ in range(4):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, NOT_ASKED, Bootstraps
 from pdproxy.fleet.engine import Engine
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError, Reason, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError, RefusalReason, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, HandleEnded, NodeChanged, Observers
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.mooncake import MOONCAKE
 from pdproxy.wire.bootstrap import MAX_ENGINE_ID, MAX_RANKS, BootstrapAnswerError, Ranks, read_ranks
@@ -133,7 +133,7 @@ class Stand(Recorder):
         tasks: TaskOwner | None = None,
         make: Callable[[Stand], Bootstraps] | None = None,
     ) -> None:
-        self.engines, self.ledger = registry(NodeSpec(D, Role.DECODE))
+        self.engines, self.ledger = registry(EngineSpec(D, Role.DECODE))
         super().__init__()
         self.said: bytes | Exception = answer(one())
         self.asked: list[str] = []
@@ -142,7 +142,7 @@ class Stand(Recorder):
         self.time = 1000.0
         self.bootstraps = (make or Stand._alone)(self)
         observers.add(self.bootstraps)
-        self.engines.add(NodeSpec(P, Role.PREFILL), unused_client(P), ranks=ranks, tp_size=tp_size, bootstrap=ADDRESS)
+        self.engines.add(EngineSpec(P, Role.PREFILL), unused_client(P), ranks=ranks, tp_size=tp_size, bootstrap=ADDRESS)
         self.observers = observers
         self.up(P, 1.0)
         self.up(D, 1.0)
@@ -173,7 +173,7 @@ class Stand(Recorder):
         if said is not None:
             self.said = said
         await self.bootstraps.ask(self.p)
-        return self.p.node.kv_not_ready
+        return self.p.in_ledger.kv_not_ready
 
     @property
     def p(self) -> Engine:
@@ -186,8 +186,8 @@ class Stand(Recorder):
 
 async def test_an_engine_gets_no_pair_before_its_server_has_named_it() -> None:
     stand = Stand()
-    assert stand.p.node.kv_not_ready == NOT_ASKED
-    assert stand.engines[D].node.kv_not_ready is None
+    assert stand.p.in_ledger.kv_not_ready == NOT_ASKED
+    assert stand.engines[D].in_ledger.kv_not_ready is None
     assert await stand.ask() is None
     peer = stand.p.run.peers.get(0)
     assert (peer.engine_id, peer.address, peer.tp_size, peer.pp_size, peer.headers) == ("e", ADDRESS, 1, 1, ())
@@ -237,7 +237,7 @@ async def test_a_late_server_is_counted_as_a_late_probe() -> None:
 
 async def test_our_own_shortage_shows_nothing_of_the_server() -> None:
     stand = Stand()
-    assert await stand.ask(OverloadedError("no files left", Reason.OPEN_FILES)) == NOT_ASKED
+    assert await stand.ask(OverloadedError("no files left", RefusalReason.OPEN_FILES)) == NOT_ASKED
     assert stand.results == []
 
 
@@ -254,7 +254,7 @@ async def test_after_a_restart_nothing_is_known() -> None:
     stand = Stand()
     await stand.ask()
     stand.up(P, 2.0)
-    assert stand.p.node.kv_not_ready == NOT_ASKED
+    assert stand.p.in_ledger.kv_not_ready == NOT_ASKED
     assert stand.p.run.peers.missing == (0,)
     assert await stand.ask(answer(one("other", host="b"))) is None
     assert stand.p.run.peers.get(0).engine_id == "other"
@@ -275,7 +275,7 @@ async def test_an_answer_of_the_run_before_is_dropped() -> None:
     stand.up(P, 2.0)
     go.set()
     await asked
-    assert stand.p.node.kv_not_ready == NOT_ASKED
+    assert stand.p.in_ledger.kv_not_ready == NOT_ASKED
     assert stand.p.run.peers.missing == (0,)
 
 
@@ -321,10 +321,10 @@ async def test_an_engine_that_gave_many_prompts_up_is_left_alone_for_a_while() -
     give_up(MAX_GIVEN_UP - 1)
     give_up(100, end="lost")
     give_up(100, url="http://somebody:1")
-    assert stand.p.node.kv_not_ready is None
+    assert stand.p.in_ledger.kv_not_ready is None
     stand.time += 100
     give_up(1)
-    assert f"has given up {MAX_GIVEN_UP} prompts or more" in (stand.p.node.kv_not_ready or "")
+    assert f"has given up {MAX_GIVEN_UP} prompts or more" in (stand.p.in_ledger.kv_not_ready or "")
     assert await stand.ask() is not None
     stand.time += 380
     assert await stand.ask() is None, "the first ones are over"
@@ -336,10 +336,10 @@ async def test_an_engine_that_gave_many_prompts_up_is_left_alone_for_a_while() -
 
 async def test_it_asks_on_its_own_and_at_once_after_a_restart() -> None:
     stand = Stand(tasks=TaskOwner("test"))
-    await until(lambda: stand.p.node.kv_not_ready is None)
+    await until(lambda: stand.p.in_ledger.kv_not_ready is None)
     stand.said = answer(one("second"))
     stand.up(P, 2.0)
-    await until(lambda: stand.p.node.kv_not_ready is None)
+    await until(lambda: stand.p.in_ledger.kv_not_ready is None)
     assert stand.p.run.peers.get(0).engine_id == "second"
     stand.engines.remove(P)
     asked = len(stand.asked)
@@ -352,8 +352,8 @@ async def test_it_asks_on_its_own_and_at_once_after_a_restart() -> None:
 async def test_an_engine_that_comes_later_is_asked_for() -> None:
     stand = Stand(tasks=TaskOwner("test"))
     url = "http://q:1"
-    stand.engines.add(NodeSpec(url, Role.PREFILL), unused_client(url), bootstrap="http://q:8998")
-    assert stand.engines[url].node.kv_not_ready == NOT_ASKED
+    stand.engines.add(EngineSpec(url, Role.PREFILL), unused_client(url), bootstrap="http://q:8998")
+    assert stand.engines[url].in_ledger.kv_not_ready == NOT_ASKED
     stand.up(url, 1.0)
     await until(lambda: "http://q:8998" in stand.asked)
     await stand.tasks.settle(0)

@@ -24,7 +24,7 @@ CONTRACT = ENTRY.build(ENTRY.options())
 
 def bootstraps(tmp_path: Path, *stages: Any) -> list[str | None]:
     """The bootstrap servers of a file's engines."""
-    return [node.facts.bootstrap for node in pool(write(tmp_path, *stages), P, D).nodes]
+    return [engine.facts.bootstrap for engine in pool(write(tmp_path, *stages), P, D).nodes]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_only_the_stage_of_the_pair_is_asked(tmp_path: Path) -> None:
 def test_without_a_pair_nobody_has_a_server(tmp_path: Path) -> None:
     path = write(tmp_path, stage(None, 0), stage(None, 1, engine_input_source=[0]))
     found = pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "nixl"),))
-    assert [node.facts.bootstrap for node in found.nodes] == [None, None]
+    assert [engine.facts.bootstrap for engine in found.nodes] == [None, None]
 
 
 def test_the_legs_of_a_pair(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from tests.unit.test_ledger import SPECS, SPLIT, URLS, evidence, ledger
 
@@ -19,13 +19,13 @@ def test_the_breaker() -> None:
     def fail(now: float, verdict: Verdict = Verdict.FAILED) -> bool:
         lease = made.assign_alone(Ask("m", 0, now))
         assert lease is not None
-        assert lease.node.url == "a1"
+        assert lease.engine.url == "a1"
         return made.close(lease, verdict, now)
 
     assert [fail(0), fail(0, Verdict.GOOD), fail(0), fail(0)] == [False, False, False, True]
     other = made.assign_alone(Ask("m", 0, 9.9))
     assert other is not None
-    assert other.node.role is Role.DECODE
+    assert other.engine.role is Role.DECODE
     assert fail(10) is True, "the first failure after the cooldown shuts it out again"
     assert any("failed 3 times in a row, its breaker is open for 9.0 s" in line for line in made.shortcomings(11))
 
@@ -34,14 +34,14 @@ def split(made: Ledger, now: float) -> Lease:
     """A decode lease on d1, with d2 excluded."""
     pair = made.assign(SPLIT, Ask("m", 1, now), without={"d2"})
     assert pair is not None
-    assert pair[Role.DECODE].node.url == "d1"
+    assert pair[Role.DECODE].engine.url == "d1"
     return pair[Role.DECODE]
 
 
 def test_legs_that_fail_while_the_breaker_is_open_change_nothing() -> None:
     """They were sent before it was opened: it is not reported again and not open for longer. After it, one failure is enough."""
     made = ledger()
-    d1 = made.nodes[2]
+    d1 = made.engines[2]
     legs = [split(made, 0) for _ in range(6)]
     reported = [made.close(legs.pop(), Verdict.FAILED, now) for now in (1, 2, 2, 5, 11.9)]
     assert reported == [False, True, False, False, False]
@@ -53,7 +53,7 @@ def test_legs_that_fail_while_the_breaker_is_open_change_nothing() -> None:
 def test_a_good_leg_closes_the_breaker_only_after_the_cooldown() -> None:
     """A leg that was sent before it opened may still end well: the cooldown stays, but the count begins again."""
     made = ledger()
-    d1 = made.nodes[2]
+    d1 = made.engines[2]
     legs = [split(made, 0) for _ in range(5)]
     assert [made.close(legs.pop(), Verdict.FAILED, 0) for _ in range(2)] == [False, True]
     made.close(legs.pop(), Verdict.GOOD, 9.9)
@@ -68,9 +68,9 @@ def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> N
     ranked: list[int] = []
 
     class Watched(LeastLoad):
-        def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
-            ranked.append(len(nodes))
-            return super().rank(ask, nodes)
+        def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
+            ranked.append(len(engines))
+            return super().rank(ask, engines)
 
     made = Ledger(
         SPECS,
@@ -101,7 +101,7 @@ def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> N
 def test_the_breaker_of_an_engine_that_is_down_is_not_reported() -> None:
     """It is out of use already, and has a new start when it is up again."""
     made = ledger()
-    d1 = made.nodes[2]
+    d1 = made.engines[2]
     legs = [split(made, 0) for _ in range(7)]
     assert [made.close(legs.pop(), Verdict.UNREACHABLE, 0) for _ in range(2)] == [True, False]
     assert [made.close(legs.pop(), Verdict.FAILED, 0) for _ in range(3)] == [False] * 3
@@ -123,18 +123,18 @@ def test_the_breaker_never_takes_the_last_engine() -> None:
         for _ in range(2):
             lease = made.assign_alone(Ask("x" if url == "d1" else "m", 0, 0))
             assert lease is not None
-            assert lease.node.url == url
+            assert lease.engine.url == url
             made.close(lease, Verdict.FAILED, 0)
 
     shut_out("d1")
     only = made.assign_alone(Ask("x", 0, 1))
     assert only is not None
-    assert only.node.url == "d1", "d2 would only say that it does not know the model"
+    assert only.engine.url == "d1", "d2 would only say that it does not know the model"
     shut_out("d2")
-    assert not any(node.usable(1) for node in made.nodes if node.role is Role.DECODE)
+    assert not any(engine.usable(1) for engine in made.engines if engine.role is Role.DECODE)
     pair = made.assign(SPLIT, Ask("m", 1, 1))
     assert pair is not None
-    assert pair[Role.DECODE].node.url == "d2"
+    assert pair[Role.DECODE].engine.url == "d2"
     assert made.not_ready() is None
     for url in ("d1", "d2"):
         made.mark_down(url, "gone", 1)
@@ -145,14 +145,14 @@ def test_the_breaker_never_takes_the_last_engine() -> None:
 # -- half-open, and slow start
 
 
-def slow(slow_start: float = 8.0) -> tuple[Ledger, Node]:
+def slow(slow_start: float = 8.0) -> tuple[Ledger, LedgerEngine]:
     """A ledger with slow starts, and its engine d1, whose breaker was opened at 0 for ten seconds."""
     made = Ledger(SPECS, LedgerOptions(breaker_failures=2, breaker_cooldown=10, slow_start=slow_start))
     for url in URLS:
         made.mark_up(url, evidence())
     for lease in [split(made, 0) for _ in range(2)]:
         made.close(lease, Verdict.FAILED, 0)
-    return made, made.nodes[2]
+    return made, made.engines[2]
 
 
 def decodes(made: Ledger, count: int, now: float) -> list[Lease]:
@@ -161,7 +161,7 @@ def decodes(made: Ledger, count: int, now: float) -> list[Lease]:
     for _ in range(count):
         pair = made.assign(SPLIT, Ask("m", 1, now))
         assert pair is not None
-        if pair[Role.DECODE].node.url == "d1":
+        if pair[Role.DECODE].engine.url == "d1":
             found.append(pair[Role.DECODE])
     return found
 
@@ -245,13 +245,13 @@ def test_the_only_engine_starts_at_once() -> None:
 def test_releases_pass_half_open_engines_by() -> None:
     """They have no lease, so that nothing would count them; where there is no other engine, they go there."""
     made, _ = slow()
-    node = made.releasing.through("p1", "m", 10)
-    assert node is not None
-    assert node.url == "d2"
+    engine = made.releasing.through("p1", "m", 10)
+    assert engine is not None
+    assert engine.url == "d2"
     made.mark_down("d2", "gone", 10)
-    node = made.releasing.through("p1", "m", 10)
-    assert node is not None
-    assert node.url == "d1"
+    engine = made.releasing.through("p1", "m", 10)
+    assert engine is not None
+    assert engine.url == "d1"
 
 
 # -- engines that stand still
@@ -266,7 +266,7 @@ def test_a_stalled_engine_gets_nothing_until_it_is_let_in() -> None:
     assert made.assign(SPLIT, Ask("m", 1, 30)) is None
     lease = made.assign_alone(Ask("m", 1, 30))
     assert lease is not None
-    assert lease.node.url == "a1"
+    assert lease.engine.url == "a1"
     made.mark_down("a1", "gone", 30)
     assert made.assign_alone(Ask("m", 1, 30)) is None
     assert "d1 it stands still" in (made.not_ready() or "")

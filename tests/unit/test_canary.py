@@ -13,7 +13,7 @@ from pdproxy.fleet import canary
 from pdproxy.fleet.canary import Canaries
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import Observers, TokenizerJudged
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.tokens.canaries import CANARIES
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.ids import TokenIds
@@ -41,7 +41,7 @@ class Engines(Recorder):
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
         self.finds: dict[str, SimTokenizer] = {}
-        self.registry, self.ledger = registry(NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE))
+        self.registry, self.ledger = registry(EngineSpec(P, Role.PREFILL), EngineSpec(D, Role.DECODE))
         self.threads = ThreadPoolExecutor(2)
         self.canaries = Canaries(
             self.registry,
@@ -278,7 +278,7 @@ async def test_an_engine_that_was_removed_does_not_count(engines: Engines) -> No
     assert (engines.canaries.shortcomings(), dict(engines.canaries.agreements())) == ([], {(P, "tiny"): 1.0})
     engines.canaries.refuted(D, "tiny", Route.CHAT, "a leg that was under way")
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
-    engines.registry.add(NodeSpec(D, Role.DECODE), unused_client(D))
+    engines.registry.add(EngineSpec(D, Role.DECODE), unused_client(D))
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None, "not up yet"
     engines.makes.clear()
     engines.up(D)

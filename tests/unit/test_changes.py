@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from pdproxy.app import followed_changes
-from pdproxy.app.changes import CHANGE, CHANGED, GONE, LOST, MAKE, OUTCOME, UNDO, WAITED, Changes, decode_numbers
+from pdproxy.app.changes import CHANGE, CHANGED, GONE, LOST, MAKE, OUTCOME, UNDO, WAITED, ParentChanges, decode_numbers
 from pdproxy.app.followed_changes import FollowedChanges
-from pdproxy.app.journal import Journal, Past
+from pdproxy.app.journal import ChangeJournal, Past
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.observe.events import MemberChanged
-from pdproxy.web.admin.changes import Change, Outcome, decode_outcome, encode_change, encode_outcome, is_accepted
+from pdproxy.web.admin.changes import Change, ChangeOutcome, decode_outcome, encode_change, encode_outcome, is_accepted
 from pdproxy.web.admin.errors import ConflictError
 from pdproxy.web.admin.shapes import EngineChanged, LevelShown
 
@@ -24,11 +24,11 @@ DRAIN = Change.of("drain", URL, {})
 LEVEL = Change.of("log_level", "", {"level": "debug"})
 
 
-def _done(result: str, url: str = URL) -> Outcome:
-    return Outcome(200, url, EngineChanged(result, "", None))
+def _done(result: str, url: str = URL) -> ChangeOutcome:
+    return ChangeOutcome(200, url, EngineChanged(result, "", None))
 
 
-REFUSED = Outcome(409, URL, message="no", owner="settings")
+REFUSED = ChangeOutcome(409, URL, message="no", owner="settings")
 
 
 class Parent:
@@ -37,8 +37,8 @@ class Parent:
     def __init__(self, count: int = 3) -> None:
         self.workers = [WorkerProcess(number, pid=100 + number, ready=True) for number in range(count)]
         self.sent: dict[int, list[Message]] = {number: [] for number in range(count)}
-        self.journal = Journal()
-        self.changes = Changes(self, self.journal)  # type: ignore[arg-type]
+        self.journal = ChangeJournal()
+        self.changes = ParentChanges(self, self.journal)  # type: ignore[arg-type]
 
     def send(self, worker: WorkerProcess, message: Message) -> None:
         self.sent[worker.number].append(message)
@@ -46,7 +46,7 @@ class Parent:
     def ask(self, worker: int, change: Change, own: int = 1) -> None:
         assert self.changes.received(self.workers[worker], Message(CHANGE, own, body=encode_change(change)))
 
-    def answer(self, worker: int, order: int, outcome: Outcome) -> None:
+    def answer(self, worker: int, order: int, outcome: ChangeOutcome) -> None:
         self.changes.received(self.workers[worker], Message(CHANGED, order, body=encode_outcome(outcome)))
 
     def end(self, worker: int) -> None:
@@ -117,13 +117,13 @@ def test_what_is_accepted() -> None:
     """All must add an engine; what some do not have any more is changed in the others."""
     assert is_accepted("add", [_done("added"), _done("wanted")])
     assert not is_accepted("add", [_done("added"), REFUSED])
-    assert is_accepted("remove", [_done("removing"), Outcome(404)])
-    assert not is_accepted("undrain", [Outcome(404), REFUSED])
-    assert not is_accepted("log_level", [Outcome(200, level=LevelShown("info", "admin")), Outcome(400)])
+    assert is_accepted("remove", [_done("removing"), ChangeOutcome(404)])
+    assert not is_accepted("undrain", [ChangeOutcome(404), REFUSED])
+    assert not is_accepted("log_level", [ChangeOutcome(200, level=LevelShown("info", "admin")), ChangeOutcome(400)])
 
 
-def _made(*changes: tuple[Change, str]) -> Journal:
-    journal = Journal()
+def _made(*changes: tuple[Change, str]) -> ChangeJournal:
+    journal = ChangeJournal()
     for number, (change, result) in enumerate(changes, 1):
         journal.begin(number, change)
         journal.accept(number, URL, {result})
@@ -212,14 +212,14 @@ def _make(number: int, change: Change) -> Message:
     return Message(MAKE, number, body=encode_change(change))
 
 
-def _followed(journal: Journal | None = None) -> tuple[FollowedChanges, list[Message], Any]:
+def _followed(journal: ChangeJournal | None = None) -> tuple[FollowedChanges, list[Message], Any]:
     sent: list[Message] = []
-    return FollowedChanges(sent.append, journal or Journal()), sent, Service()
+    return FollowedChanges(sent.append, journal or ChangeJournal()), sent, Service()
 
 
 def test_a_worker_that_starts_makes_each_change_once() -> None:
     """Those of the journal, those that are not decided, and those that have come meanwhile, in this order."""
-    journal = Journal()
+    journal = ChangeJournal()
     for number, url in enumerate("abc", 1):
         journal.begin(number, _add(url))
     journal.accept(1, "a", {"added"})
@@ -236,7 +236,7 @@ def test_a_worker_that_starts_makes_each_change_once() -> None:
 
 def test_engines_that_name_others_come_behind_them() -> None:
     """And one that can't come is named until it does."""
-    journal = Journal()
+    journal = ChangeJournal()
     for number, change in enumerate((_add("d", source="p"), _add("p"), _add("x")), 1):
         journal.begin(number, change)
         journal.accept(number, change.engine, {"added"})
@@ -252,7 +252,7 @@ def test_engines_that_name_others_come_behind_them() -> None:
 
 @pytest.mark.parametrize(("level", "count"), [("info", 1), ("warning", 0)])
 def test_a_log_level_of_the_settings_that_came_later_stays(level: str, count: int) -> None:
-    journal = Journal()
+    journal = ChangeJournal()
     journal.begin(1, Change("log_level", "", LEVEL.body, instead_of="info"))
     journal.accept(1, "", {""})
     followed, _, service = _followed(journal)

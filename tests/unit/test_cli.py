@@ -60,8 +60,8 @@ def test_serve_takes_engines_in_every_order(served: list[Settings]) -> None:
     line = "serve --prefill a:1 b:1 --decode c:1 --prefill http://d:1 --aggregated e:1 f:1 --decode g:1"
     main(line.split())
     roles: dict[str, list[str]] = {}
-    for node in served[0].pool.nodes:
-        roles.setdefault(node.role, []).append(node.url.removeprefix("http://")[0])
+    for engine in served[0].pool.nodes:
+        roles.setdefault(engine.role, []).append(engine.url.removeprefix("http://")[0])
     assert roles == {"prefill": ["a", "b", "d"], "decode": ["c", "g"], "aggregated": ["e", "f"]}
 
 

@@ -23,7 +23,7 @@ from pdproxy.cli.options import settings_from
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Settings
 from pdproxy_lab.cli import sim
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def served(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> Settings
         return settings_from(seen[0])
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> tuple[Facts, str, int]:
+def simulated(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> tuple[SimFacts, str, int]:
     """Return the engine that a service would simulate, its host and its port."""
     with captured(monkeypatch, sim) as seen:
         assert main(shlex.split(service["command"])) == 0
@@ -149,8 +149,8 @@ def test_the_gpu_configuration_has_the_engines_that_its_comments_start() -> None
         text,
     )
     roles = {"P": "prefill", "D": "decode"}
-    nodes = {(node.url, node.role) for node in load(path, {}).pool.nodes}
-    assert {(f"http://127.0.0.1:{port}", roles[role]) for *_, port, role in started} == nodes
+    engines = {(engine.url, engine.role) for engine in load(path, {}).pool.nodes}
+    assert {(f"http://127.0.0.1:{port}", roles[role]) for *_, port, role in started} == engines
     gpus, side_ports, ports, _ = zip(*started, strict=True)
     assert len(set(gpus)) == len(set(side_ports)) == len(set(ports)) == 4
     for role in roles:
@@ -172,17 +172,17 @@ def test_compose_has_two_and_two_engines_of_each_kind_and_a_proxy_for_each() -> 
 @pytest.mark.parametrize("name", PROXIES)
 def test_a_proxy_of_compose_names_its_engines_and_waits_for_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = served(monkeypatch, SERVICES[name])
-    nodes = {}
+    engines = {}
     for node in settings.pool.nodes:
         host, port = node.url.removeprefix("http://").split(":")
-        nodes[host] = node.role
+        engines[host] = node.role
         engine = SERVICES[host]
         assert option(engine["command"], "--port") == port
         assert option(engine["command"], "--host") == "0.0.0.0"
         assert host.startswith(f"{PROXIES[name]}{node.role}-")
         assert engine.get("profiles") == SERVICES[name].get("profiles")
-    assert len(nodes) == 4
-    assert SERVICES[name]["depends_on"] == {host: {"condition": "service_healthy"} for host in nodes}
+    assert len(engines) == 4
+    assert SERVICES[name]["depends_on"] == {host: {"condition": "service_healthy"} for host in engines}
 
 
 @pytest.mark.parametrize("name", PROXIES)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pdproxy.serving.dispatch import following
-from pdproxy.wire.continuable import Continuable, Reason, plan
+from pdproxy.wire.continuable import Continuable, NotContinued, plan
 from pdproxy.wire.request import Parsed, Route, parse
 
 TEXT = {"model": "tiny", "prompt": "to be", "max_tokens": 9, "temperature": 0, "stream": True}
@@ -23,7 +23,7 @@ def parsed(route: Route, fields: dict[str, Any]) -> Parsed:
     return parse(route, json.dumps(body, separators=(",", ":")).encode())
 
 
-def planned(route: Route, **fields: Any) -> Continuable | Reason:
+def planned(route: Route, **fields: Any) -> Continuable | NotContinued:
     """The plan of such a request."""
     return plan(parsed(route, fields), sampled=True)
 
@@ -57,34 +57,34 @@ def test_streams_that_go_on(route: Route, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"stream": False}, Reason.NO_IDS),
-        ({"n": 2}, Reason.N),
-        ({"use_beam_search": True}, Reason.BEAM),
-        ({"echo": True}, Reason.ECHO),
-        ({"prompt_logprobs": 1}, Reason.PROMPT_LOGPROBS),
-        ({"logprobs": 1}, Reason.LOGPROBS),
-        ({"response_format": {"type": "json_object"}}, Reason.GRAMMAR),
-        ({"structured_outputs": {"regex": "a+"}}, Reason.GRAMMAR),
-        ({"presence_penalty": 0.1}, Reason.PENALTY),
-        ({"frequency_penalty": -1}, Reason.PENALTY),
-        ({"repetition_penalty": 1.1}, Reason.PENALTY),
-        ({"bad_words": ["x"]}, Reason.BAD_WORDS),
-        ({"thinking_token_budget": 5}, Reason.THINKING_BUDGET),
-        ({"repetition_detection": {}}, Reason.REPETITION_DETECTION),
-        ({"temperature": 0.5, "seed": 7}, Reason.SEED),
-        ({"temperature": 1e-9, "seed": 7}, Reason.SEED),
-        ({"temperature": ..., "seed": 7}, Reason.SEED),
-        ({"tools": []}, Reason.TOOLS),
-        ({"tool_choice": "auto"}, Reason.TOOLS),
-        ({"vllm_xargs": {"a": 1}}, Reason.UNKNOWN_FIELD),
-        ({"something": 1}, Reason.UNKNOWN_FIELD),
-        ({"stop": ["x"] * 65}, Reason.UNKNOWN_FIELD),
-        ({"stop": ["a", "x" * 1025]}, Reason.UNKNOWN_FIELD),
-        ({"stop": 5}, Reason.UNKNOWN_FIELD),
-        ({"temperature": "hot"}, Reason.UNKNOWN_FIELD),
+        ({"stream": False}, NotContinued.NO_IDS),
+        ({"n": 2}, NotContinued.N),
+        ({"use_beam_search": True}, NotContinued.BEAM),
+        ({"echo": True}, NotContinued.ECHO),
+        ({"prompt_logprobs": 1}, NotContinued.PROMPT_LOGPROBS),
+        ({"logprobs": 1}, NotContinued.LOGPROBS),
+        ({"response_format": {"type": "json_object"}}, NotContinued.GRAMMAR),
+        ({"structured_outputs": {"regex": "a+"}}, NotContinued.GRAMMAR),
+        ({"presence_penalty": 0.1}, NotContinued.PENALTY),
+        ({"frequency_penalty": -1}, NotContinued.PENALTY),
+        ({"repetition_penalty": 1.1}, NotContinued.PENALTY),
+        ({"bad_words": ["x"]}, NotContinued.BAD_WORDS),
+        ({"thinking_token_budget": 5}, NotContinued.THINKING_BUDGET),
+        ({"repetition_detection": {}}, NotContinued.REPETITION_DETECTION),
+        ({"temperature": 0.5, "seed": 7}, NotContinued.SEED),
+        ({"temperature": 1e-9, "seed": 7}, NotContinued.SEED),
+        ({"temperature": ..., "seed": 7}, NotContinued.SEED),
+        ({"tools": []}, NotContinued.TOOLS),
+        ({"tool_choice": "auto"}, NotContinued.TOOLS),
+        ({"vllm_xargs": {"a": 1}}, NotContinued.UNKNOWN_FIELD),
+        ({"something": 1}, NotContinued.UNKNOWN_FIELD),
+        ({"stop": ["x"] * 65}, NotContinued.UNKNOWN_FIELD),
+        ({"stop": ["a", "x" * 1025]}, NotContinued.UNKNOWN_FIELD),
+        ({"stop": 5}, NotContinued.UNKNOWN_FIELD),
+        ({"temperature": "hot"}, NotContinued.UNKNOWN_FIELD),
     ],
 )
-def test_streams_that_end(route: Route, fields: dict[str, Any], reason: Reason) -> None:
+def test_streams_that_end(route: Route, fields: dict[str, Any], reason: NotContinued) -> None:
     """Each of these has its reason."""
     if route is Route.CHAT and "logprobs" in fields:
         fields = {"logprobs": True}
@@ -93,10 +93,10 @@ def test_streams_that_end(route: Route, fields: dict[str, Any], reason: Reason) 
 
 def test_reasons_of_one_route_alone() -> None:
     """Hidden reasoning, media, and a completion of which only an engine knows the limit."""
-    assert planned(Route.CHAT, include_reasoning=False) is Reason.HIDDEN_REASONING
+    assert planned(Route.CHAT, include_reasoning=False) is NotContinued.HIDDEN_REASONING
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
-    assert planned(Route.CHAT, messages=[{"role": "user", "content": [image]}]) is Reason.MEDIA
-    assert planned(Route.COMPLETIONS, max_tokens=None) is Reason.NO_LIMIT
+    assert planned(Route.CHAT, messages=[{"role": "user", "content": [image]}]) is NotContinued.MEDIA
+    assert planned(Route.COMPLETIONS, max_tokens=None) is NotContinued.NO_LIMIT
 
 
 def test_chance_can_be_left_out() -> None:
@@ -104,7 +104,7 @@ def test_chance_can_be_left_out() -> None:
     for fields, wanted in (({}, True), ({"temperature": 1}, False), ({"temperature": ...}, False)):
         found = plan(parsed(Route.COMPLETIONS, fields), sampled=False)
         assert isinstance(found, Continuable) is wanted
-        assert wanted or found is Reason.SAMPLED
+        assert wanted or found is NotContinued.SAMPLED
 
 
 def test_what_is_kept() -> None:
@@ -153,7 +153,7 @@ def test_limits(route: Route, fields: dict[str, Any], limit: int | None) -> None
 
 def test_the_metric_knows_every_reason() -> None:
     """The table of metrics lists the reasons in the same words."""
-    assert {name for name, _ in following.REASONS} == {reason.value for reason in Reason}
+    assert {name for name, _ in following.REASONS} == {reason.value for reason in NotContinued}
 
 
 def test_raw_values_are_copied() -> None:

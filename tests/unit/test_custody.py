@@ -14,13 +14,13 @@ from pdproxy.scheduling.ledger import Ledger, LedgerOptions
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
-from pdproxy.serving.kv.ready import KvReady
-from pdproxy.serving.kv.release import Releasing
-from pdproxy.serving.kv.shared_custodian import SharedCustodian
+from pdproxy.serving.kv.ready import ReadyWaits
+from pdproxy.serving.kv.release import OngoingRelease
+from pdproxy.serving.kv.worker_custodian import WorkerCustodian
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.lmcache_pd import lmcache_pd
-from pdproxy.transfer.nixl import NIXL, Options, nixl
+from pdproxy.transfer.nixl import NIXL, NixlOptions, nixl
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from pdproxy.wire.notices import Notice, NoticeEvent
 from tests.fakes.registry import USUAL_HOSTS
@@ -35,10 +35,10 @@ def custodian(contract: Contract) -> Custodian:
     return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
 
 
-def shared(contract: Contract, records: SharedRecords, number: int = 0) -> SharedCustodian:
+def shared(contract: Contract, records: SharedRecords, number: int = 0) -> WorkerCustodian:
     """The custodian of a worker."""
     ledger = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
-    return SharedCustodian(
+    return WorkerCustodian(
         contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS, area=records.area(number)
     )
 
@@ -62,7 +62,7 @@ def test_handles_of_one_name_are_two() -> None:
 def test_notices_end_handles_of_engines_with_the_notifier() -> None:
     """A notice ends the handle that it names, once. Without the notifier no notice counts."""
     loaded = Notice(event=NoticeEvent.LOADED, request_id="leg", remote_request_id="r1")
-    kept = custodian(nixl(Options(notifier=True)))
+    kept = custodian(nixl(NixlOptions(notifier=True)))
     custody = kept.take(handle("r1"), LEG)
     kept.receive(loaded)
     kept.receive(loaded)
@@ -107,7 +107,7 @@ async def test_a_release_sends_what_it_was_given(monkeypatch: pytest.MonkeyPatch
     """A notice may end the handle while its release goes on, or before that begins: then nothing is sent."""
     kept, sent = custodian(NIXL), list[bytes]()
 
-    async def release(releasing: Releasing) -> bool:
+    async def release(releasing: OngoingRelease) -> bool:
         await asyncio.sleep(0)
         sent.append(releasing.handle.params)
         return True
@@ -157,7 +157,7 @@ def test_a_leg_is_remembered_without_its_request() -> None:
 async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
     """Another worker does not know which notices have come: a handle is in the records once all of them have."""
     records, clock = SharedRecords(2, 64), Clock()
-    ready, kept = KvReady(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
     custody.expected = ready.expect("r1", 2)
     await turns(3)
@@ -179,7 +179,7 @@ async def test_what_may_not_be_read_yet_is_left_to_nobody() -> None:
 @pytest.mark.parametrize("how", ["none is sent", "all came before"])
 async def test_what_may_be_read_is_left_at_once(how: str) -> None:
     records, clock = SharedRecords(1, 64), Clock()
-    ready, kept = KvReady(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
     if how == "all came before":
         ready.receive(Notice(event=NoticeEvent.READY, request_id="r1"))
@@ -195,7 +195,7 @@ async def test_what_may_be_read_is_left_at_once(how: str) -> None:
 
 async def test_what_has_ended_before_its_last_notice_is_left_to_nobody() -> None:
     records, clock = SharedRecords(1, 64), Clock()
-    ready, kept = KvReady(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
+    ready, kept = ReadyWaits(clock, Observers([]), clock.now), shared(lmcache_pd(), records)
     custody = kept.take(handle("r1"), LEG)
     expected = custody.expected = ready.expect("r1", 1)
     await turns(3)
@@ -211,7 +211,7 @@ def noticed(event: NoticeEvent, role: str = "P") -> Notice:
 
 async def test_kv_that_could_not_be_read_is_released_whatever_the_decode_engine_answers() -> None:
     """That engine has computed the prompt, so its answer is whole, and nothing has told the holder."""
-    kept = custodian(nixl(Options(notifier=True)))
+    kept = custodian(nixl(NixlOptions(notifier=True)))
     custody = kept.take(handle("r1"), LEG)
     custody.spend(7)
     kept.receive(noticed(NoticeEvent.FAILED, "D"))
@@ -237,7 +237,7 @@ def test_kv_that_was_promised_is_asked_for_once_it_is_made(asked: bool) -> None:
 @pytest.mark.parametrize("released", [True, False])
 async def test_an_expiry_ends_only_a_leg_that_may_read_the_kv(released: bool) -> None:
     """A leg whose KV is being released does not read it."""
-    kept, told = custodian(nixl(Options(notifier=True))), list[tuple[str, bool]]()
+    kept, told = custodian(nixl(NixlOptions(notifier=True))), list[tuple[str, bool]]()
     custody = kept.take(handle("r1"), LEG)
     custody.spend(7)
     custody.on_gone = lambda why, lost: told.append((why, lost))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from pdproxy.serving.dispatch.cut import Cut, find_cut
 from pdproxy.transfer.continued_events import LastEvent
-from pdproxy.wire.continuable import Continuable, Reason
+from pdproxy.wire.continuable import Continuable, NotContinued
 from pdproxy.wire.request import Route
 from pdproxy_lab.sim.api.detokenizer import Detokenizer
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
-TOKENIZER = Tokenizer()
+TOKENIZER = BuiltInTokenizer()
 
 
 def event(text: str, ids: Sequence[int]) -> LastEvent:
@@ -85,7 +85,7 @@ async def test_what_was_sent_and_held_is_the_text_of_the_ids(
     whole = TOKENIZER.decode(ids).rstrip("\ufffd")
     pending = any(whole.endswith(stop[:size]) for stop in stops for size in range(1, len(stop)))
     if pending:
-        assert found is Reason.STOP_PENDING
+        assert found is NotContinued.STOP_PENDING
         return
     assert isinstance(found, Cut)
     assert sent + found.held == whole == TOKENIZER.decode(ids[: found.done])
@@ -105,7 +105,7 @@ async def test_one_id_with_text_asks_nobody() -> None:
 async def test_a_parser_may_send_the_text_of_an_id_later() -> None:
     """So the text is compared: what it holds back would be lost."""
     ids = TOKENIZER.encode("to be <")
-    for text, found in ((" <", Cut(len(ids))), (" ", Reason.HALF_LETTER), (" be", Reason.HALF_LETTER)):
+    for text, found in ((" <", Cut(len(ids))), (" ", NotContinued.HALF_LETTER), (" be", NotContinued.HALF_LETTER)):
         engine = Engine()
         assert await find_cut(array("I", ids), event(text, ids[-1:]), kept(), engine.text, is_parsed=True) == found
         assert len(engine.asked) == 1
@@ -116,7 +116,7 @@ async def test_a_special_token_has_no_text(stops: tuple[str, ...]) -> None:
     """An engine tells its name, of which nothing was held back from the client."""
     ids = [*TOKENIZER.encode("to be or not"), 3]
     found = await find_cut(array("I", ids), event("", ids[-1:]), kept(*stops), Engine().text)
-    assert found is Reason.HALF_LETTER
+    assert found is NotContinued.HALF_LETTER
     assert await find_cut(array("I", ids), event("", ids[-1:]), kept(), Engine().text) == Cut(len(ids))
 
 
@@ -131,7 +131,7 @@ async def test_nothing_was_sent_yet() -> None:
     """No ids: the answer begins; or its engine sends none."""
     engine = Engine()
     assert await find_cut(array("I"), event("", []), kept(), engine.text) == Cut(0)
-    assert await find_cut(array("I"), event("x", []), kept(), engine.text) is Reason.NO_IDS
+    assert await find_cut(array("I"), event("x", []), kept(), engine.text) is NotContinued.NO_IDS
     begun = TOKENIZER.encode("\U0001f98a")[:3]
     assert await find_cut(array("I", begun), event("", begun[-1:]), kept(), engine.text) == Cut(0)
 
@@ -148,7 +148,7 @@ async def test_nothing_was_sent_yet() -> None:
 )
 async def test_what_is_not_known_is_not_guessed(ids: list[int], last: LastEvent, engine: Engine) -> None:
     """Then the stream ends with an error."""
-    assert await find_cut(array("I", ids), last, kept(), engine.text) is Reason.HALF_LETTER
+    assert await find_cut(array("I", ids), last, kept(), engine.text) is NotContinued.HALF_LETTER
     assert len(engine.asked) <= 4
 
 

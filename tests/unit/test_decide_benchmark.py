@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.scheduling.nodes import Role
-from pdproxy_lab.bench.trace import Entry
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.plan.capacity import Level
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -34,7 +34,7 @@ def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
 
 
 def test_each_seed_has_another_part_of_the_trace_at_the_asked_rate() -> None:
-    entries = [Entry(10.0 + number, 600 + number, 5, (number, 100 + number)) for number in range(90)]
+    entries = [TraceEntry(10.0 + number, 600 + number, 5, (number, 100 + number)) for number in range(90)]
     load = decide.Slices(entries=entries)
     for seed, first in ((0, 600), (1, 630), (2, 660), (3, 615), (4, 645)):
         calls = list(load.calls(5.0, 60, seed))

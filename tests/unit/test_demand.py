@@ -12,7 +12,7 @@ from pdproxy.serving.request.demand import (
     MOST_ANSWERS,
     MOST_TOKENS,
     PRIORITY,
-    Demand,
+    RequestDemand,
     demand_of,
     passed_demand,
     prioritized,
@@ -20,15 +20,15 @@ from pdproxy.serving.request.demand import (
 from pdproxy.wire.body_bounds import DEFAULT
 from pdproxy.wire.fields import lenient_integer
 from pdproxy.wire.passthrough_body import Pairs
-from pdproxy.wire.reader_process import Question, answer, request_in
+from pdproxy.wire.reader_process import BodyQuestion, answer, request_in
 from pdproxy.wire.request import Route, parse
 
 
-def demand(fields: dict[str, object], route: Route = Route.COMPLETIONS) -> Demand:
+def demand(fields: dict[str, object], route: Route = Route.COMPLETIONS) -> RequestDemand:
     return demand_of(parse(route, json.dumps({"model": "m", **fields}).encode()))
 
 
-def without_longest(found: Demand) -> Demand:
+def without_longest(found: RequestDemand) -> RequestDemand:
     return msgspec.structs.replace(found, longest=MOST_TOKENS)
 
 
@@ -41,19 +41,19 @@ def test_the_most_that_prompts_may_have() -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"prompt": "word " * 80}, Demand(100, 1, 16)),
-        ({"prompt": [1, 2, 3]}, Demand(3, 1, 16)),
-        ({"prompt": ["a" * 40, "b" * 40]}, Demand(20, 2, 16)),
-        ({"prompt": "x", "max_tokens": 7, "priority": -3}, Demand(1, 1, 7, -3)),
-        ({"prompt": "x", "n": 3}, Demand(1, 3, 16)),
-        ({"prompt": "x", "priority": None}, Demand(1, 1, 16)),
-        ({"prompt": "x", "priority": 2**63}, Demand(1, 1, 16)),
-        ({"prompt": "x", "priority": "1"}, Demand(1, 1, 16)),
-        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_ANSWERS, 16)),
-        ({"prompt": "x", "n": 0}, Demand(1, 1, 16)),
+        ({"prompt": "word " * 80}, RequestDemand(100, 1, 16)),
+        ({"prompt": [1, 2, 3]}, RequestDemand(3, 1, 16)),
+        ({"prompt": ["a" * 40, "b" * 40]}, RequestDemand(20, 2, 16)),
+        ({"prompt": "x", "max_tokens": 7, "priority": -3}, RequestDemand(1, 1, 7, -3)),
+        ({"prompt": "x", "n": 3}, RequestDemand(1, 3, 16)),
+        ({"prompt": "x", "priority": None}, RequestDemand(1, 1, 16)),
+        ({"prompt": "x", "priority": 2**63}, RequestDemand(1, 1, 16)),
+        ({"prompt": "x", "priority": "1"}, RequestDemand(1, 1, 16)),
+        ({"prompt": "x", "n": 10**18}, RequestDemand(1, MOST_ANSWERS, 16)),
+        ({"prompt": "x", "n": 0}, RequestDemand(1, 1, 16)),
     ],
 )
-def test_completions(fields: dict[str, object], expected: Demand) -> None:
+def test_completions(fields: dict[str, object], expected: RequestDemand) -> None:
     assert without_longest(demand(fields)) == expected
 
 
@@ -110,7 +110,7 @@ def test_the_most_of_what_only_an_engine_reads(
 ) -> None:
     """Embeddings, conversations, and numbers in each form count as the engine counts them, also if a process reads the body."""
     body = json.dumps({"model": "m", **fields}).encode()
-    question = msgspec.msgpack.encode(Question(DEFAULT, route))
+    question = msgspec.msgpack.encode(BodyQuestion(DEFAULT, route))
     assert demand_of(request_in(answer(question, body), body) if by_process else parse(route, body)).most == most
 
 
@@ -143,7 +143,7 @@ def test_the_most_of_other_requests() -> None:
 
 def test_chats() -> None:
     found = demand({"messages": [{"role": "user", "content": "word " * 80}], "max_completion_tokens": 9}, Route.CHAT)
-    assert without_longest(found) == Demand(100, 1, 9)
+    assert without_longest(found) == RequestDemand(100, 1, 9)
 
 
 @given(
@@ -159,9 +159,9 @@ def test_what_no_engine_would_accept_has_bounds_as_well(value: object) -> None:
 
 
 def test_bodies_for_one_engine() -> None:
-    assert without_longest(passed_demand(400, None, generates=True)) == Demand(100, 1)
-    assert without_longest(passed_demand(400, 7, generates=True)) == Demand(100, 1, 7)
-    assert without_longest(passed_demand(0, None, generates=False)) == Demand(1, 0)
+    assert without_longest(passed_demand(400, None, generates=True)) == RequestDemand(100, 1)
+    assert without_longest(passed_demand(400, 7, generates=True)) == RequestDemand(100, 1, 7)
+    assert without_longest(passed_demand(0, None, generates=False)) == RequestDemand(1, 0)
     assert passed_demand(2**40, None, generates=False).prompt == MOST_TOKENS
     ranked = passed_demand(40_000, None, Pairs(2000, 30_000), generates=False)
     assert (ranked.prompt, ranked.longest) == (10_000 + 1999 * 7_500, 40_000 + 1999 * 30_000 + 2000 * MOST_TOKENS)
@@ -184,7 +184,7 @@ def test_the_priority_that_counts_is_the_one_that_engines_get(
 ) -> None:
     """Of a client with priorities from 0 to 5."""
     forward = ((b"traceparent", b"t"), *([(PRIORITY, header)] if header is not None else []))
-    found, sent = prioritized(Demand(1, 1, None, own), forward, (0, 5), is_known=is_known)
+    found, sent = prioritized(RequestDemand(1, 1, None, own), forward, (0, 5), is_known=is_known)
     assert found.priority == counts
     assert [value for name, value in sent if name == PRIORITY] == lines
     assert (b"traceparent", b"t") in sent

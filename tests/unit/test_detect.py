@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.contract import Contract
-from pdproxy.transfer.detect import Found, Observation, Undecided, candidates, decide, question
+from pdproxy.transfer.detect import DetectedContract, Observation, Undecided, candidates, decide, question
 from pdproxy.transfer.entry import Entry
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.upstream.metrics_page import names_in
 from tests.sim.recordings.reading import names, read, read_all
 
@@ -64,7 +64,7 @@ def d(**more: Any) -> Observation:
 )
 def test_found(seen: list[Observation], contract: str | None) -> None:
     found = decide(seen, ALL)
-    assert (found.contract if isinstance(found, Found) else None) == contract
+    assert (found.contract if isinstance(found, DetectedContract) else None) == contract
     assert found.lines == tuple(one.text() for one in seen)
 
 
@@ -155,11 +155,11 @@ def test_only_engines_that_survive_it_are_asked(seen: Observation, asked: bool) 
     ],
 )
 def test_versions(last: str, version: str, fits: bool) -> None:
-    assert Signs(last_version=last).in_version(version) is fits
+    assert ContractSigns(last_version=last).in_version(version) is fits
 
 
 def test_a_first_version() -> None:
-    signs = Signs(first_version="0.20", last_version="0.23")
+    signs = ContractSigns(first_version="0.20", last_version="0.23")
     assert [signs.in_version(version) for version in ("0.19.9", "0.20.0", "0.23.1", "0.24", "")] == [
         False,
         True,

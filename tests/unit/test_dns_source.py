@@ -14,15 +14,15 @@ from pdproxy.fleet.dns_source import DnsSource
 from pdproxy.fleet.sources import FoundEngines
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.dns import Dns, DnsName, dns_name
-from pdproxy.settings.engines import Facts, Node
-from pdproxy.upstream.resolver import LookupFailedError, Records
+from pdproxy.settings.engines import ConfiguredEngine, Facts
+from pdproxy.upstream.resolver import DnsRecords, LookupFailedError
 from tests.fakes.world import until
 from tests.unit.test_membership import World
 
 NAME = dns_name("dns://engines:8000", ("url",))
-TEMPLATE = Node(url=NAME.url, role="decode", labels={"rack": "7"})
+TEMPLATE = ConfiguredEngine(url=NAME.url, role="decode", labels={"rack": "7"})
 FAILED = LookupFailedError("no such name")
-Found = Mapping[str, Records | LookupFailedError]
+Found = Mapping[str, DnsRecords | LookupFailedError]
 
 
 class Names:
@@ -34,9 +34,9 @@ class Names:
     async def look_up(self, name: DnsName) -> Found:
         return self.found
 
-    def are(self, *hosts: str, ttl: float = 20, six: Records | LookupFailedError | None = None) -> None:
+    def are(self, *hosts: str, ttl: float = 20, six: DnsRecords | LookupFailedError | None = None) -> None:
         """The next answers."""
-        self.found = {"A": Records(tuple((host, None) for host in hosts), ttl), "AAAA": six or Records((), 60)}
+        self.found = {"A": DnsRecords(tuple((host, None) for host in hosts), ttl), "AAAA": six or DnsRecords((), 60)}
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def names() -> Names:
 class Followed(FoundEngines):
     """The engines of a name, each look of which a test says."""
 
-    def __init__(self, w: World, names: Names, name: DnsName = NAME, template: Node = TEMPLATE) -> None:
+    def __init__(self, w: World, names: Names, name: DnsName = NAME, template: ConfiguredEngine = TEMPLATE) -> None:
         super().__init__(template, w.members, w.observers, lambda: w.time)
         self.source = DnsSource(name, names.look_up, Dns(min_ttl=5, max_ttl=60), lambda: 0.5)
 
@@ -155,7 +155,7 @@ async def test_a_family_that_never_answers(w: World, names: Names, source: Follo
     names.are("10.0.0.1", six=FAILED)
     await source.look()
     assert source.shortcomings() == []
-    names.are("10.0.0.1", six=Records((("fd00::1", None),), 7))
+    names.are("10.0.0.1", six=DnsRecords((("fd00::1", None),), 7))
     assert await source.look() == 7
     assert "http://[fd00::1]:8000" in w.members.members
     names.are("10.0.0.1", six=FAILED)
@@ -173,9 +173,9 @@ async def test_times_to_live_have_bounds(names: Names, source: Followed, ttl: fl
 
 async def test_what_another_source_has_does_not_keep_others_out(w: World, names: Names, source: Followed) -> None:
     """With the same settings both own it; with others it stays as it is, and is named."""
-    theirs = Node(url="http://10.0.0.1:8000", role="decode", facts=Facts(block_size=32))
+    theirs = ConfiguredEngine(url="http://10.0.0.1:8000", role="decode", facts=Facts(block_size=32))
     w.members.add(theirs, "admin")
-    w.members.add(Node(url="http://10.0.0.2:8000", role="decode", labels={"rack": "7"}), "admin")
+    w.members.add(ConfiguredEngine(url="http://10.0.0.2:8000", role="decode", labels={"rack": "7"}), "admin")
     names.are("10.0.0.1", "10.0.0.2", "10.0.0.3")
     await source.look()
     assert set(w.members.members) == urls("10.0.0.1", "10.0.0.2", "10.0.0.3")
@@ -206,7 +206,7 @@ async def test_both_families_together_have_a_bound(
     w: World, names: Names, source: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "MAX_ENGINES", 2)
-    names.are("10.0.0.1", "10.0.0.2", six=Records((("fd00::1", None),), 9))
+    names.are("10.0.0.1", "10.0.0.2", six=DnsRecords((("fd00::1", None),), 9))
     await source.look()
     assert not w.members.members
     assert "names 3 engines: 2 at most" in source.shortcomings()[0]
@@ -221,7 +221,7 @@ async def test_the_engines_of_the_first_answer_are_not_new(w: World, names: Name
     names.are("10.0.0.1", "10.0.0.2", "10.0.0.3")
     await source.look()
     w.up(w.members.members["http://10.0.0.3:8000"].settings)
-    assert [node.url for node in w.ledger.breakers.opened] == ["http://10.0.0.3:8000"]
+    assert [engine.url for engine in w.ledger.breakers.opened] == ["http://10.0.0.3:8000"]
 
 
 async def test_many_proxies_do_not_ask_at_once(names: Names) -> None:
@@ -237,9 +237,9 @@ async def test_many_proxies_do_not_ask_at_once(names: Names) -> None:
 async def test_targets_that_no_engine_can_have(w: World, names: Names) -> None:
     """They keep no other target out, and are named."""
     name = dns_name("srv://_vllm._tcp.x", ("url",))
-    source = Followed(w, names, name, Node(url=name.url, role="decode"))
+    source = Followed(w, names, name, ConfiguredEngine(url=name.url, role="decode"))
     wrong = ["a\\032b", "x/y", "a@b", "0:0::1", "ö"]
-    names.found = {"SRV": Records(tuple((host, 80) for host in [*wrong, "good.example"]), 9)}
+    names.found = {"SRV": DnsRecords(tuple((host, 80) for host in [*wrong, "good.example"]), 9)}
     await source.look()
     assert set(w.members.members) == {"http://good.example:80"}
     assert len(source.shortcomings()) == len(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.scheduling.leases import Lease
-from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedTransfer
 
 
@@ -15,7 +15,7 @@ def doubtful(*failed: str) -> DoubtfulFailures:
     for number, one in enumerate(failed):
         prefill, _, decode = one.rpartition(">")
         role = Role.PREFILL if decode[0] == "p" else Role.DECODE
-        lease = Lease(Node(NodeSpec(decode, role)), role, 0)
+        lease = Lease(LedgerEngine(EngineSpec(decode, role)), role, 0)
         if role is Role.PREFILL:
             made.prefill_failed(lease)
             continue
@@ -27,7 +27,7 @@ def doubtful(*failed: str) -> DoubtfulFailures:
 
 def names(counted: tuple[list[Lease], list[FailedTransfer]]) -> list[str]:
     leases, transfers = counted
-    return [lease.node.url for lease in leases] + [f"{one.prefill}>{one.decode}" for one in transfers]
+    return [lease.engine.url for lease in leases] + [f"{one.prefill}>{one.decode}" for one in transfers]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ async def test_an_answer_is_used_unless_a_lease_has_ended(before: Any, now: Any,
             raise now
         return replace(NO_METRICS, expired=now)
 
-    engine: Any = SimpleNamespace(node=SimpleNamespace(run_number=3))
+    engine: Any = SimpleNamespace(in_ledger=SimpleNamespace(run_number=3))
     custody: Any = SimpleNamespace(prefill=P, prefill_run=run, expired_before=before)
     assert await EndedLeases({P: engine}, scrape).may_have(custody) is ended
     assert await EndedLeases({}, scrape).may_have(custody) is False

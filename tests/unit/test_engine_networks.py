@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.fleet.handle_hosts import HandleHosts
-from pdproxy.fleet.kv_sources import Address, KvEventSources
+from pdproxy.fleet.kv_sources import KvEventSources, PublisherAddress
 from pdproxy.kit.addresses import read_network
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.engine_networks import FORBIDDEN, USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineUnreachableError
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.dns import Dns
-from pdproxy.settings.engines import EngineSettings, Facts, Node
+from pdproxy.settings.engines import ConfiguredEngine, EngineSettings, Facts
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.kv import NodeKvEvents, Receiver
+from pdproxy.settings.kv import EngineKvEvents, ReceiverSettings
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -130,9 +130,9 @@ def test_named_networks_are_all_that_there_are() -> None:
 # -- the settings
 
 
-def _refused(node: Node, networks: tuple[str, ...] = ()) -> list[str]:
+def _refused(engine: ConfiguredEngine, networks: tuple[str, ...] = ()) -> list[str]:
     found = Mistakes()
-    settings = Settings(pools=(Pool(nodes=(node,)),), engines=EngineSettings(networks=networks))
+    settings = Settings(pools=(Pool(nodes=(engine,)),), engines=EngineSettings(networks=networks))
     crosscheck(settings, found, need_engines=False)
     try:
         found.raise_any()
@@ -145,30 +145,35 @@ BAD = "169.254.169.254"
 
 
 @pytest.mark.parametrize(
-    ("key", "node"),
+    ("key", "engine"),
     [
-        ("url", Node(url=f"http://{BAD}:80", role="aggregated")),
-        ("url", Node(url="http://2852039166:80", role="aggregated")),
-        ("facts.remote_host", Node(url="http://e:1", role="prefill", facts=Facts(remote_host=BAD))),
-        ("facts.bootstrap", Node(url="http://e:1", role="prefill", facts=Facts(bootstrap=f"http://{BAD}:1"))),
-        ("receiver.host", Node(url="http://e:1", role="decode", receiver=Receiver(host=BAD))),
+        ("url", ConfiguredEngine(url=f"http://{BAD}:80", role="aggregated")),
+        ("url", ConfiguredEngine(url="http://2852039166:80", role="aggregated")),
+        ("facts.remote_host", ConfiguredEngine(url="http://e:1", role="prefill", facts=Facts(remote_host=BAD))),
+        (
+            "facts.bootstrap",
+            ConfiguredEngine(url="http://e:1", role="prefill", facts=Facts(bootstrap=f"http://{BAD}:1")),
+        ),
+        ("receiver.host", ConfiguredEngine(url="http://e:1", role="decode", receiver=ReceiverSettings(host=BAD))),
         (
             "facts.kv_events.endpoint",
-            Node(url="http://e:1", role="decode", facts=Facts(kv_events=NodeKvEvents(endpoint=f"tcp://{BAD}:1"))),
+            ConfiguredEngine(
+                url="http://e:1", role="decode", facts=Facts(kv_events=EngineKvEvents(endpoint=f"tcp://{BAD}:1"))
+            ),
         ),
         (
             "facts.kv_events.replay_endpoint",
-            Node(
-                url="http://e:1", role="decode", facts=Facts(kv_events=NodeKvEvents(replay_endpoint=f"tcp://{BAD}:1"))
+            ConfiguredEngine(
+                url="http://e:1", role="decode", facts=Facts(kv_events=EngineKvEvents(replay_endpoint=f"tcp://{BAD}:1"))
             ),
         ),
     ],
 )
-def test_settings_that_name_such_an_address(key: str, node: Node) -> None:
+def test_settings_that_name_such_an_address(key: str, engine: ConfiguredEngine) -> None:
     """Each is named with the setting that allows it, which does."""
-    (line,) = [one for one in _refused(node) if "engines.networks" in one]
+    (line,) = [one for one in _refused(engine) if "engines.networks" in one]
     assert line.startswith(f"pools[0].nodes[0].{key}: ")
-    assert not [one for one in _refused(node, ("169.254.0.0/16",)) if "engines.networks" in one]
+    assert not [one for one in _refused(engine, ("169.254.0.0/16",)) if "engines.networks" in one]
 
 
 NAME = "evil.example.com"
@@ -179,21 +184,21 @@ NAME = "evil.example.com"
     [
         ("facts.remote_host", lambda host: {"facts": Facts(remote_host=host)}),
         ("facts.bootstrap", lambda host: {"facts": Facts(bootstrap=f"http://{host}:1")}),
-        ("receiver.host", lambda host: {"receiver": Receiver(host=host)}),
+        ("receiver.host", lambda host: {"receiver": ReceiverSettings(host=host)}),
     ],
 )
 def test_names_that_other_engines_resolve(key: str, more: Any) -> None:
     """Nobody knows where they lead: with networks, only the name of the engine's own URL may be there."""
-    other, own = (Node(url="http://e:1", role="any", **more(host)) for host in (NAME, "E"))
+    other, own = (ConfiguredEngine(url="http://e:1", role="any", **more(host)) for host in (NAME, "E"))
     named = ("10.0.0.0/8",)
     (line,) = [one for one in _refused(other, named) if "engines.networks" in one]
     assert line.startswith(f"pools[0].nodes[0].{key}: {NAME} is a name")
-    for node, networks in ((own, named), (other, ())):
-        assert not [one for one in _refused(node, networks) if "engines.networks" in one]
+    for engine, networks in ((own, named), (other, ())):
+        assert not [one for one in _refused(engine, networks) if "engines.networks" in one]
 
 
 def test_a_wrong_network() -> None:
-    (line,) = _refused(Node(url="http://e:1", role="aggregated"), ("10.0.0.0/40",))
+    (line,) = _refused(ConfiguredEngine(url="http://e:1", role="aggregated"), ("10.0.0.0/40",))
     assert line.startswith('engines.networks: "10.0.0.0/40": expected networks or addresses')
 
 
@@ -376,13 +381,13 @@ async def test_where_engines_say_that_they_publish(publishes: str, found: list[s
 
     sources = KvEventSources.__new__(KvEventSources)
     sources._networks, sources._resolved = USUAL, resolved
-    for address in (Address(publishes, None, "t"), Address("tcp://10.0.0.1:1", publishes, "t")):
+    for address in (PublisherAddress(publishes, None, "t"), PublisherAddress("tcp://10.0.0.1:1", publishes, "t")):
         allowed = await sources._allowed(address)
         if connected is None:
             assert isinstance(allowed, str)
             assert "link-local" in allowed
         else:
-            assert isinstance(allowed, Address)
+            assert isinstance(allowed, PublisherAddress)
             assert connected in (allowed.publishes, allowed.replays)
 
 

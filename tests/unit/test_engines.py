@@ -13,7 +13,7 @@ from pdproxy.kit.tasks import MAX_NAME, Pauses, TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import End
@@ -26,7 +26,7 @@ from tests.fakes.clock import later_turns
 from tests.fakes.registry import USUAL_HOSTS, registry, unused_client
 
 SPLIT = (Role.PREFILL, Role.DECODE)
-P, D, E = NodeSpec("p", Role.PREFILL), NodeSpec("d", Role.DECODE), NodeSpec("e", Role.DECODE)
+P, D, E = EngineSpec("p", Role.PREFILL), EngineSpec("d", Role.DECODE), EngineSpec("e", Role.DECODE)
 
 
 def up(ledger: Ledger, *urls: str, started: float = 1.0) -> None:
@@ -98,15 +98,15 @@ def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again:
         up(ledger, "d")
     reported = [ledger.close(lease, verdict, 1.0) for lease in (pair[Role.DECODE], *others) if lease is not None]
     assert reported == [False] * 6
-    assert all(node.up for node in ledger.nodes)
-    assert (pair[Role.DECODE].node.requests, pair[Role.DECODE].node.prompt_bytes) == (0, 0)
+    assert all(engine.up for engine in ledger.engines)
+    assert (pair[Role.DECODE].engine.requests, pair[Role.DECODE].engine.prompt_bytes) == (0, 0)
     ledger.close(pair[Role.PREFILL], Verdict.GOOD, 1.0)
-    assert [node.requests for node in ledger.nodes] == [0] * len(engines)
-    assert [node.failures for node in ledger.nodes] == [0] * len(engines)
+    assert [engine.requests for engine in ledger.engines] == [0] * len(engines)
+    assert [engine.failures for engine in ledger.engines] == [0] * len(engines)
     assert not ledger.breakers.opened
     found = ledger.assign(SPLIT, Ask("m", 10, 2.0), without=["d"])
     assert found is not None
-    assert found[Role.DECODE].node.url == "e"
+    assert found[Role.DECODE].engine.url == "e"
 
 
 def test_nobody_gets_a_removed_engine() -> None:
@@ -114,7 +114,7 @@ def test_nobody_gets_a_removed_engine() -> None:
     engines, ledger = registry(P, D, E)
     up(ledger, "p", "d", "e")
     chosen = {
-        pair[Role.DECODE].node.url for _ in range(4) if (pair := ledger.assign(SPLIT, Ask("m", 1, 0.0))) is not None
+        pair[Role.DECODE].engine.url for _ in range(4) if (pair := ledger.assign(SPLIT, Ask("m", 1, 0.0))) is not None
     }
     assert chosen == {"d", "e"}
     engines.remove("d")
@@ -124,7 +124,7 @@ def test_nobody_gets_a_removed_engine() -> None:
             pair, alone = ledger.assign(SPLIT, ask, without=without), ledger.assign_alone(ask, without=without)
             assert pair is not None
             assert alone is not None
-            assert (pair[Role.DECODE].node.url, alone.node.url) == ("e", "e")
+            assert (pair[Role.DECODE].engine.url, alone.engine.url) == ("e", "e")
     releaser = ledger.releasing.through("p", "m", 0.0, prefer_not="e")
     assert releaser is not None
     assert releaser.url == "e"
@@ -151,13 +151,13 @@ def test_a_run_is_told_from_those_before_the_removal() -> None:
     engines, ledger = registry(D)
     up(ledger, "d")
     up(ledger, "d", started=2.0)
-    runs = [engines["d"].node.run_number]
+    runs = [engines["d"].in_ledger.run_number]
     engines["d"].run.proven["m", None, False] = 1  # type: ignore[index]
     engines.remove("d")
     engines.add(D, unused_client("d"))
-    runs.append(engines["d"].node.run_number)
+    runs.append(engines["d"].in_ledger.run_number)
     up(ledger, "d")
-    runs.append(engines["d"].node.run_number)
+    runs.append(engines["d"].in_ledger.run_number)
     assert len(set(runs)) == 3
     assert not engines["d"].run.proven
 
@@ -194,8 +194,8 @@ async def test_tasks_whose_long_names_begin_alike_end_each_by_itself() -> None:
 
 def test_a_release_goes_to_the_decode_engines_of_a_removed_prefill_engine() -> None:
     """Also where others are up: they can't read its KV."""
-    specs = (P, NodeSpec("q", Role.PREFILL), NodeSpec("d", Role.DECODE, frozenset("p")))
-    engines, ledger = registry(*specs, NodeSpec("e", Role.DECODE, frozenset("q")))
+    specs = (P, EngineSpec("q", Role.PREFILL), EngineSpec("d", Role.DECODE, frozenset("p")))
+    engines, ledger = registry(*specs, EngineSpec("e", Role.DECODE, frozenset("q")))
     up(ledger, "p", "q", "d", "e")
     for _ in range(2):
         found = ledger.releasing.through("p", "m", 0.0, prefer_not="d")
@@ -229,12 +229,12 @@ def test_nothing_grows_with_the_engines_that_were_removed() -> None:
     up(ledger, "p", "d")
     contacts = Contacts(engines.known)
     engines.when_forgotten(contacts.forget)
-    first = engines["p"].node.run_number, engines["d"].node.run_number
+    first = engines["p"].in_ledger.run_number, engines["d"].in_ledger.run_number
     contacts.add(*first)
     for number in range(1000):
         url = f"d{number}"
-        engines.add(NodeSpec(url, Role.DECODE), unused_client(url))
-        pair = first[0], engines[url].node.run_number
+        engines.add(EngineSpec(url, Role.DECODE), unused_client(url))
+        pair = first[0], engines[url].in_ledger.run_number
         assert not contacts.met(*pair)
         contacts.add(*pair)
         assert contacts.met(*pair)
@@ -249,17 +249,17 @@ def test_nothing_grows_with_the_engines_that_were_removed() -> None:
 
 def test_many_pairs_stay_met() -> None:
     """Dropping old pairs drops none of the present engines."""
-    specs = [NodeSpec(f"{role.value}{n}", role) for role in SPLIT for n in range(20)]
+    specs = [EngineSpec(f"{role.value}{n}", role) for role in SPLIT for n in range(20)]
     engines, _ = registry(*specs)
     contacts = Contacts(engines.known)
-    runs = {spec.url: engines[spec.url].node.run_number for spec in specs}
+    runs = {spec.url: engines[spec.url].in_ledger.run_number for spec in specs}
     pairs = [(runs[p.url], runs[d.url]) for p in specs[:20] for d in specs[20:]]
     for pair in pairs:
         contacts.add(*pair)
     assert all(contacts.met(*pair) for pair in pairs)
     up(engines._ledger, "decode0")
-    assert engines["decode0"].node.run_number != runs["decode0"]
-    assert not contacts.met(runs["prefill0"], engines["decode0"].node.run_number)
+    assert engines["decode0"].in_ledger.run_number != runs["decode0"]
+    assert not contacts.met(runs["prefill0"], engines["decode0"].in_ledger.run_number)
 
 
 def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
@@ -267,11 +267,11 @@ def test_a_notice_behind_a_restart_is_of_the_run_before() -> None:
     engines, ledger = registry(P, D)
     up(ledger, "p", "d")
     kept = Custodian(NIXL, ledger, engines.known, Deadlines(), Observers([]), lambda: 0.0, Clock(), USUAL_HOSTS)
-    prefill, asked = engines["p"].node.run_number, engines["d"].node.run_number
+    prefill, asked = engines["p"].in_ledger.run_number, engines["d"].in_ledger.run_number
     custody = kept.take(Handle(b"{}", None, 16, "r1"), PrefillRecord("p", None, (), lambda _: "none", run=prefill))
     custody.spend(asked)
     up(ledger, "d", started=2.0)
-    assert engines["d"].node.run_number != asked
+    assert engines["d"].in_ledger.run_number != asked
     custody.end(End.LOADED)
     assert kept.contacts.met(prefill, asked)
-    assert not kept.contacts.met(prefill, engines["d"].node.run_number)
+    assert not kept.contacts.met(prefill, engines["d"].in_ledger.run_number)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit import fair_queue
-from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
+from pdproxy.kit.fair_queue import FairQueue, QueueFullError, TenantRequest
 
 
 class Served:
@@ -21,7 +21,7 @@ class Served:
         self.unwanted: set[str] = set()
         self.granted: list[str] = []
         self.displaced: list[str] = []
-        self.entries: dict[str, Entry[str]] = {}
+        self.entries: dict[str, TenantRequest[str]] = {}
         self.queue: FairQueue[str] = FairQueue(places, max_waiting, max_size, self._granted, self.displaced.append)
 
     def _granted(self, ticket: str) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, OverloadedError, Reason, Wait
+from pdproxy.kit.errors import EngineError, OverloadedError, RefusalReason, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.serving.dispatch.in_turn import MOST, AskedFor, first_answer
 from tests.fakes.recorder import Recorder
 
@@ -29,15 +29,15 @@ class Engines:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def ask(self, node: Node) -> str:
-        name = node.url.removeprefix("http://")
+    async def ask(self, engine: LedgerEngine) -> str:
+        name = engine.url.removeprefix("http://")
         self.asked.append(name)
         if name.startswith("silent"):
             await asyncio.Event().wait()
         if name.startswith("refuses"):
             raise EngineError("refused")
         if name.startswith("full"):
-            raise OverloadedError("no bytes left", Reason.QUEUE_FULL)
+            raise OverloadedError("no bytes left", RefusalReason.QUEUE_FULL)
         return name
 
 
@@ -55,9 +55,9 @@ class Engines:
 )
 async def test_the_first_answer(names: str, answer: str | None, asked: list[str], waits: int) -> None:
     """An engine that hangs takes only its part of the time, and of very many engines only the first are asked."""
-    nodes = [Node(NodeSpec(f"http://{name}", Role.DECODE)) for name in names.split()]
+    ledger_engines = [LedgerEngine(EngineSpec(f"http://{name}", Role.DECODE)) for name in names.split()]
     engines, passed = Engines(), Recorder()
-    found = await first_answer(nodes, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]), NOBODY)
+    found = await first_answer(ledger_engines, engines.ask, Clock(), 0.2, Wait.TOKENIZE, Observers([passed]), NOBODY)
     assert found == answer
     assert engines.asked == asked
     assert len(engines.asked) <= MOST

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.serving.kv.kept_turns import (
     SCOPE_BYTES,
     KeptTurn,
@@ -22,15 +22,15 @@ from pdproxy.serving.kv.kept_turns import (
 )
 from pdproxy.serving.kv.open_turns import MAX_NAMESAKES, MAX_OVER, WAIT, OpenTurn, OpenTurns
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read, shown_in_streams
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from tests.sim.engines import Engines, plain
 
 LIMITS = TurnLimits(seconds=100, count=100, max_bytes=1 << 20, max_blocks=100, min_tokens=1, min_share=0)
 SCOPE = scope_of("tiny", b"")
 
 
-def node(url: str, role: Role, run: int, block_size: int = 16) -> Node:
-    made = Node(NodeSpec(url, role), run_number=run)
+def node(url: str, role: Role, run: int, block_size: int = 16) -> LedgerEngine:
+    made = LedgerEngine(EngineSpec(url, role), run_number=run)
     made.evidence = Evidence(frozenset({"tiny"}), "0.32.0", block_size, (), 0, 1.0)
     made.down_because = None
     return made
@@ -62,7 +62,7 @@ class Shelf:
     def __init__(self, by_notice: bool = True, **limits: Any) -> None:
         self.p = node("p", Role.PREFILL, 1)
         self.nodes = {"d": node("d", Role.DECODE, 2), "e": node("e", Role.DECODE, 3)}
-        self.engines = {url: SimpleNamespace(node=one, url=url) for url, one in self.nodes.items()}
+        self.engines = {url: SimpleNamespace(in_ledger=one, url=url) for url, one in self.nodes.items()}
         self.dropped: list[tuple[str, str, bool]] = []
         self.added: list[KeptTurn] = []
         self.at = 1000.0
@@ -494,7 +494,7 @@ def test_whatever_was_edited_the_text_is_one_engines(
     facts: dict[str, Any] = {"block_size": block_size, "bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
     facts["max_model_len"] = 400
     engines = Engines()
-    p, d = engines.add(Facts(role="prefill", **facts)), engines.add(Facts(role="decode", **facts))
+    p, d = engines.add(SimFacts(role="prefill", **facts)), engines.add(SimFacts(role="decode", **facts))
     prompt = tuple(range(300, 300 + length))
     run = engines.answer(d, prompt, tokens, engines.handle(p, prompt))
     history = (*prompt, *run.tokens)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.kit.addresses import (
-    Place,
+    HostPort,
     goes_to,
     inside,
     is_any,
@@ -50,9 +50,9 @@ def test_every_spelling_is_the_same_address(address: IPv4Address | IPv6Address) 
 @given(EITHER, PORT)
 def test_a_place_is_its_host_and_its_port(address: IPv4Address | IPv6Address, port: int) -> None:
     for text in spellings(address):
-        assert read_place(text) == Place(str(address), None), text
+        assert read_place(text) == HostPort(str(address), None), text
         if text.startswith("[") or ":" not in text:
-            assert read_place(f"{text}:{port}") == Place(str(address), port), text
+            assert read_place(f"{text}:{port}") == HostPort(str(address), port), text
 
 
 @given(st.text(max_size=40) | st.from_regex(r"\[[0-9a-f:.]{1,20}\][a-z0-9.:]{0,9}", fullmatch=True))

@@ -10,9 +10,9 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.shared_table import SharedTable
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.serving.kv.buffers import ReceiveBuffers
-from pdproxy.serving.kv.shared_buffers import MEASURES, SharedReceiveBuffers
+from pdproxy.serving.kv.worker_buffers import MEASURES, WorkerReceiveBuffers
 from pdproxy.settings.limits import Deadlines
 from tests.fakes.recorder import Recorder
 from tests.fakes.registry import registry, unused_client
@@ -23,7 +23,7 @@ def buffers(timeout: float = 10.0, recorder: Recorder | None = None, **capacity:
     engines, _ = registry()
     made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), Deadlines(queue=timeout))
     for url, chunks in capacity.items():
-        engines.add(NodeSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
+        engines.add(EngineSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
     return made
 
 
@@ -59,7 +59,7 @@ async def test_engines_without_space_are_left_out() -> None:
 async def test_an_engine_without_a_bound_is_never_full() -> None:
     """Nothing is counted for it."""
     space = buffers(a=1)
-    space._engines.add(NodeSpec("b", Role.DECODE), unused_client("b"))
+    space._engines.add(EngineSpec("b", Role.DECODE), unused_client("b"))
     space.take("b", 100).release()
     space.take("elsewhere", 100).release()
     assert (space.taken, space.full(1)) == ({"a": 0}, ())
@@ -128,7 +128,7 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     engines, _ = registry()
     space = ReceiveBuffers(engines, 256, Clock(), Observers([]), Deadlines(queue=10.0))
     assert not space.bounded
-    engines.add(NodeSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=1)
+    engines.add(EngineSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=1)
     assert space.bounded
     held = space.take("a", 1)
     waiting = asyncio.create_task(
@@ -136,7 +136,7 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     )
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    engines.add(NodeSpec("b", Role.DECODE), unused_client("b"), buffer_capacity=1)
+    engines.add(EngineSpec("b", Role.DECODE), unused_client("b"), buffer_capacity=1)
     assert await waiting == "b"
     space.take("b", 1)
     waiting = asyncio.create_task(
@@ -151,15 +151,15 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert (space.taken, space.bounded) == ({}, False)
 
 
-def of_workers(count: int, timeout: float = 10.0, **capacity: int) -> list[SharedReceiveBuffers]:
+def of_workers(count: int, timeout: float = 10.0, **capacity: int) -> list[WorkerReceiveBuffers]:
     """The buffers of so many workers."""
     table, found = SharedTable(count, 16, MEASURES), []
     for number in range(count):
         engines, _ = registry()
         arguments = (engines, 256, Clock(), Observers([]), Deadlines(queue=timeout))
-        one = SharedReceiveBuffers(*arguments, column=table.column(number), others=table.others(number))
+        one = WorkerReceiveBuffers(*arguments, column=table.column(number), others=table.others(number))
         for url, chunks in capacity.items():
-            engines.add(NodeSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
+            engines.add(EngineSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
         found.append(one)
     return found
 
@@ -193,7 +193,7 @@ async def test_space_at_an_engine_that_was_removed() -> None:
     (one,) = of_workers(1, a=2)
     taken = one.take("a", 2)
     one._engines.remove("a")
-    one._engines.add(NodeSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=2)
+    one._engines.add(EngineSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=2)
     assert one.full(2) == ()
     taken.release()
     assert one.full(2) == ()

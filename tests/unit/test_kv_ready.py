@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
 from pdproxy.serving.kv.notices import Telemetry
-from pdproxy.serving.kv.ready import KEPT, KEPT_FOR, KvReady
+from pdproxy.serving.kv.ready import KEPT, KEPT_FOR, ReadyWaits
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.wire import notices
 from pdproxy.wire.lmcache_telemetry import STORED
@@ -29,7 +29,7 @@ class Stage(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.now = 100.0
-        self.ready = KvReady(Clock(), Observers([self]), lambda: self.now)
+        self.ready = ReadyWaits(Clock(), Observers([self]), lambda: self.now)
 
     def results(self) -> Counter[str]:
         """What became of the notices."""
@@ -274,7 +274,7 @@ def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
     """The number of ranks comes from an engine, so it is bounded."""
 
     async def check() -> None:
-        ready = KvReady(Clock(), Observers([]), lambda: 0.0)
+        ready = ReadyWaits(Clock(), Observers([]), lambda: 0.0)
         expected = ready.expect("leg", None)
         expected.ranks = 1 << 53
         expected.receive(Notice(event=notices.NoticeEvent.READY, request_id="leg", rank=3))

@@ -21,7 +21,7 @@ from pdproxy.fleet.kv_source import (
     MAX_PAUSE,
     MAX_REPLAY_S,
     QUIET,
-    Source,
+    KvEventReader,
     SourceParts,
 )
 from pdproxy.kit.tasks import TaskOwner
@@ -136,7 +136,7 @@ class Stage(Recorder):
             asyncio.Semaphore(1),
         )
         replay = self.engine.replay if replays else None
-        self.source = Source(self.parts, self.index.add_place(), NODE, replay, self._resume)  # type: ignore[arg-type]
+        self.source = KvEventReader(self.parts, self.index.add_place(), NODE, replay, self._resume)  # type: ignore[arg-type]
 
     def _resume(self) -> None:
         self.resumed += 1

@@ -50,9 +50,9 @@ class Pair:
         return self.moves
 
     async def lost(self, at: int = 0) -> bool:
-        node = SimpleNamespace(up=True, stalled=self.stalled)
+        engine = SimpleNamespace(up=True, stalled=self.stalled)
         custodian: Any = SimpleNamespace(awaiting_push=lambda: self.pushes)
-        engines: Any = {"p": SimpleNamespace(node=node)}
+        engines: Any = {"p": SimpleNamespace(in_ledger=engine)}
         late = LatePushes(
             custodian, engines, self.scrape, self.asked, lambda url, _: self.suspected.append(url), self.clock
         )

@@ -12,15 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 
 SPECS = [
-    NodeSpec("p1", Role.PREFILL),
-    NodeSpec("p2", Role.PREFILL),
-    NodeSpec("d1", Role.DECODE),
-    NodeSpec("d2", Role.DECODE),
-    NodeSpec("a1", Role.AGGREGATED),
+    EngineSpec("p1", Role.PREFILL),
+    EngineSpec("p2", Role.PREFILL),
+    EngineSpec("d1", Role.DECODE),
+    EngineSpec("d2", Role.DECODE),
+    EngineSpec("a1", Role.AGGREGATED),
 ]
 URLS = [spec.url for spec in SPECS]
 SPLIT = (Role.PREFILL, Role.DECODE)
@@ -60,14 +60,14 @@ class LedgerMachine(RuleBasedStateMachine):
         got = self.ledger.assign(SPLIT, Ask(model, size, self.now), without=without)
         if got is None:
             return
-        p, d = (lease.node for lease in got.leases)
+        p, d = (lease.engine for lease in got.leases)
         assert (p.role, d.role) == (Role.PREFILL, Role.DECODE)
         assert frozenset((p.url, d.url)) not in self.ejected
         assert not {p.url, d.url} & (self.down | without)
-        for node in (p, d):
-            assert node.up
-            others = [n for n in self.ledger.nodes if n.role is node.role and n.url not in without]
-            assert node.usable(self.now) or not any(n.usable(self.now) for n in others)
+        for engine in (p, d):
+            assert engine.up
+            others = [n for n in self.ledger.engines if n.role is engine.role and n.url not in without]
+            assert engine.usable(self.now) or not any(n.usable(self.now) for n in others)
         assert model != "other"
         assert p.evidence is not None
         assert d.evidence is not None
@@ -78,10 +78,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def alone(self, size: int, model: str | None) -> None:
         lease = self.ledger.assign_alone(Ask(model, size, self.now))
         if lease is not None:
-            assert lease.node.role is not Role.PREFILL
-            assert lease.node.url not in self.down
-            others = [n for n in self.ledger.nodes if n.role is not Role.PREFILL]
-            assert lease.node.usable(self.now) or not any(n.usable(self.now) for n in others)
+            assert lease.engine.role is not Role.PREFILL
+            assert lease.engine.url not in self.down
+            others = [n for n in self.ledger.engines if n.role is not Role.PREFILL]
+            assert lease.engine.usable(self.now) or not any(n.usable(self.now) for n in others)
             self.open.append(lease)
 
     @rule(data=st.data(), verdict=st.sampled_from(Verdict))
@@ -90,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
             lease = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
             self.ledger.close(lease, verdict, self.now)
             if verdict in (Verdict.UNREACHABLE, Verdict.DEAD):
-                self.down.add(lease.node.url)
+                self.down.add(lease.engine.url)
             self.closed.append(lease)
 
     @rule(data=st.data(), verdict=st.sampled_from(Verdict))
@@ -108,12 +108,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(url=st.sampled_from(URLS), restarted=st.booleans(), version=st.sampled_from("12"))
     def saw(self, url: str, restarted: bool, version: str) -> None:
-        node = next(node for node in self.ledger.nodes if node.url == url)
+        engine = next(engine for engine in self.ledger.engines if engine.url == url)
         if restarted:
             self.started += 1
-        assert node.evidence is not None
-        found = evidence(version=version, started=self.started if restarted else node.evidence.started)
-        if found != node.evidence:
+        assert engine.evidence is not None
+        found = evidence(version=version, started=self.started if restarted else engine.evidence.started)
+        if found != engine.evidence:
             self.ejected = {pair for pair in self.ejected if url not in pair}
         self.ledger.mark_up(url, found)
         self.down.discard(url)
@@ -129,13 +129,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def loads_are_what_is_open(self) -> None:
-        for node in self.ledger.nodes:
-            mine = [lease for lease in self.open if lease.node is node]
-            assert node.requests == len(mine)
-            assert node.prompt_bytes == sum(lease.prompt_bytes for lease in mine)
-            assert node.failures >= 0
+        for engine in self.ledger.engines:
+            mine = [lease for lease in self.open if lease.engine is engine]
+            assert engine.requests == len(mine)
+            assert engine.prompt_bytes == sum(lease.prompt_bytes for lease in mine)
+            assert engine.failures >= 0
         assert isinstance(self.ledger.shortcomings(self.now), list)
-        alive = [n for n in self.ledger.nodes if n.up]
+        alive = [n for n in self.ledger.engines if n.up]
         assert {n.url for n in alive} == set(URLS) - self.down
         assert (self.ledger.not_ready() is None) is any(n.role is not Role.PREFILL for n in alive)
 
@@ -154,12 +154,14 @@ def test_the_least_loaded_is_taken(without: tuple[str, ...]) -> None:
     assert first is not None
     assert second is not None
     assert third is not None
-    assert second[Role.PREFILL].node is third[Role.PREFILL].node
-    assert second[Role.PREFILL].node is not first[Role.PREFILL].node
+    assert second[Role.PREFILL].engine is third[Role.PREFILL].engine
+    assert second[Role.PREFILL].engine is not first[Role.PREFILL].engine
     fourth = made.assign(SPLIT, Ask("m", 10, 0), without=without)
     assert fourth is not None
-    assert fourth[Role.PREFILL].node is second[Role.PREFILL].node, "three short prompts are less work than a long one"
-    assert {first[Role.DECODE].node.url, second[Role.DECODE].node.url} == {"d1", "d2"}
+    assert fourth[Role.PREFILL].engine is second[Role.PREFILL].engine, (
+        "three short prompts are less work than a long one"
+    )
+    assert {first[Role.DECODE].engine.url, second[Role.DECODE].engine.url} == {"d1", "d2"}
 
 
 def test_ties_go_round_for_each_role() -> None:
@@ -169,7 +171,7 @@ def test_ties_go_round_for_each_role() -> None:
     for _ in range(8):
         pair = made.assign(SPLIT, Ask("m", 1, 0))
         assert pair is not None
-        used += [pair[Role.PREFILL].node.url, pair[Role.DECODE].node.url]
+        used += [pair[Role.PREFILL].engine.url, pair[Role.DECODE].engine.url]
         for lease in pair.leases:
             made.close(lease, Verdict.GOOD, 0)
     assert {url: used.count(url) for url in URLS[:4]} == dict.fromkeys(URLS[:4], 4)
@@ -178,17 +180,17 @@ def test_ties_go_round_for_each_role() -> None:
 def test_how_long_an_engine_has_been_down() -> None:
     """It counts from the first failed probe, not from later ones, and ends with the first good probe."""
     made = ledger()
-    node = made.nodes[2]
-    assert (node.up, node.down_for(50)) == (True, 0)
+    engine = made.engines[2]
+    assert (engine.up, engine.down_for(50)) == (True, 0)
     assert made.mark_down("d1", "gone", 10) is True
     assert made.mark_down("d1", "still gone", 20) is False
-    assert (node.up, node.down_for(25)) == (False, 15)
+    assert (engine.up, engine.down_for(25)) == (False, 15)
     made.mark_up("d1", evidence())
-    assert (node.up, node.down_for(30)) == (True, 0)
+    assert (engine.up, engine.down_for(30)) == (True, 0)
     lease = made.assign_alone(Ask("m", 0, 31), without={"a1", "d2"})
     assert lease is not None
     made.close(lease, Verdict.UNREACHABLE, 31)
-    assert node.down_for(32) == 1
+    assert engine.down_for(32) == 1
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_differences(other: Evidence, why: str | None) -> None:
 def test_an_engine_that_does_not_know_the_model_replaces_none_that_does() -> None:
     """Its 404 would be the answer, though the model exists: the one that failed is asked again instead."""
     made = Ledger(
-        [NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)],
+        [EngineSpec("d1", Role.DECODE), EngineSpec("d2", Role.DECODE)],
         LedgerOptions(breaker_failures=2, breaker_cooldown=10),
     )
     made.mark_up("d1", evidence())
@@ -220,7 +222,7 @@ def test_an_engine_that_does_not_know_the_model_replaces_none_that_does() -> Non
     for model, without, wanted in (("m", [], "d1"), ("x", ["d1"], "d2"), ("unknown", ["d1"], "d2")):
         lease = made.assign_alone(Ask(model, 1, 0), without=without)
         assert lease is not None
-        assert lease.node.url == wanted
+        assert lease.engine.url == wanted
         made.close(lease, Verdict.GOOD, 0)
 
 
@@ -228,14 +230,14 @@ def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
     """A handle is released where its model is served, and not where it failed."""
     made = ledger()
     made.mark_up("d2", evidence(models="x"))
-    node = made.releasing.through("http://p1", "m", 0, prefer_not="d2")
-    assert node is not None
-    assert node.url == "d1"
+    engine = made.releasing.through("http://p1", "m", 0, prefer_not="d2")
+    assert engine is not None
+    assert engine.url == "d1"
     made.mark_up("d2", evidence())
     for _ in range(3):
-        node = made.releasing.through("http://p1", "m", 0, prefer_not="d1")
-        assert node is not None
-        assert node.url == "d2"
+        engine = made.releasing.through("http://p1", "m", 0, prefer_not="d1")
+        assert engine is not None
+        assert engine.url == "d2"
 
 
 def test_not_ready_before_all_are_probed() -> None:
@@ -249,12 +251,12 @@ def test_not_ready_before_all_are_probed() -> None:
 def test_an_engine_that_is_added_later_does_not_make_it_unready() -> None:
     """Only the engines of the start are waited for, all of them; a later one stands in the details until it was probed."""
     made = ledger(probed=False)
-    for node in made.nodes[1:]:
-        made.mark_up(node.url, evidence())
+    for engine in made.engines[1:]:
+        made.mark_up(engine.url, evidence())
     assert "not probed yet: p1" in (made.not_ready() or "")
     made.mark_down("p1", "gone", 0.0)
     assert made.not_ready() is None
-    made.add(NodeSpec("d9", Role.DECODE))
+    made.add(EngineSpec("d9", Role.DECODE))
     assert made.not_ready() is None
     assert "decode d9: not probed yet" in made.shortcomings(0.0)
     for url in ("d1", "d2", "a1"):
@@ -265,21 +267,21 @@ def test_an_engine_that_is_added_later_does_not_make_it_unready() -> None:
 def test_an_unprobed_engine_that_is_removed_is_not_waited_for() -> None:
     """And a ledger without engines is not past its start."""
     made = ledger(probed=False)
-    for node in made.nodes[1:]:
-        made.mark_up(node.url, evidence())
+    for engine in made.engines[1:]:
+        made.mark_up(engine.url, evidence())
     made.remove("p1")
     assert made.not_ready() is None
     empty = Ledger([], LedgerOptions(breaker_failures=3, breaker_cooldown=5))
-    empty.add(NodeSpec("d", Role.DECODE))
+    empty.add(EngineSpec("d", Role.DECODE))
     assert "starting" in (empty.not_ready() or "")
 
 
 SOURCES = [
-    NodeSpec("p1", Role.PREFILL),
-    NodeSpec("p2", Role.PREFILL),
-    NodeSpec("d1", Role.DECODE, frozenset({"p1"})),
-    NodeSpec("d2", Role.DECODE, frozenset({"p2"})),
-    NodeSpec("d3", Role.DECODE),
+    EngineSpec("p1", Role.PREFILL),
+    EngineSpec("p2", Role.PREFILL),
+    EngineSpec("d1", Role.DECODE, frozenset({"p1"})),
+    EngineSpec("d2", Role.DECODE, frozenset({"p2"})),
+    EngineSpec("d3", Role.DECODE),
 ]
 
 
@@ -292,7 +294,7 @@ def test_a_decode_engine_with_sources_takes_from_no_other() -> None:
     for size in range(60):
         pair = made.assign(SPLIT, Ask("m", size % 7, 0.0))
         assert pair is not None
-        seen.add((pair[Role.PREFILL].node.url, pair[Role.DECODE].node.url))
+        seen.add((pair[Role.PREFILL].engine.url, pair[Role.DECODE].engine.url))
     assert seen == {("p1", "d1"), ("p1", "d3"), ("p2", "d2"), ("p2", "d3")}
     assert made.shortcomings(0.0) == [], "pairs that are not configured are no shortcoming"
 
@@ -306,13 +308,13 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
     made.mark_down("p1", "gone", 0.0)
     assert made.assign(SPLIT, Ask("m", 1, 0.0)) is None
     assert made.assign_alone(Ask("m", 1, 0.0)) is not None
-    p2, d1 = made.nodes[1], made.nodes[2]
+    p2, d1 = made.engines[1], made.engines[2]
     assert prefill_and_decode(p2, d1) == "not configured as a pair"
 
 
 def run_of(made: Ledger, url: str) -> int:
     """The number of an engine's present run."""
-    return next(node.run_number for node in made.nodes if node.url == url)
+    return next(engine.run_number for engine in made.engines if engine.url == url)
 
 
 @pytest.mark.parametrize(
@@ -360,11 +362,11 @@ def test_the_end_of_an_engines_run_is_reported() -> None:
         lease = made.assign_alone(Ask("n", 1, 0.0))
         assert lease is not None
         made.close(lease, Verdict.FAILED, 0.0)
-    node = next(one for one in made.nodes if one.url == "d1")
+    engine = next(one for one in made.engines if one.url == "d1")
     made.remove("d1")
-    made.mark_removed(node, None, 3.0)
-    made.mark_removed(node, "gone", 4.0)
-    made.mark_removed(node, "gone", 5.0)
+    made.mark_removed(engine, None, 3.0)
+    made.mark_removed(engine, "gone", 4.0)
+    made.mark_removed(engine, "gone", 5.0)
     assert lost == ["p1", "p2", "d1"]
 
 
@@ -374,7 +376,7 @@ def test_an_engine_that_takes_no_connection_is_lost() -> None:
     assignment = made.assign(SPLIT, Ask("m", 1, 0.0))
     assert assignment is not None
     made.close(assignment.leases[0], Verdict.UNREACHABLE, 1.0)
-    assert lost == [assignment.leases[0].node.url]
+    assert lost == [assignment.leases[0].engine.url]
 
 
 @pytest.mark.parametrize("verdict", [Verdict.FAILED, Verdict.GOOD])
@@ -382,16 +384,16 @@ def test_legs_of_a_removed_engine_move_no_breaker(verdict: Verdict) -> None:
     """They end as they may: the engine stays removed, and no engine looks as if it were out of use."""
     made = ledger()
     found = [made.assign(SPLIT, Ask("m", 1, 0.0)) for _ in range(8)]
-    leases = [lease for one in found if one is not None for lease in one.leases if lease.node.url == "p1"]
+    leases = [lease for one in found if one is not None for lease in one.leases if lease.engine.url == "p1"]
     assert len(leases) > 2
     made.close(leases.pop(), Verdict.FAILED, 0.0)
     made.remove("p1")
     for lease in leases:
         assert not made.close(lease, verdict, 1.0)
-    node = leases[0].node
+    engine = leases[0].engine
     assert not made.breakers.opened
-    assert not node.usable(1e9)
-    assert (node.requests, node.trial_places) == (0, 0)
+    assert not engine.usable(1e9)
+    assert (engine.requests, engine.trial_places) == (0, 0)
 
 
 def test_an_engine_falls_asleep_and_wakes_once() -> None:
@@ -404,13 +406,13 @@ def test_an_engine_falls_asleep_and_wakes_once() -> None:
     ]
     made.mark_asleep("d1", "2")
     found = [made.assign(SPLIT, Ask("m", 1, 0.0)) for _ in range(4)]
-    assert {lease.node.url for one in found if one is not None for lease in one.leases} == {"p1", "p2", "d2"}
+    assert {lease.engine.url for one in found if one is not None for lease in one.leases} == {"p1", "p2", "d2"}
 
 
 def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
     """No other engine is asked: its 404 would be wrong. One that is down is not waited for."""
     made = Ledger(
-        [NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)],
+        [EngineSpec("d1", Role.DECODE), EngineSpec("d2", Role.DECODE)],
         LedgerOptions(breaker_failures=3, breaker_cooldown=10),
     )
     made.mark_up("d1", evidence("a"))
@@ -423,7 +425,7 @@ def test_a_model_that_only_a_stalled_engine_serves_is_waited_for() -> None:
     assert made.assign_alone(ask) is None
     assert (made.may_return("a"), made.may_return("b"), made.may_return("c")) == (True, False, False)
     assert (lease := made.assign_alone(Ask("c", 1, 0.0))) is not None
-    assert lease.node.url == "d2"
+    assert lease.engine.url == "d2"
     made.mark_down("d1", "refused", 0.0)
     assert not made.may_return("a")
     assert made.assign_alone(ask) is not None

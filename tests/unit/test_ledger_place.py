@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.scheduling.leases import Assignment, Verdict
 from pdproxy.scheduling.ledger import ALONE, Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
@@ -23,13 +23,13 @@ def evidence(models: str = "m", version: str = "1") -> Evidence:
     return Evidence(frozenset(models), version, 16, ((1, 2),), 5, 1.0)
 
 
-def spec(name: str, **more: object) -> NodeSpec:
+def spec(name: str, **more: object) -> EngineSpec:
     """An engine whose role is its name's first letter: p, d, a(ggregated) or x for any."""
     roles = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED, "x": Role.ANY}
-    return NodeSpec(name, roles[name[0]], **more)  # type: ignore[arg-type]
+    return EngineSpec(name, roles[name[0]], **more)  # type: ignore[arg-type]
 
 
-def made(*specs: NodeSpec, alone: Sequence[Role] = ALONE) -> tuple[Ledger, Scripted]:
+def made(*specs: EngineSpec, alone: Sequence[Role] = ALONE) -> tuple[Ledger, Scripted]:
     """A ledger of engines that are up, and its placement."""
     placement = Scripted(PlacementContext())
     ledger = Ledger(specs, LedgerOptions(breaker_failures=1, breaker_cooldown=10, alone=alone, placement=placement))
@@ -41,13 +41,15 @@ def made(*specs: NodeSpec, alone: Sequence[Role] = ALONE) -> tuple[Ledger, Scrip
 def names(placement: Scripted) -> tuple[str, str, str]:
     """The engines that the placement could choose from at last: whole, prefill, decode."""
     last = placement.candidates[-1]
-    whole_, prefill, decode = ("".join(node.url for node in some) for some in (last.whole, last.prefill, last.decode))
+    whole_, prefill, decode = (
+        "".join(engine.url for engine in some) for some in (last.whole, last.prefill, last.decode)
+    )
     return whole_, prefill, decode
 
 
 def roles(assignment: Assignment | None) -> list[tuple[str, str]]:
     assert assignment is not None
-    return [(lease.node.url, lease.role.value) for lease in assignment.leases]
+    return [(lease.engine.url, lease.role.value) for lease in assignment.leases]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_the_leases_say_what_each_engine_does() -> None:
         [("x2", "prefill"), ("x", "decode")],
         [("x2", "aggregated")],
     ]
-    assert [(n.requests, n.prompt_bytes) for n in ledger.nodes] == [(2, 100), (3, 200)]
+    assert [(n.requests, n.prompt_bytes) for n in ledger.engines] == [(2, 100), (3, 200)]
     for one in placed:
         assert one is not None
         for lease in one.leases:
@@ -97,7 +99,7 @@ def test_the_leases_say_what_each_engine_does() -> None:
             ledger.close(lease, Verdict.GOOD, 7.0, 9)
             ledger.close(lease, Verdict.GOOD, 7.0, 9)
             ledger.began(lease, 8.0)
-    assert [(n.requests, n.prompt_bytes) for n in ledger.nodes] == [(0, 0), (0, 0)]
+    assert [(n.requests, n.prompt_bytes) for n in ledger.engines] == [(0, 0), (0, 0)]
     assert Counter(what for what, *_ in placement.told) == {"opened": 5, "began": 5, "closed": 5}
 
 
@@ -195,13 +197,13 @@ def test_without_a_placement_nothing_can_be_placed() -> None:
 def test_engines_for_any_role_take_turns(count: int) -> None:
     """In both parts. The best prefill engine is also the best decode engine, so that a ranking decides each time."""
     ledger = Ledger([spec(f"x{n}") for n in range(count)], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
-    for node in ledger.nodes:
-        ledger.mark_up(node.url, evidence())
+    for engine in ledger.engines:
+        ledger.mark_up(engine.url, evidence())
     pairs = []
     for _ in range(6 * count):
         assignment = ledger.assign(SPLIT, ASK)
         assert assignment is not None
-        pairs.append([lease.node.url for lease in assignment.leases])
+        pairs.append([lease.engine.url for lease in assignment.leases])
         for lease in assignment.leases:
             ledger.close(lease, Verdict.GOOD, 5.0)
     for part in (0, 1):
@@ -212,11 +214,11 @@ def test_engines_for_any_role_take_turns(count: int) -> None:
 def test_engines_for_any_role_share_load() -> None:
     """The load of one part counts in the others: kept requests spread over all engines."""
     ledger = Ledger([spec(f"x{n}") for n in range(4)], LedgerOptions(breaker_failures=1, breaker_cooldown=10))
-    for node in ledger.nodes:
-        ledger.mark_up(node.url, evidence())
+    for engine in ledger.engines:
+        ledger.mark_up(engine.url, evidence())
     for n in range(40):
         assert (ledger.assign(SPLIT, ASK) if n % 2 else ledger.assign_alone(ASK)) is not None
-    assert {node.requests for node in ledger.nodes} <= {14, 15, 16}
+    assert {engine.requests for engine in ledger.engines} <= {14, 15, 16}
 
 
 RACK_A, RACK_B = ((("rack", name),) for name in "ab")
@@ -236,7 +238,7 @@ RACK_A, RACK_B = ((("rack", name),) for name in "ab")
         ([spec("p"), spec("x", sources=frozenset({"p"})), spec("x2", sources=frozenset({"p"}))], []),
     ],
 )
-def test_engines_that_the_settings_leave_no_partner_are_named(specs: list[NodeSpec], left: list[str]) -> None:
+def test_engines_that_the_settings_leave_no_partner_are_named(specs: list[EngineSpec], left: list[str]) -> None:
     """A label that was misspelled would leave an engine idle for ever. Also while it is down: that changes nothing."""
     ledger = Ledger(specs, LedgerOptions(breaker_failures=1, breaker_cooldown=10))
     for one in specs:

@@ -8,7 +8,7 @@ import pytest
 
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.placements import PlacementContext
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask
@@ -30,9 +30,9 @@ def made(*urls: str, placement: Scripted | None = None, policy: str = "round_rob
             windows=True,
         ),
     )
-    for node in ledger.nodes:
-        ledger.mark_up(node.url, evidence())
-        node.window = windows.get(node.url)
+    for engine in ledger.engines:
+        ledger.mark_up(engine.url, evidence())
+        engine.window = windows.get(engine.url)
     return ledger
 
 
@@ -42,7 +42,7 @@ def pairs(ledger: Ledger, count: int) -> Counter[str]:
     for _ in range(count):
         assignment = ledger.assign(SPLIT, ASK)
         assert assignment is not None
-        found.update(lease.node.url for lease in assignment.leases)
+        found.update(lease.engine.url for lease in assignment.leases)
     return found
 
 
@@ -67,7 +67,7 @@ def test_room_is_no_reason_for_a_pair_that_does_not_fit() -> None:
 def test_one_engine_that_serves_alone(policy: str) -> None:
     """Also one of another role, if that has room."""
     ledger = made("a1", "a3", "d1", policy=policy, a1=2.0, a3=3.0)
-    found = Counter(lease.node.url for lease in (ledger.assign_alone(ASK) for _ in range(9)) if lease is not None)
+    found = Counter(lease.engine.url for lease in (ledger.assign_alone(ASK) for _ in range(9)) if lease is not None)
     assert (found["a1"], found["a3"], found["d1"]) == (2, 3, 4)
     assert ledger.assign_alone(ASK, without=["d1"]) is not None
 
@@ -87,7 +87,7 @@ def test_room_comes_back_with_the_end_of_a_request() -> None:
     ledger = made("p1", "d1", "d3", d1=1.0)
     first = ledger.assign(SPLIT, ASK)
     assert first is not None
-    while first[Role.DECODE].node.url != "d1":
+    while first[Role.DECODE].engine.url != "d1":
         first = ledger.assign(SPLIT, ASK)
         assert first is not None
     assert pairs(ledger, 4)["d1"] == 0

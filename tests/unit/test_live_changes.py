@@ -17,8 +17,8 @@ from pdproxy.app.live import LiveSettings
 from pdproxy.app.watch import Watch
 from pdproxy.kit.errors import EngineUnreachableError
 from pdproxy.observe.events import NodeChanged
-from pdproxy.scheduling.nodes import Evidence
-from pdproxy.settings.engines import Node
+from pdproxy.scheduling.ledger_engine import Evidence
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv import KvEvents
 from pdproxy.settings.limits import Deadlines, Limits
@@ -53,10 +53,10 @@ async def test_an_engine_that_cannot_be_put_back(tmp_path: Path, caplog: pytest.
     """Its key file was deleted with the change. The first failure is shown, the other pools are put back, and the log says so."""
     key = tmp_path / "key"
     key.write_text("secret")
-    a, b, c, new = (Node(url=f"http://{name}:8000", role="decode") for name in "abcn")
+    a, b, c, new = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "abcn")
     keyed = msgspec.structs.replace(b, api_key_file=str(key))
 
-    def of(*pools: tuple[Node, ...]) -> Settings:
+    def of(*pools: tuple[ConfiguredEngine, ...]) -> Settings:
         return Settings(pools=tuple(Pool(name=f"pool {at}", nodes=nodes) for at, nodes in enumerate(pools)))
 
     old = of((a,), (keyed,), (c,))
@@ -77,8 +77,10 @@ async def test_an_engine_that_cannot_be_put_back(tmp_path: Path, caplog: pytest.
 
 def second(**fields: Any) -> Settings:
     """Settings with a second pool that has these."""
-    first = Pool(name="first", nodes=(Node(url="http://a:8000", role="decode"),))
-    return Settings(pools=(first, Pool(name="other", nodes=(Node(url="http://b:8000", role="decode"),), **fields)))
+    first = Pool(name="first", nodes=(ConfiguredEngine(url="http://a:8000", role="decode"),))
+    return Settings(
+        pools=(first, Pool(name="other", nodes=(ConfiguredEngine(url="http://b:8000", role="decode"),), **fields))
+    )
 
 
 async def test_what_is_wrong_with_a_pool_names_it() -> None:

@@ -14,16 +14,16 @@ from pdproxy.fleet import membership
 from pdproxy.fleet.dns_source import DnsSource, LookUp
 from pdproxy.fleet.member import MembershipError
 from pdproxy.settings.dns import Dns, DnsName, dns_name
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
-from pdproxy.upstream.resolver import LookupFailedError, Records
+from pdproxy.upstream.resolver import DnsRecords, LookupFailedError
 from tests.fakes.tokenizer import Shelf
 from tests.fakes.world import until
 from tests.unit.test_live_settings import changed
 
-D = Node(url="http://d:8000", role="decode")
+D = ConfiguredEngine(url="http://d:8000", role="decode")
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +37,13 @@ class Answers:
     def __init__(self, **hosts: str) -> None:
         self.hosts: dict[str, str] = hosts
 
-    async def look_up(self, name: DnsName) -> dict[str, Records | LookupFailedError]:
+    async def look_up(self, name: DnsName) -> dict[str, DnsRecords | LookupFailedError]:
         host = self.hosts.get(name.name)
-        return {"A": LookupFailedError("no such name") if host is None else Records(((host, None),), 60)}
+        return {"A": LookupFailedError("no such name") if host is None else DnsRecords(((host, None),), 60)}
 
 
-def _at(name: str, **fields: Any) -> Node:
-    return Node(**{"url": f"dns://{name}:8000", "role": "decode", **fields})
+def _at(name: str, **fields: Any) -> ConfiguredEngine:
+    return ConfiguredEngine(**{"url": f"dns://{name}:8000", "role": "decode", **fields})
 
 
 def _followed(proxy: Proxy, look_up: LookUp) -> LiveSettings:
@@ -60,7 +60,7 @@ def _engines(proxy: Proxy) -> list[list[str]]:
 
 async def test_names_follow_the_settings(tmp_path: Path) -> None:
     """One that is new is followed, one that went is given up, one with other settings has its engines use them: or nothing."""
-    d, e = D, Node(url="http://e:8000", role="decode")
+    d, e = D, ConfiguredEngine(url="http://e:8000", role="decode")
     pools = (Pool(name="a", nodes=(d, _at("one"))), Pool(name="b", nodes=(e, _at("two"))))
     old = Settings(pools=pools)
     proxy = Proxy.build(old, Shelf())
@@ -69,7 +69,7 @@ async def test_names_follow_the_settings(tmp_path: Path) -> None:
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"], ["e", "10.0.0.2"]])
         labelled = changed(old, ("pools", 0, "nodes"), (d, _at("one", labels={"rack": "1"}), _at("three")))
         broken = changed(labelled, ("pools", 1, "nodes"), (e, _at("two", api_key_file=str(tmp_path / "missing"))))
-        f = Node(url="http://f:8000", role="decode")
+        f = ConfiguredEngine(url="http://f:8000", role="decode")
         more = changed(broken, ("pools", 0, "nodes"), (f, *broken.pools[0].nodes))
         with pytest.raises(SettingsError, match="missing"):
             live.use(old, more)
@@ -95,7 +95,7 @@ async def test_names_follow_the_settings(tmp_path: Path) -> None:
 
 async def test_a_name_moves_to_another_pool() -> None:
     """Its engines come once they are gone from the first one, and one that another pool has keeps no other out."""
-    d, e = D, Node(url="http://e:8000", role="decode")
+    d, e = D, ConfiguredEngine(url="http://e:8000", role="decode")
     old = Settings(
         pools=(Pool(name="a", nodes=(d, _at("one"), _at("two"))), Pool(name="b", nodes=(e,))),
         dns=Dns(min_ttl=0.01, max_ttl=0.01),
@@ -119,7 +119,7 @@ async def test_a_name_moves_to_another_pool() -> None:
 
 async def test_engines_of_a_name_and_of_the_file() -> None:
     """Named with the same settings in both, they serve on when one gives them up; with other ones the change is refused."""
-    own = Node(url="http://10.0.0.1:8000", role="decode")
+    own = ConfiguredEngine(url="http://10.0.0.1:8000", role="decode")
     old = Settings(pools=(Pool(nodes=(D, _at("one"))),))
     proxy = Proxy.build(old, Shelf())
     live = _followed(proxy, Answers(one="10.0.0.1").look_up)
@@ -151,7 +151,7 @@ async def test_a_source_that_can_not_be_made_changes_nothing() -> None:
     try:
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"]])
         proxy.sources.make = refuse
-        e = Node(url="http://e:8000", role="decode")
+        e = ConfiguredEngine(url="http://e:8000", role="decode")
         with pytest.raises(SettingsError, match="its file can't be read"):
             live.use(old, changed(old, ("pools", 0, "nodes"), (D, e, _at("two"))))
         await until(lambda: _engines(proxy) == [["d", "10.0.0.1"]])

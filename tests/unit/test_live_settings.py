@@ -13,10 +13,10 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.live import LiveSettings
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.errors import UnauthorizedError
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.settings.changes import changes
 from pdproxy.settings.conform import leaves
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.kv import KvEvents
@@ -26,7 +26,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.settings.section import fields_of, is_section
 from tests.fakes.tokenizer import Shelf
 
-NODES = (Node(url="http://p:8000", role="prefill"), Node(url="http://d:8000", role="decode"))
+NODES = (ConfiguredEngine(url="http://p:8000", role="prefill"), ConfiguredEngine(url="http://d:8000", role="decode"))
 
 
 def _client(name: str) -> Callable[[Proxy], object]:
@@ -165,7 +165,7 @@ LIVE: dict[str, tuple[object, Callable[[Proxy], object], object]] = {
     ),
     "observe.log_level": ("debug", lambda p: p.settings.observe.log_level, "debug"),
     "pools[0].nodes": (
-        (*NODES[1:], Node(url="dns://e:8000", role="decode")),
+        (*NODES[1:], ConfiguredEngine(url="dns://e:8000", role="decode")),
         lambda p: ([*p.engines], [name for name, _ in p.tasks.failures() if "://" in name]),
         (["http://d:8000"], ["dns://e:8000"]),
     ),
@@ -270,9 +270,9 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
     live = LiveSettings(proxy, lambda _: None)
     new = changed(changed(old, ("limits", "max_inflight"), 7), ("auth", "engine_api_key"), "theirs")
     if what == "an engine":
-        proxy.membership.add(Node(url="http://e:8000", role="decode"), "admin")
-        other = Node(url="http://e:8000", role="decode", labels={"rack": "2"})
-        new = changed(new, ("pools", 0, "nodes"), (*NODES, Node(url="http://f:8000", role="decode"), other))
+        proxy.membership.add(ConfiguredEngine(url="http://e:8000", role="decode"), "admin")
+        other = ConfiguredEngine(url="http://e:8000", role="decode", labels={"rack": "2"})
+        new = changed(new, ("pools", 0, "nodes"), (*NODES, ConfiguredEngine(url="http://f:8000", role="decode"), other))
     else:
         new = changed(new, ("auth", "api_keys_file"), str(tmp_path / "missing"))
     before = [*proxy.engines]
@@ -290,7 +290,7 @@ async def test_all_or_nothing(what: str, tmp_path: Path) -> None:
 
 async def test_pools_change_together(tmp_path: Path) -> None:
     """An engine that can't be had in one pool keeps the other pool as it is; then each gets its own."""
-    d, e, f = (Node(url=f"http://{name}:8000", role="decode") for name in "def")
+    d, e, f = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "def")
     old = Settings(pools=(Pool(name="a", nodes=(d,)), Pool(name="b", nodes=(e,))))
     proxy = Proxy.build(old, Shelf())
     live = LiveSettings(proxy, lambda _: None)
@@ -310,7 +310,7 @@ async def test_pools_change_together(tmp_path: Path) -> None:
 
 async def test_an_engine_moves_to_another_pool_once_it_is_gone() -> None:
     """Until then it is refused, and it stays where it is: what is kept of an engine is kept by its URL."""
-    d, e, f = (Node(url=f"http://{name}:8000", role="decode") for name in "def")
+    d, e, f = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "def")
     old = Settings(pools=(Pool(name="a", nodes=(d, f)), Pool(name="b", nodes=(e,))))
     proxy = Proxy.build(old, Shelf())
     live = LiveSettings(proxy, lambda _: None)

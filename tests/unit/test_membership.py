@@ -18,10 +18,10 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.kv.stuck import StuckKv
-from pdproxy.settings.engines import Facts, Node
+from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import PushedToDecode
@@ -30,7 +30,7 @@ from tests.fakes.recorder import Recorder
 from tests.fakes.registry import unused_client
 from tests.fakes.world import until
 
-A, B, C = (Node(url=f"http://{name}:8000", role="decode") for name in "abc")
+A, B, C = (ConfiguredEngine(url=f"http://{name}:8000", role="decode") for name in "abc")
 EVIDENCE = Evidence(frozenset("m"), "1", 16, (), 0, 1.0)
 
 
@@ -42,17 +42,17 @@ class Setup:
         self.broken: set[str] = set()
         self.capacity: int | None = None
 
-    def checked(self, node: Node) -> Node:
-        return node
+    def checked(self, engine: ConfiguredEngine) -> ConfiguredEngine:
+        return engine
 
-    def checked_all(self, nodes: Sequence[Node]) -> list[Node]:
-        return list(nodes)
+    def checked_all(self, engines: Sequence[ConfiguredEngine]) -> list[ConfiguredEngine]:
+        return list(engines)
 
-    def add(self, node: Node, *, is_checked: bool = False) -> Engine:
-        if node.url in self.broken:
+    def add(self, engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:
+        if engine.url in self.broken:
             raise SettingsError("its key can't be read")
         return self.engines.add(
-            NodeSpec(node.url, Role(node.role)), unused_client(node.url), buffer_capacity=self.capacity
+            EngineSpec(engine.url, Role(engine.role)), unused_client(engine.url), buffer_capacity=self.capacity
         )
 
     def remove(self, url: str) -> Engine:
@@ -112,11 +112,11 @@ class World(Recorder):
         self.events.clear()
         return found
 
-    def up(self, *nodes: Node) -> None:
+    def up(self, *engines: ConfiguredEngine) -> None:
         """Have engines answer their probes."""
-        for node in nodes:
-            self.ledger.mark_up(node.url, EVIDENCE)
-            self.observers.notify(NodeChanged(node.url, node.role, up=True, reason=""))
+        for engine in engines:
+            self.ledger.mark_up(engine.url, EVIDENCE)
+            self.observers.notify(NodeChanged(engine.url, engine.role, up=True, reason=""))
 
     def lease(self, without: str = "") -> Lease | None:
         return self.ledger.assign_alone(Ask("m", 1, self.time), without=[without])
@@ -125,17 +125,17 @@ class World(Recorder):
         assert lease is not None
         self.ledger.close(lease, Verdict.GOOD, self.time)
 
-    async def gone(self, node: Node) -> None:
+    async def gone(self, engine: ConfiguredEngine) -> None:
         """Wait until nothing is known of an engine."""
-        await until(lambda: node.url not in self.engines.known)
+        await until(lambda: engine.url not in self.engines.known)
 
 
 @pytest.fixture
 async def w(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(membership, "LOOK", 0.001)
     made = World()
-    for node in (A, B):
-        made.setup.add(node)
+    for engine in (A, B):
+        made.setup.add(engine)
     made.members.adopt([A, B])
     made.up(A, B)
     made.changes()
@@ -147,7 +147,7 @@ async def test_an_idle_engine_leaves_at_once(w: World) -> None:
     """And nothing is known of it then."""
     w.members.drain(A.url, "admin", removes=True)
     assert w.left == [A.url]
-    assert [lease and lease.node.url for lease in (w.lease(), w.lease())] == [B.url] * 2
+    assert [lease and lease.engine.url for lease in (w.lease(), w.lease())] == [B.url] * 2
     await w.gone(A)
     assert list(w.members.members) == [B.url]
     assert w.forgotten == [A.url]
@@ -157,7 +157,7 @@ async def test_an_idle_engine_leaves_at_once(w: World) -> None:
 async def test_it_stays_while_it_has_leases_and_kv(w: World) -> None:
     """First the lease ends, then what draws on its KV."""
     leases = [w.lease(), w.lease()]
-    mine = next(one for one in leases if one is not None and one.node.url == A.url)
+    mine = next(one for one in leases if one is not None and one.engine.url == A.url)
     w.held.add(A.url)
     w.members.drain(A.url, "admin", removes=True)
     (text,) = w.members.shortcomings()
@@ -175,7 +175,7 @@ async def test_it_stays_while_it_has_leases_and_kv(w: World) -> None:
 async def test_what_is_late_ends(w: World) -> None:
     """Its legs are ended at the deadline; what is left then keeps it known, not in the pool."""
     leases = [w.lease(), w.lease()]
-    mine = next(one for one in leases if one is not None and one.node.url == A.url)
+    mine = next(one for one in leases if one is not None and one.engine.url == A.url)
     leg = Leg(lambda: None)
     w.engines[A.url].open_legs.add(leg)
     w.members.drain(A.url, "admin", seconds=7, removes=True)
@@ -191,7 +191,7 @@ async def test_what_is_late_ends(w: World) -> None:
     assert A.url in w.engines
     w.time += membership.LAST
     await until(lambda: A.url not in w.engines)
-    assert w.engines.known[A.url].node.requests == 1
+    assert w.engines.known[A.url].in_ledger.requests == 1
     w.close(mine)
     await w.gone(A)
 
@@ -214,7 +214,7 @@ async def test_maintenance(w: World) -> None:
     assert w.members.state(A.url) is MemberState.SERVING
     lease = w.lease()
     assert lease is not None
-    assert lease.node.url == A.url
+    assert lease.engine.url == A.url
     with pytest.raises(MembershipError, match="is not being drained"):
         w.members.undrain(A.url, "admin")
     changes = [(name, change) for name, change, _ in w.changes()]
@@ -241,8 +241,8 @@ async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -
     w.up(C)
     states.append(w.members.state(C.url))
     assert states == [MemberState.JOINING, MemberState.PROBING, MemberState.WARMING]
-    assert w.engines[C.url].node.trial_places == 2
-    taken = [lease.node.url for lease in (w.lease() for _ in range(12)) if lease is not None]
+    assert w.engines[C.url].in_ledger.trial_places == 2
+    taken = [lease.engine.url for lease in (w.lease() for _ in range(12)) if lease is not None]
     assert taken.count(C.url) == 2
     w.time += 11
     assert not w.ledger.breakers.any_left(w.time)
@@ -250,8 +250,8 @@ async def test_an_engine_that_comes_while_others_serve_begins_slowly(w: World) -
     w.ledger.mark_down(C.url, "gone", w.time)
     w.up(C)
     assert not w.ledger.breakers.opened
-    for node in (A, B, C):
-        w.members.remove(node.url, member.source if node is C else "settings", at_once=True)
+    for engine in (A, B, C):
+        w.members.remove(engine.url, member.source if engine is C else "settings", at_once=True)
     w.members.add(A, "admin")
     w.up(A)
     assert not w.ledger.breakers.opened
@@ -265,7 +265,7 @@ async def test_an_engine_that_restarts_while_others_serve_begins_slowly(w: World
     assert not w.ledger.breakers.opened, "it is the same run"
     w.ledger.mark_up(A.url, again)
     assert w.members.state(A.url) is MemberState.WARMING
-    taken = [lease.node.url for lease in (w.lease() for _ in range(12)) if lease is not None]
+    taken = [lease.engine.url for lease in (w.lease() for _ in range(12)) if lease is not None]
     assert taken.count(A.url) == 2
     w.time += 11
     w.ledger.breakers.any_left(w.time)
@@ -283,7 +283,7 @@ async def test_an_engine_that_was_restarted_while_drained_begins_slowly(w: World
     w.time += 60
     w.members.undrain(A.url, "admin")
     assert w.members.state(A.url) is MemberState.WARMING
-    assert w.engines[A.url].node.slow_until == w.time + 10
+    assert w.engines[A.url].in_ledger.slow_until == w.time + 10
 
 
 async def test_a_replaced_engine_keeps_its_breaker(w: World) -> None:
@@ -292,22 +292,22 @@ async def test_a_replaced_engine_keeps_its_breaker(w: World) -> None:
         lease = w.lease(B.url)
         assert lease is not None
         w.ledger.close(lease, Verdict.FAILED, w.time)
-    node = w.engines[A.url].node
-    assert node.open_until == w.time + 5
-    node.window = 7.0
+    engine = w.engines[A.url].in_ledger
+    assert engine.open_until == w.time + 5
+    engine.window = 7.0
     seen: list[str | None] = []
     w.engines.when_forgotten(lambda url: seen.append(url))
     w.members.apply("settings", [msgspec.structs.replace(A, facts=Facts(block_size=32)), B])
-    new = w.engines[A.url].node
-    assert new is not node
+    new = w.engines[A.url].in_ledger
+    assert new is not engine
     assert (new.open_until, new.failures, new.window) == (w.time + 5, 3, 7.0)
     assert not new.usable(w.time)
     assert w.engines.replaced is None
     w.time += 5
-    leases = [lease.node.url for lease in (w.lease() for _ in range(4)) if lease is not None]
+    leases = [lease.engine.url for lease in (w.lease() for _ in range(4)) if lease is not None]
     assert leases.count(A.url) == 1, "half-open, as it would have been"
     w.members.apply("settings", [msgspec.structs.replace(A, role="aggregated"), B])
-    assert w.engines[A.url].node.open_until == 0, "in another role it is another engine"
+    assert w.engines[A.url].in_ledger.open_until == 0, "in another role it is another engine"
     assert seen == []
 
 
@@ -347,7 +347,7 @@ async def test_one_that_leaves_is_wanted_again(w: World) -> None:
     """It serves on: a name whose addresses come and go costs nothing."""
     lease = w.lease()
     assert lease is not None
-    url = lease.node.url
+    url = lease.engine.url
     w.members.remove(url, "settings")
     engine = w.engines[url]
     w.members.add(w.members.members[url].settings, "dns")
@@ -364,9 +364,9 @@ async def test_whole_sets(w: World) -> None:
     old = w.lease(A.url)
     w.members.apply("settings", [A, changed])
     assert w.engines[A.url] is kept
-    assert w.engines[B.url].node.up
+    assert w.engines[B.url].in_ledger.up
     assert old is not None
-    assert w.engines[B.url].node is not old.node
+    assert w.engines[B.url].in_ledger is not old.engine
     w.close(old)
     assert w.changes() == [("b", "replaced", "settings")]
     w.members.apply("settings", [changed])
@@ -382,20 +382,20 @@ async def test_maintenance_goes_on_with_other_settings(w: World) -> None:
     w.members.drain(A.url, "admin")
     w.members.apply("settings", [msgspec.structs.replace(A, facts=Facts(block_size=32)), B])
     await until(lambda: w.members.state(A.url) is MemberState.DRAINED)
-    assert not w.engines[A.url].node.available
+    assert not w.engines[A.url].in_ledger.available
 
 
 @pytest.mark.parametrize("broken", [C, B], ids=["added", "replaced"])
-async def test_a_set_that_fails_changes_nothing(w: World, broken: Node) -> None:
+async def test_a_set_that_fails_changes_nothing(w: World, broken: ConfiguredEngine) -> None:
     """The engines are as they were, and serve."""
-    d = Node(url="http://d:8000", role="decode")
+    d = ConfiguredEngine(url="http://d:8000", role="decode")
     w.setup.broken.add(broken.url)
     setup_add = w.setup.add
 
-    def add(node: Node, *, is_checked: bool = False) -> Engine:  # only the new settings are broken
-        if node is B:
-            return w.engines.add(NodeSpec(node.url, Role(node.role)), unused_client(node.url))
-        return setup_add(node)
+    def add(engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:  # only the new settings are broken
+        if engine is B:
+            return w.engines.add(EngineSpec(engine.url, Role(engine.role)), unused_client(engine.url))
+        return setup_add(engine)
 
     w.setup.add = add  # type: ignore[method-assign]
     other = [msgspec.structs.replace(one, facts=Facts(block_size=32)) for one in (A, B)]
@@ -403,7 +403,7 @@ async def test_a_set_that_fails_changes_nothing(w: World, broken: Node) -> None:
         w.members.apply("settings", [d, *other, C])
     assert {url: one.settings for url, one in w.members.members.items()} == {A.url: A, B.url: B}
     assert set(w.engines) == {A.url, B.url}
-    assert all(engine.node.available for engine in w.engines.values())
+    assert all(engine.in_ledger.available for engine in w.engines.values())
 
 
 async def test_a_set_that_fails_has_leave_what_leaves(w: World) -> None:
@@ -414,10 +414,10 @@ async def test_a_set_that_fails_has_leave_what_leaves(w: World) -> None:
     with pytest.raises(SettingsError, match="its key can't be read"):
         w.members.apply("settings", [A, B, C])
     assert w.members.members[A.url].leaves
-    assert not w.engines[A.url].node.available
+    assert not w.engines[A.url].in_ledger.available
     w.setup.broken.clear()
     w.members.apply("settings", [A, B, C])
-    assert w.engines[A.url].node.available
+    assert w.engines[A.url].in_ledger.available
 
 
 async def test_the_old_settings_are_broken_too(w: World) -> None:
@@ -431,8 +431,8 @@ async def test_the_old_settings_are_broken_too(w: World) -> None:
 
 async def test_prefill_engines_come_before_decode_engines_that_name_them(w: World) -> None:
     """In whatever order the file has them."""
-    p, q = (Node(url=f"http://{name}:8000", role="prefill") for name in "pq")
-    d = Node(url="http://d:8000", role="decode", sources=(p.url, q.url))
+    p, q = (ConfiguredEngine(url=f"http://{name}:8000", role="prefill") for name in "pq")
+    d = ConfiguredEngine(url="http://d:8000", role="decode", sources=(p.url, q.url))
     w.members.apply("settings", [A, d, p, B, q])
     assert list(w.engines) == [A.url, B.url, p.url, q.url, d.url]
 

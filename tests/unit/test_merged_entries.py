@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdproxy.fleet.entries import EngineBreaker, EngineDrain, EngineEntry, EngineHealth, EngineLoad
-from pdproxy.fleet.merged_entries import View, merged, merged_entry
+from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry
 
 UP = EngineHealth("up", None)
 DRAIN = EngineDrain("admin", 1.0, 9.0, True, None)
@@ -87,7 +87,10 @@ def test_breakers_and_drains_are_the_longest() -> None:
 def test_an_engine_that_is_left_in_one_worker_is_shown() -> None:
     """In its pool; one that is gone here, and serves there for a moment, is not."""
     leaving = _entry("http://a:1", "draining", "one", drain=DRAIN)
-    views = {1: View(["http://b:1", "http://d:1"], [leaving]), 2: View(["http://b:1", "http://c:1"], [leaving])}
+    views = {
+        1: WorkerView(["http://b:1", "http://d:1"], [leaving]),
+        2: WorkerView(["http://b:1", "http://c:1"], [leaving]),
+    }
     own = [_entry("http://b:1"), _entry("http://c:1", pool="two")]
     found = merged(own, 0, views, ["one", "two"])
     assert [(one.url, one.state) for one in found] == [

@@ -8,16 +8,16 @@ from collections import Counter
 import pytest
 
 from pdproxy.kit.errors import ModelNotFoundError
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
-from pdproxy.serving.access.models import MAX_KEPT, Choice, Models, PoolModels, Routes
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
+from pdproxy.serving.access.models import MAX_KEPT, Models, PoolChoice, PoolModels, Routes
 from pdproxy.wire.errors import error_body
 
 NOW = 100.0
 
 
-def node(*names: str, role: Role = Role.DECODE, adapters: frozenset[str] = frozenset()) -> Node:
+def node(*names: str, role: Role = Role.DECODE, adapters: frozenset[str] = frozenset()) -> LedgerEngine:
     """An engine that lists these models; without any, one that was never up."""
-    made = Node(NodeSpec(f"http://{'-'.join(names) or 'new'}:1", role), run_number=1)
+    made = LedgerEngine(EngineSpec(f"http://{'-'.join(names) or 'new'}:1", role), run_number=1)
     if names:
         made.evidence = Evidence(frozenset(names), "1", 16, (), 0, 1.0, adapters=adapters)
         made.down_because = None
@@ -25,9 +25,9 @@ def node(*names: str, role: Role = Role.DECODE, adapters: frozenset[str] = froze
 
 
 def pool(
-    *nodes: Node, models: tuple[str, ...] = (), aliases: dict[str, str] | None = None, weight: float = 1
+    *engines: LedgerEngine, models: tuple[str, ...] = (), aliases: dict[str, str] | None = None, weight: float = 1
 ) -> PoolModels:
-    return PoolModels(lambda: nodes, models, aliases or {}, weight)
+    return PoolModels(lambda: engines, models, aliases or {}, weight)
 
 
 def of(*pools: PoolModels, chance: random.Random | None = None) -> Models:
@@ -110,7 +110,7 @@ def test_weights_hold() -> None:
     models = of(pool(node("m"), weight=9), pool(node("new"), aliases={"m": "new"}, weight=1), pool(node("x")))
     found = Counter(models.choose("m", None) for _ in range(4000))
     assert set(found) == {(0, "m"), (1, "new")}
-    assert found[Choice(0, "m")] / 4000 == pytest.approx(0.9, abs=0.02)
+    assert found[PoolChoice(0, "m")] / 4000 == pytest.approx(0.9, abs=0.02)
 
 
 def test_a_conversation_stays_in_its_pool() -> None:
@@ -128,17 +128,17 @@ def test_a_conversation_stays_in_its_pool() -> None:
 
 def test_a_pool_that_goes_down_moves_no_other_pools_conversations() -> None:
     """Its own ones are shared by the others, by their weights, and come back with it."""
-    nodes = [node("m") for _ in range(3)]
-    models = of(*[pool(one, weight=weight) for one, weight in zip(nodes, (1, 2, 1), strict=True)])
+    engines = [node("m") for _ in range(3)]
+    models = of(*[pool(one, weight=weight) for one, weight in zip(engines, (1, 2, 1), strict=True)])
     names = [f"session {n}" for n in range(2000)]
     first = [models.choose("m", name).pool for name in names]
     assert [first.count(at) / 2000 for at in range(3)] == pytest.approx([0.25, 0.5, 0.25], abs=0.03)
-    nodes[0].down_because = "connection refused"
+    engines[0].down_because = "connection refused"
     found = [models.choose("m", name).pool for name in names]
     assert all(new == old for new, old in zip(found, first, strict=True) if old)
     moved = Counter(new for new, old in zip(found, first, strict=True) if not old)
     assert moved[1] / moved.total() == pytest.approx(2 / 3, abs=0.06)
-    nodes[0].down_because = None
+    engines[0].down_because = None
     assert [models.choose("m", name).pool for name in names] == first
 
 

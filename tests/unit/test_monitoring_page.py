@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.observe.description import Kind
+from pdproxy.observe.description import MetricKind
 from pdproxy.observe.events import Gaps, LegTimes, Refused, RequestEnded
 from pdproxy.observe.formats import JsonFormatter
 from pdproxy.observe.logs import access_fields
@@ -52,7 +52,7 @@ def names() -> set[str]:
     """The names of all samples that the page of metrics can have."""
     found: set[str] = set()
     for one in METRICS:
-        suffixes = ("_bucket", "_sum", "_count", "") if one.kind is Kind.HISTOGRAM else ("",)
+        suffixes = ("_bucket", "_sum", "_count", "") if one.kind is MetricKind.HISTOGRAM else ("",)
         found |= {one.name + suffix for suffix in suffixes}
     for family in text_string_to_metric_families(Metrics().page().decode()):
         found |= {sample.name for sample in family.samples}

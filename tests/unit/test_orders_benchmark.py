@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -46,7 +46,7 @@ def test_sums_and_counts_of_a_page_of_metrics() -> None:
 @pytest.mark.parametrize("tokens", [1, 100, 4000])
 def test_a_prompt_has_exactly_its_tokens_and_no_other_like_it(tokens: int) -> None:
     chance = random.Random(1)
-    assert len(Tokenizer().encode(orders.words(tokens, chance))) == tokens
+    assert len(BuiltInTokenizer().encode(orders.words(tokens, chance))) == tokens
     assert tokens < 10 or orders.words(tokens, chance) != orders.words(tokens, chance)
 
 

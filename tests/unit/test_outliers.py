@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, Outliers
 from pdproxy.settings.health import OutlierSettings
 

@@ -10,8 +10,8 @@ import pytest
 
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.settings.engines import Facts, Node
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
+from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.transfer import check_pairs
@@ -154,12 +154,12 @@ NO_SIZES = [(6, 4), (4, 6), (3, 2), (8, 3)]
 
 def in_settings(connector: str, prefill: int, decode: int) -> str | None:
     """What is wrong with the settings of a pair."""
-    nodes = (
-        Node(url="http://p:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
-        Node(url="http://d:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
+    engines = (
+        ConfiguredEngine(url="http://p:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
+        ConfiguredEngine(url="http://d:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
     )
     found = Mistakes()
-    check_pairs(Pool(connector=connector, nodes=nodes), nodes, ("pools", 0), found)
+    check_pairs(Pool(connector=connector, nodes=engines), engines, ("pools", 0), found)
     try:
         found.raise_any()
     except SettingsError as error:
@@ -187,7 +187,7 @@ def test_engines_that_report_their_sizes_are_paired_by_them(pair: tuple[int, int
     """The workers of sizes that don't fit raise an error at their first transfer, and the engine dies."""
     urls = ("http://p", "http://d")
     ledger = Ledger(
-        [NodeSpec(urls[0], Role.PREFILL), NodeSpec(urls[1], Role.DECODE)],
+        [EngineSpec(urls[0], Role.PREFILL), EngineSpec(urls[1], Role.DECODE)],
         LedgerOptions(breaker_failures=3, breaker_cooldown=1),
     )
     for url, size in zip(urls, pair, strict=True):

@@ -14,7 +14,7 @@ from pdproxy.serving.dispatch.continuing import _lens
 from pdproxy.transfer.chat_chunks import NotACompletionError
 from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
 from pdproxy.transfer.parsed_events import ParsedEvents, TooManyTokensError, why_not
-from pdproxy.wire.continuable import Continuable, Reason
+from pdproxy.wire.continuable import Continuable, NotContinued
 from pdproxy.wire.request import Route
 from pdproxy.wire.tool_calls import ids_in
 
@@ -269,19 +269,19 @@ RENDERED = {
         (RENDERED, None),
         ({"temperature": 0.6, "top_k": 20, "stop": [], "bad_words": [], "max_tokens": 5}, None),
         ({"structured_outputs": None, "presence_penalty": 0.0}, None),
-        ({"structured_outputs": {"structural_tag": "x"}}, Reason.GRAMMAR),
-        ({"presence_penalty": 1.5}, Reason.PENALTY),
-        ({"bad_words": ["a"]}, Reason.BAD_WORDS),
-        ({"seed": 7}, Reason.SEED),
-        ({"of_tomorrow": 1}, Reason.UNKNOWN_FIELD),
+        ({"structured_outputs": {"structural_tag": "x"}}, NotContinued.GRAMMAR),
+        ({"presence_penalty": 1.5}, NotContinued.PENALTY),
+        ({"bad_words": ["a"]}, NotContinued.BAD_WORDS),
+        ({"seed": 7}, NotContinued.SEED),
+        ({"of_tomorrow": 1}, NotContinued.UNKNOWN_FIELD),
     ],
 )
-def test_what_a_rendered_chat_shows(params: dict[str, Any], reason: Reason | None) -> None:
+def test_what_a_rendered_chat_shows(params: dict[str, Any], reason: NotContinued | None) -> None:
     assert why_not(json.dumps({"token_ids": [1], "sampling_params": params}).encode()) is reason
 
 
 def test_a_rendered_chat_that_is_none() -> None:
-    assert why_not(b"{}") is why_not(b"[") is Reason.DERENDER
+    assert why_not(b"{}") is why_not(b"[") is NotContinued.DERENDER
 
 
 @given(st.lists(st.integers(1, 4), max_size=40))

@@ -107,14 +107,14 @@ async def test_calls_at_a_time() -> None:
         now -= 1
         return b"x"
 
-    node = SimpleNamespace(
+    engine = SimpleNamespace(
         url="http://e",
         requests=0,
         usable=lambda _: True,
         evidence=SimpleNamespace(derenders=True),
         serves=lambda _: True,
     )
-    engines = {"http://e": SimpleNamespace(node=node)}
+    engines = {"http://e": SimpleNamespace(in_ledger=engine)}
     derendering = Derendering(
         ask, cast("Any", engines), Observers([]), Clock(), deadlines=Deadlines(between_tokens=60), most=8192
     )

@@ -6,7 +6,7 @@ from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.transfer.peers import Peer
 
@@ -40,7 +40,7 @@ def test_only_engines_with_several_ranks_get_the_header_of_a_rank() -> None:
 
 def test_engines_that_can_not_transfer_kv_yet_are_not_paired() -> None:
     ledger = Ledger(
-        [NodeSpec("http://p", Role.PREFILL), NodeSpec("http://d", Role.DECODE)],
+        [EngineSpec("http://p", Role.PREFILL), EngineSpec("http://d", Role.DECODE)],
         LedgerOptions(breaker_failures=3, breaker_cooldown=1),
     )
     for url in ("http://p", "http://d"):
@@ -53,20 +53,20 @@ def test_engines_that_can_not_transfer_kv_yet_are_not_paired() -> None:
     assert ledger.shortcomings(0.0) == ["http://p and http://d are not paired: http://p has not registered"]
     assert ledger.mark_kv("http://p", None)
     assert ledger.assign(roles, ask) is not None
-    assert prefill_and_decode(*ledger.nodes) is None
+    assert prefill_and_decode(*ledger.engines) is None
     assert not ledger.mark_kv("http://removed", "x")
 
 
 def test_a_full_engine_gets_no_more_prompts_with_pushed_kv() -> None:
     """It still serves prompts alone. A place that is given back counts at once."""
     urls = {"http://p": Role.PREFILL, "http://d": Role.DECODE, "http://e": Role.DECODE}
-    specs = [NodeSpec(url, role, places=1 if role is Role.DECODE else None) for url, role in urls.items()]
+    specs = [EngineSpec(url, role, places=1 if role is Role.DECODE else None) for url, role in urls.items()]
     ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=1))
     for url in urls:
         ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
     ask, roles = Ask("m", 1, 0.0), (Role.PREFILL, Role.DECODE)
     pairs = [ledger.assign(roles, ask) for _ in range(3)]
-    taken = [pair[Role.DECODE].node.url for pair in pairs if pair is not None]
+    taken = [pair[Role.DECODE].engine.url for pair in pairs if pair is not None]
     assert sorted(taken) == ["http://d", "http://e"]
     assert pairs[2] is None
     alone = ledger.assign_alone(ask)
@@ -77,4 +77,4 @@ def test_a_full_engine_gets_no_more_prompts_with_pushed_kv() -> None:
     ledger.close(pairs[0][Role.DECODE], Verdict.GOOD, 0.0)
     again = ledger.assign(roles, ask, without=())
     assert again is not None
-    assert again[Role.DECODE].node.url == taken[0]
+    assert again[Role.DECODE].engine.url == taken[0]

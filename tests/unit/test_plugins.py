@@ -22,12 +22,12 @@ EXAMPLE = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
 CONNECTOR = "from pdproxy.transfer import shared\nfrom msgspec.structs import replace\nENTRY = replace(shared.ENTRY, name='{}')\n"
 RANKS = """
 from types import SimpleNamespace as N
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask, PolicyContext
 policy = POLICIES["longest_idle"](PolicyContext(Role.PREFILL))
 nodes = [N(url="a"), N(url="b")]
-policy.opened(N(node=nodes[0]), Ask("m", 1, 5.0))
+policy.opened(N(engine=nodes[0]), Ask("m", 1, 5.0))
 print([node.url for node in policy.rank(Ask("m", 1, 6.0), nodes)])
 """
 ENTRY = "from pdproxy.transfer import registry; print(registry.entry_of('mine').name, 'mine' in registry.names())"

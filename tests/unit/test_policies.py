@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.scheduling.policies import POLICIES, names
 from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyContext
 from pdproxy.scheduling.session import BOUND
@@ -21,11 +21,11 @@ ROLES = [Role.PREFILL, Role.DECODE, Role.AGGREGATED]
 ASK = Ask("m", 100, 0.0)
 
 
-def nodes(*requests: int, role: Role = Role.DECODE) -> list[Node]:
+def nodes(*requests: int, role: Role = Role.DECODE) -> list[LedgerEngine]:
     """Engines with so many requests each."""
-    made = [Node(NodeSpec(f"http://{n}:1", role)) for n in range(len(requests))]
-    for node, count in zip(made, requests, strict=True):
-        node.requests, node.prompt_bytes = count, count * 100
+    made = [LedgerEngine(EngineSpec(f"http://{n}:1", role)) for n in range(len(requests))]
+    for engine, count in zip(made, requests, strict=True):
+        engine.requests, engine.prompt_bytes = count, count * 100
     return made
 
 
@@ -34,7 +34,7 @@ def policy(name: str, role: Role = Role.DECODE, chance: Callable[[], float] | No
     return POLICIES[name](PolicyContext(role, chance or Random(1).random, **more))  # type: ignore[arg-type]
 
 
-def chosen(one: Policy, among: Sequence[Node], ask: Ask = ASK) -> Node:
+def chosen(one: Policy, among: Sequence[LedgerEngine], ask: Ask = ASK) -> LedgerEngine:
     """What a policy puts first."""
     return one.best_of(among)(ask)
 
@@ -47,7 +47,7 @@ def in_session(name: str) -> Ask:
 def ledger(name: str, count: int, cached: Cached | None = None) -> Ledger:
     """Decode engines under a policy."""
     made = Ledger(
-        [NodeSpec(f"http://{n}:1", Role.DECODE) for n in range(count)],
+        [EngineSpec(f"http://{n}:1", Role.DECODE) for n in range(count)],
         LedgerOptions(
             breaker_failures=3,
             breaker_cooldown=5,
@@ -56,8 +56,8 @@ def ledger(name: str, count: int, cached: Cached | None = None) -> Ledger:
             cached=cached,
         ),
     )
-    for node in made.nodes:
-        made.mark_up(node.url, evidence())
+    for engine in made.engines:
+        made.mark_up(engine.url, evidence())
     return made
 
 
@@ -79,7 +79,7 @@ def test_a_ranking_has_each_engine_once(name: str, role: Role, data: st.DataObje
     tokens = data.draw(st.none() | st.integers(0, 5000))
     among = nodes(*loads, role=role)
     ask = Ask("m", 100, 0.0, session=session, tokens=tokens)
-    matched = {node.url: data.draw(st.integers(0, 6000)) for node in among}
+    matched = {engine.url: data.draw(st.integers(0, 6000)) for engine in among}
     one = policy(name, role, Random(data.draw(st.integers(0, 99))).random, cached=lambda _: matched)
     assert sorted(map(id, one.rank(ask, among))) == sorted(map(id, among))
     assert one.best_of(among)(ask) in among
@@ -101,10 +101,10 @@ def test_a_ledger_with_any_policy_serves_and_forgets(name: str) -> None:
             made.mark_up("http://0:1", evidence())
     for lease in open_leases:
         made.close(lease, Verdict.GOOD, 400.0)
-    assert [(node.requests, node.prompt_bytes) for node in made.nodes] == [(0, 0)] * 4
+    assert [(engine.requests, engine.prompt_bytes) for engine in made.engines] == [(0, 0)] * 4
 
 
-def fleet(name: str, *specs: NodeSpec) -> Ledger:
+def fleet(name: str, *specs: EngineSpec) -> Ledger:
     """Engines that are up, all roles of which have a policy."""
     made = Ledger(
         specs,
@@ -115,8 +115,8 @@ def fleet(name: str, *specs: NodeSpec) -> Ledger:
             chance=Random(1).random,
         ),
     )
-    for node in made.nodes:
-        made.mark_up(node.url, evidence())
+    for engine in made.engines:
+        made.mark_up(engine.url, evidence())
     return made
 
 
@@ -134,7 +134,7 @@ def used(made: Ledger, whole: str) -> Counter[tuple[str, str]]:
             leases = () if pair is None else pair.leases
         assert leases
         for lease in leases:
-            found[lease.node.url, lease.role.value] += 1
+            found[lease.engine.url, lease.role.value] += 1
             made.close(lease, Verdict.GOOD, float(n))
     return found
 
@@ -144,7 +144,7 @@ def used(made: Ledger, whole: str) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("name", names())
 def test_engines_for_any_role_have_all_roles(name: str, count: int, whole: str) -> None:
     """The best one to prefill is mostly also the best one to decode, and can't do both for one request."""
-    found = used(fleet(name, *[NodeSpec(f"http://{n}:1", Role.ANY) for n in range(count)]), whole)
+    found = used(fleet(name, *[EngineSpec(f"http://{n}:1", Role.ANY) for n in range(count)]), whole)
     assert {url for url, role in found if role == "prefill"} == {f"http://{n}:1" for n in range(count)}
     assert {url for url, role in found if role == "decode"} == {f"http://{n}:1" for n in range(count)}
 
@@ -153,8 +153,8 @@ def test_engines_for_any_role_have_all_roles(name: str, count: int, whole: str) 
 @pytest.mark.parametrize("name", names())
 def test_no_engine_starves_in_its_rack(name: str, whole: str) -> None:
     """Two racks, of which the second one has more engines: pairs form within each of them."""
-    specs = [NodeSpec(f"http://p{n}:1", Role.PREFILL, within=(("rack", "abb"[n]),)) for n in range(3)]
-    specs += [NodeSpec(f"http://d{n}:1", Role.DECODE, within=(("rack", "abb"[n]),)) for n in range(3)]
+    specs = [EngineSpec(f"http://p{n}:1", Role.PREFILL, within=(("rack", "abb"[n]),)) for n in range(3)]
+    specs += [EngineSpec(f"http://d{n}:1", Role.DECODE, within=(("rack", "abb"[n]),)) for n in range(3)]
     found = used(fleet(name, *specs), whole)
     assert {url for url, role in found if role != "aggregated"} == {spec.url for spec in specs}
 
@@ -165,22 +165,22 @@ def test_no_engine_starves_in_its_rack(name: str, whole: str) -> None:
 def test_round_robin_takes_turns_whatever_the_load() -> None:
     made = ledger("round_robin", 3)
     got = [made.assign_alone(ASK) for _ in range(7)]
-    assert [lease.node.url[7] for lease in got if lease] == ["0", "1", "2", "0", "1", "2", "0"]
+    assert [lease.engine.url[7] for lease in got if lease] == ["0", "1", "2", "0", "1", "2", "0"]
     made.close(next(lease for lease in got if lease), Verdict.FAILED, 0.0)
     excluded = [made.assign_alone(ASK, without={"http://1:1"}) for _ in range(4)]
-    assert [lease.node.url[7] for lease in excluded if lease] == ["2", "0", "2", "0"]
+    assert [lease.engine.url[7] for lease in excluded if lease] == ["2", "0", "2", "0"]
 
 
 def test_round_robin_takes_turns_within_each_model() -> None:
     """Requests of two models alternate: with one turn for all, each would have the same engine every time."""
     made = ledger("round_robin", 4)
-    for node in made.nodes:
-        made.mark_up(node.url, Evidence(frozenset("mn"[node.url[7] > "1"]), "1", 16, ((1, 2),), 5, 1.0))
+    for engine in made.engines:
+        made.mark_up(engine.url, Evidence(frozenset("mn"[engine.url[7] > "1"]), "1", 16, ((1, 2),), 5, 1.0))
     found = Counter[str]()
     for n in range(40):
         lease = made.assign_alone(Ask("mn"[n % 2], 100, 0.0))
         assert lease is not None
-        found[lease.node.url] += 1
+        found[lease.engine.url] += 1
     assert set(found.values()) == {10}
 
 
@@ -190,7 +190,7 @@ def test_random_takes_each_engine_as_often() -> None:
     best = one.best_of(among)
     for draw in (lambda: best(ASK), lambda: one.rank(ASK, among)[0], lambda: one.rank(ASK, among)[-1]):
         counts = Counter(draw().url for _ in range(3000))
-        assert all(abs(counts[node.url] - 600) < 132 for node in among), counts
+        assert all(abs(counts[engine.url] - 600) < 132 for engine in among), counts
 
 
 @pytest.mark.parametrize(("draws", "wanted"), [((0.0, 0.0), 1), ((0.5, 0.0), 0), ((0.99, 0.99), 1), ((0.0, 0.99), 0)])
@@ -205,7 +205,7 @@ def test_power_of_two_of_two_is_least_load() -> None:
     for role, loads in ((Role.DECODE, (3, 1)), (Role.PREFILL, (1, 2))):
         among = nodes(*loads, role=role)
         one = policy("power_of_two", role)
-        least = min(among, key=lambda node: node.requests)
+        least = min(among, key=lambda engine: engine.requests)
         assert {chosen(one, among) for _ in range(20)} == {least} == {one.rank(ASK, among)[0] for _ in range(20)}
 
 
@@ -214,7 +214,7 @@ def test_power_of_two_keeps_loads_close() -> None:
     made = ledger("power_of_two", 8)
     for _ in range(800):
         assert made.assign_alone(ASK) is not None
-    loads = [node.requests for node in made.nodes]
+    loads = [engine.requests for engine in made.engines]
     assert max(loads) - min(loads) <= 8, loads
 
 
@@ -227,7 +227,7 @@ def test_a_policy_of_chance_needs_a_source_of_it(name: str) -> None:
 # -- session
 
 
-def home(among: Sequence[Node], session: str) -> Node:
+def home(among: Sequence[LedgerEngine], session: str) -> LedgerEngine:
     return chosen(policy("session"), among, in_session(session))
 
 
@@ -251,7 +251,7 @@ def test_sessions_are_spread_evenly() -> None:
     """4000 sessions over 8 idle engines: 500 each, within six standard deviations."""
     among = nodes(*[0] * 8)
     counts = Counter(home(among, f"session {n}").url for n in range(4000))
-    assert all(abs(counts[node.url] - 500) < 126 for node in among), counts
+    assert all(abs(counts[engine.url] - 500) < 126 for engine in among), counts
 
 
 @pytest.mark.parametrize("count", [2, 5, 16])
@@ -274,11 +274,11 @@ def test_an_engine_that_comes_takes_its_share_and_moves_nothing_else(count: int)
 def test_no_session_overloads_an_engine(loads: list[int], session: str) -> None:
     """The engine that is chosen has at most 1.25 times the mean afterwards, rounded up."""
     among = nodes(*loads)
-    node = home(among, session)
+    engine = home(among, session)
     bound = BOUND * max(1.0, (sum(loads) + 1) / len(loads))
-    assert node.requests < bound
+    assert engine.requests < bound
     ranked = policy("session").rank(in_session(session), among)
-    assert ranked[0] is node
+    assert ranked[0] is engine
     within = [one for one in ranked if one.requests < bound]
     assert ranked[: len(within)] == within
 
@@ -287,7 +287,7 @@ def test_one_hot_session_is_spread_by_the_bound() -> None:
     made = ledger("session", 4)
     for _ in range(100):
         assert made.assign_alone(in_session("hot")) is not None
-    loads = sorted(node.requests for node in made.nodes)
+    loads = sorted(engine.requests for engine in made.engines)
     assert loads[-1] <= 32, loads  # 1.25 x 25, rounded up
     assert sum(loads) == 100
 
@@ -347,9 +347,9 @@ def test_the_prepared_choice_of_prefix_is_the_rankings(pairs: list[tuple[int, in
     among, ask = nodes(*loads, role=role), Ask("m", 4000, 0.0, tokens=1000)
     mean = sum(loads) / len(loads)
 
-    def score(node: Node) -> float:
-        part = min(matched[int(node.url[7:-2])], 1000) / 1000
-        return part - (node.requests - mean) / max(1.0, mean)
+    def score(engine: LedgerEngine) -> float:
+        part = min(matched[int(engine.url[7:-2])], 1000) / 1000
+        return part - (engine.requests - mean) / max(1.0, mean)
 
     one = prefix(matched, role)
     assert score(chosen(one, among, ask)) == pytest.approx(score(one.rank(ask, among)[0]))
@@ -371,9 +371,9 @@ def test_a_hot_prefix_spreads() -> None:
     for _ in range(200):
         lease = made.assign_alone(Ask("m", 4000, 0.0, tokens=1000))
         assert lease is not None
-        have.add(lease.node.url)
+        have.add(lease.engine.url)
     assert len(have) == 4
-    assert max(node.requests for node in made.nodes) <= 2 * 50 + 1
+    assert max(engine.requests for engine in made.engines) <= 2 * 50 + 1
 
 
 @pytest.mark.parametrize("tokens", [None, 0])

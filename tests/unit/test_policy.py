@@ -17,7 +17,7 @@ from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, LedgerEngine, Role
 from pdproxy.scheduling.policies import POLICIES, names
 from pdproxy.scheduling.policy import Ask, Best, Policy, PolicyContext, PolicyFactory
 from pdproxy.settings import engines
@@ -37,8 +37,8 @@ def evidence(models: str = "m", version: str = "1", started: float = 1.0) -> Evi
 class Reference:
     """The choices of least_load by its first implementation, with nothing prepared. Its engines are its own."""
 
-    def __init__(self, specs: Sequence[NodeSpec], failures: int, cooldown: float) -> None:
-        self.nodes = {spec.url: Node(spec) for spec in specs}
+    def __init__(self, specs: Sequence[EngineSpec], failures: int, cooldown: float) -> None:
+        self.nodes = {spec.url: LedgerEngine(spec) for spec in specs}
         self.failures, self.cooldown = failures, cooldown
         self.turns: dict[object, int] = {}
         self.tripped: set[str] = set()
@@ -63,7 +63,7 @@ class Reference:
             if groups and all(groups):
                 best = [self.next(role, group) for role, group in zip(whole, groups, strict=True)]
                 return self.lease(best[0], ask.prompt_bytes)
-        found = [node for role in roles for node in self.ranked(role, ask, without)[:1]]
+        found = [engine for role in roles for engine in self.ranked(role, ask, without)[:1]]
         if not found:
             return None
         tried = {n.url for n in self.nodes.values() if n.url in self.tripped and n.trials}
@@ -74,13 +74,15 @@ class Reference:
         )  # fmt: skip
         return self.lease(found[0], ask.prompt_bytes)
 
-    def release_through(self, prefill: str, ask: Ask, prefer_not: str) -> Node | None:
-        ranked = [node for node in self.ranked(Role.DECODE, ask, ()) if node.spec.takes_from(self.nodes[prefill].spec)]
-        others = [node for node in ranked if node.url != prefer_not]
-        settled = [node for node in others if node.url not in self.tripped or ask.now < node.open_until]
+    def release_through(self, prefill: str, ask: Ask, prefer_not: str) -> LedgerEngine | None:
+        ranked = [
+            engine for engine in self.ranked(Role.DECODE, ask, ()) if engine.spec.takes_from(self.nodes[prefill].spec)
+        ]
+        others = [engine for engine in ranked if engine.url != prefer_not]
+        settled = [engine for engine in others if engine.url not in self.tripped or ask.now < engine.open_until]
         return next(iter(settled or others or ranked), None)
 
-    def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
+    def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[LedgerEngine]:
         alive = [n for n in self.nodes.values() if n.role is role and n.up]
         serving = [n for n in alive if ask.model is None or n.serves(ask.model)]
         known = serving or (alive if role is not Role.PREFILL else [])
@@ -89,84 +91,88 @@ class Reference:
         candidates = [n for n in usable if not (n.url in self.tripped and n.trials)] or usable or fitting
         return sorted(self.turned((role, "ranked"), candidates), key=load)
 
-    def least(self, role: Role, model: str | None) -> Node | None:
+    def least(self, role: Role, model: str | None) -> LedgerEngine | None:
         group = self.group(role, model)
         return self.next(role, group) if group else None
 
-    def next(self, role: Role, group: list[Node]) -> Node:
+    def next(self, role: Role, group: list[LedgerEngine]) -> LedgerEngine:
         return min(self.turned(role, group), key=load)
 
-    def turned(self, whose: object, nodes: list[Node]) -> list[Node]:
-        if len(nodes) < 2:
-            return nodes
+    def turned(self, whose: object, engines: list[LedgerEngine]) -> list[LedgerEngine]:
+        if len(engines) < 2:
+            return engines
         turn = self.turns[whose] = self.turns.get(whose, 0) + 1
-        turn %= len(nodes)
-        return nodes[turn:] + nodes[:turn]
+        turn %= len(engines)
+        return engines[turn:] + engines[:turn]
 
-    def group(self, role: Role, model: str | None) -> list[Node]:
+    def group(self, role: Role, model: str | None) -> list[LedgerEngine]:
         return [n for n in self.nodes.values() if n.role is role and n.up and (model is None or n.serves(model))]
 
-    def lease(self, node: Node, prompt_bytes: int) -> Lease:
-        node.requests += 1
-        node.prompt_bytes += prompt_bytes
-        lease = Lease(node, node.role, prompt_bytes)
-        if node.url in self.tripped:
-            lease.trial = node.trial_number
-            node.trials += 1
+    def lease(self, engine: LedgerEngine, prompt_bytes: int) -> Lease:
+        engine.requests += 1
+        engine.prompt_bytes += prompt_bytes
+        lease = Lease(engine, engine.role, prompt_bytes)
+        if engine.url in self.tripped:
+            lease.trial = engine.trial_number
+            engine.trials += 1
         return lease
 
     def close(self, lease: Lease, verdict: Verdict, now: float) -> bool:
-        node = lease.node
-        node.requests -= 1
-        node.prompt_bytes -= lease.prompt_bytes
-        is_trial = node.url in self.tripped and lease.trial == node.trial_number
-        node.trials -= is_trial
+        engine = lease.engine
+        engine.requests -= 1
+        engine.prompt_bytes -= lease.prompt_bytes
+        is_trial = engine.url in self.tripped and lease.trial == engine.trial_number
+        engine.trials -= is_trial
         if verdict is Verdict.GOOD:
-            node.failures = 0
-            if now >= node.open_until:
-                node.open_until = 0.0
-                self.tripped.discard(node.url)
+            engine.failures = 0
+            if now >= engine.open_until:
+                engine.open_until = 0.0
+                self.tripped.discard(engine.url)
         elif verdict is Verdict.UNREACHABLE:
-            return self.mark_down(node.url, now)
+            return self.mark_down(engine.url, now)
         elif verdict is Verdict.FAILED:
-            node.failures += 1
-            enough = node.failures >= self.failures or is_trial
-            if enough and now >= node.open_until and node.down_because is None:
-                node.trial_number, node.trials = node.trial_number + 1, 0
-                node.open_until = now + self.cooldown
-                self.tripped.add(node.url)
+            engine.failures += 1
+            enough = engine.failures >= self.failures or is_trial
+            if enough and now >= engine.open_until and engine.down_because is None:
+                engine.trial_number, engine.trials = engine.trial_number + 1, 0
+                engine.open_until = now + self.cooldown
+                self.tripped.add(engine.url)
                 return True
         return False
 
     def mark_down(self, url: str, now: float) -> bool:
-        node = self.nodes[url]
-        was_up, node.down_because, node.down_since, node.probed = node.down_because is None, "gone", now, True
+        engine = self.nodes[url]
+        was_up, engine.down_because, engine.down_since, engine.probed = engine.down_because is None, "gone", now, True
         return was_up
 
     def mark_up(self, url: str, found: Evidence) -> None:
-        node = self.nodes[url]
-        if node.evidence is not None and node.evidence != found:
-            for other in node.ejected:
+        engine = self.nodes[url]
+        if engine.evidence is not None and engine.evidence != found:
+            for other in engine.ejected:
                 self.nodes[other].ejected.discard(url)
-            node.ejected.clear()
-        if node.down_because is not None:
-            node.failures, node.open_until = 0, 0.0
+            engine.ejected.clear()
+        if engine.down_because is not None:
+            engine.failures, engine.open_until = 0, 0.0
             self.tripped.discard(url)
-        node.evidence, node.down_because, node.probed = found, None, True
+        engine.evidence, engine.down_because, engine.probed = found, None, True
 
     def eject(self, prefill: str, decode: str) -> None:
         self.nodes[prefill].ejected.add(decode)
         self.nodes[decode].ejected.add(prefill)
 
 
-def load(node: Node) -> tuple[int, int]:
+def load(engine: LedgerEngine) -> tuple[int, int]:
     """What least_load compares."""
-    return (node.prompt_bytes, node.requests) if node.role is Role.PREFILL else (node.requests, node.prompt_bytes)
+    return (
+        (engine.prompt_bytes, engine.requests)
+        if engine.role is Role.PREFILL
+        else (engine.requests, engine.prompt_bytes)
+    )
 
 
 def urls(leases: Sequence[Lease] | None) -> list[str] | None:
     """Where leases are."""
-    return None if leases is None else [lease.node.url for lease in leases]
+    return None if leases is None else [lease.engine.url for lease in leases]
 
 
 ACTS = ("pair alone good " * 2 + "pair release failed unreachable lost saw eject wait").split()
@@ -185,7 +191,9 @@ def test_choices_are_those_of_the_reference(
     """Whatever happens, in any order: the same engines are chosen, and the same closings report that an engine is out of use."""
     counts = ((Role.PREFILL, prefills), (Role.DECODE, decodes), (Role.AGGREGATED, others))
     specs = [
-        NodeSpec(f"{role.value}{n}", role, frozenset({"prefill0"} if sources and role is Role.DECODE and not n else ()))
+        EngineSpec(
+            f"{role.value}{n}", role, frozenset({"prefill0"} if sources and role is Role.DECODE and not n else ())
+        )
         for role, count in counts
         for n in range(count)
     ]
@@ -205,18 +213,18 @@ def test_choices_are_those_of_the_reference(
             leases += zip(got.leases if got else (), wanted or (), strict=True)
         elif act == "alone":
             one, two = made.assign_alone(ask, without=without), reference.alone(ask, without)
-            assert (one and one.node.url) == (two and two.node.url)
+            assert (one and one.engine.url) == (two and two.engine.url)
             leases += [(one, two)] if one and two else []
         elif act == "release":
             prefill = f"prefill{number % prefills}"
-            node, same = (
+            engine, same = (
                 made.releasing.through(prefill, model, now, prefer_not=decode),
                 reference.release_through(prefill, ask, decode),
             )
-            assert (node and node.url) == (same and same.url)
+            assert (engine and engine.url) == (same and same.url)
         elif act in ("good", "failed", "unreachable") and leases:
             one, two = leases.pop(number % len(leases))
-            assert (one.prompt_bytes, one.node.url) == (two.prompt_bytes, two.node.url)
+            assert (one.prompt_bytes, one.engine.url) == (two.prompt_bytes, two.engine.url)
             assert made.close(one, Verdict(act), now) is reference.close(two, Verdict(act), now)
         elif act == "lost":
             assert made.mark_down(url, "gone", now) is reference.mark_down(url, now)
@@ -229,7 +237,7 @@ def test_choices_are_those_of_the_reference(
             reference.eject(f"prefill{number % prefills}", decode)
         elif act == "wait":
             now += number / 4
-        assert [load(node) for node in made.nodes] == [load(node) for node in reference.nodes.values()]
+        assert [load(engine) for engine in made.engines] == [load(engine) for engine in reference.nodes.values()]
 
 
 class Favourite(Policy):
@@ -240,22 +248,22 @@ class Favourite(Policy):
         self.asked: list[tuple[Ask, list[str]]] = []
         self.learned: list[tuple[object, ...]] = []
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
-        self.asked.append((ask, [node.url for node in nodes]))
-        return sorted(nodes, key=lambda node: node.url != self.url)
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
+        self.asked.append((ask, [engine.url for engine in engines]))
+        return sorted(engines, key=lambda engine: engine.url != self.url)
 
     def opened(self, lease: Lease, ask: Ask) -> None:
-        self.learned.append(("opened", lease.node.url, lease.node.requests, ask))
+        self.learned.append(("opened", lease.engine.url, lease.engine.requests, ask))
 
     def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
-        self.learned.append(("closed", lease.node.url, lease.node.requests, verdict, now))
+        self.learned.append(("closed", lease.engine.url, lease.engine.requests, verdict, now))
 
 
 def ledger(policies: Mapping[Role, PolicyFactory], *urls: str) -> Ledger:
     """Engines that are up; the first letter of each URL is its role's."""
     roles = {role.value[0]: role for role in Role if role is not Role.ANY}
     made = Ledger(
-        [NodeSpec(url, roles[url[0]]) for url in urls],
+        [EngineSpec(url, roles[url[0]]) for url in urls],
         LedgerOptions(breaker_failures=2, breaker_cooldown=10, policies=policies),
     )
     for url in urls:
@@ -272,11 +280,11 @@ def test_a_policy_ranks_and_is_informed() -> None:
     first, second = made.assign(SPLIT, ask), made.assign(SPLIT, ask)
     assert first is not None
     assert second is not None
-    assert first[Role.DECODE].node.url == second[Role.DECODE].node.url == "d2"
+    assert first[Role.DECODE].engine.url == second[Role.DECODE].engine.url == "d2"
     assert favourite.asked == [(ask, ["d1", "d2", "d3"])] * 2
     third = made.assign_alone(ask, without={"d2"})
     assert third is not None
-    assert third.node.url == "d1"
+    assert third.engine.url == "d1"
     made.close(first[Role.DECODE], Verdict.FAILED, 6.0)
     made.close(first[Role.PREFILL], Verdict.GOOD, 6.0)
     made.close(first[Role.DECODE], Verdict.GOOD, 7.0)
@@ -308,10 +316,10 @@ def test_aggregated_engines_have_decodes_policy() -> None:
     made = ledger({Role.DECODE: favourite}, "p1", "p2", "d1", "d2", "a1", "a2")
     assert sorted(role.value for role in roles) == ["aggregated", "decode"]
     pairs = [made.assign(SPLIT, Ask("m", 7, 0.0)) for _ in range(4)]
-    assert {pair[Role.PREFILL].node.url for pair in pairs if pair} == {"p1", "p2"}
-    assert {pair[Role.DECODE].node.url for pair in pairs if pair} == {"d2"}
+    assert {pair[Role.PREFILL].engine.url for pair in pairs if pair} == {"p1", "p2"}
+    assert {pair[Role.DECODE].engine.url for pair in pairs if pair} == {"d2"}
     alone = [made.assign_alone(Ask("m", 7, 0.0)) for _ in range(4)]
-    assert {lease.node.url for lease in alone if lease} == {"a2"}
+    assert {lease.engine.url for lease in alone if lease} == {"a2"}
 
 
 def test_any_roles_can_be_assigned() -> None:
@@ -331,9 +339,9 @@ def test_any_roles_can_be_assigned() -> None:
         assert urls(got.leases) == wanted
     for prefill, decode in (("p1", "d2"), ("p2", "d1"), ("p2", "d2")):
         made.eject(prefill, decode)
-    before = [node.requests for node in made.nodes]
+    before = [engine.requests for engine in made.engines]
     assert made.assign(roles, Ask("m", 7, 0.0)) is None
-    assert [node.requests for node in made.nodes] == before, "an engine was leased for a request that got none"
+    assert [engine.requests for engine in made.engines] == before, "an engine was leased for a request that got none"
     only = made.assign((Role.DECODE,), Ask("m", 7, 0.0))
     assert only is not None
     assert only[Role.DECODE].prompt_bytes == 7, "it reads the prompt itself"
@@ -349,9 +357,9 @@ class Counting(Favourite):
         self.prepared: list[list[str]] = []
         self.changes = 0
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
-        self.prepared.append([node.url for node in nodes])
-        return super().best_of(nodes)
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
+        self.prepared.append([engine.url for engine in engines])
+        return super().best_of(engines)
 
     def engines_changed(self) -> None:
         self.changes += 1
@@ -404,19 +412,21 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
         policies, "POLICIES", {**POLICIES, "second": lambda made_for: Favourite(f"http://{made_for.role.value[0]}2:1")}
     )
     nodes = [
-        engines.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(engines.Role)[:3] for n in (1, 2)
+        engines.ConfiguredEngine(url=f"http://{role[0]}{n}:1", role=role)
+        for role in get_args(engines.Role)[:3]
+        for n in (1, 2)
     ]
     for prefill, decode in (("second", "least_load"), ("least_load", "second")):
         chosen = PoolPolicy(prefill=prefill, decode=decode)
         proxy = Proxy.build(Settings(pools=(Pool(nodes=tuple(nodes), policy=chosen),)))
-        for node in nodes:
-            proxy.ledger.mark_up(node.url, evidence())
+        for engine in nodes:
+            proxy.ledger.mark_up(engine.url, evidence())
         used: set[str] = set()
         for _ in range(4):
             pair, alone = proxy.ledger.assign(SPLIT, Ask("m", 1, 0.0)), proxy.ledger.assign_alone(Ask("m", 1, 0.0))
             assert pair is not None
             assert alone is not None
-            used |= {lease.node.url[7:9] for lease in (*pair.leases, alone)}
+            used |= {lease.engine.url[7:9] for lease in (*pair.leases, alone)}
         assert used == ({"p2", "d1", "d2", "a1", "a2"} if prefill == "second" else {"p1", "p2", "d2", "a2"})
 
 

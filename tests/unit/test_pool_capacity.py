@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pdproxy.app.capacity import PoolCapacity, SharedPlaces
+from pdproxy.app.capacity import PoolCapacity, ProxyPlaces
 from pdproxy.observe.events import Gaps, LegFailed, MemberChanged, RequestEnded
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.limits import Limits
 from tests.fakes.registry import registry
@@ -30,7 +30,7 @@ class Pool:
     """Two decode engines that take four requests each."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.engines, self.ledger = registry(*(NodeSpec(url, Role.DECODE) for url in (A, B)))
+        self.engines, self.ledger = registry(*(EngineSpec(url, Role.DECODE) for url in (A, B)))
         self.admission = Admission()
         self.capacity = PoolCapacity(limits or Limits(engine_requests=4), self.engines, self.admission)
         self.engines.watch(self.capacity)
@@ -93,7 +93,7 @@ def test_a_replaced_engine_is_the_same_machine() -> None:
     for _ in range(4):
         pool.begin()
     pool.engines.remove(A)
-    pool.engines.add(NodeSpec(A, Role.DECODE), pool.engines[B].client)
+    pool.engines.add(EngineSpec(A, Role.DECODE), pool.engines[B].client)
     pool.ledger.mark_up(A, Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     pool.changed()
     assert pool.admission.places == 8
@@ -102,8 +102,8 @@ def test_a_replaced_engine_is_the_same_machine() -> None:
 def test_the_places_of_several_pools() -> None:
     """As many as all together can take; a pool without a bound leaves none for all."""
     admission = Admission()
-    shared = SharedPlaces(admission)  # type: ignore[arg-type]
-    both = (NodeSpec(A, Role.DECODE),), (NodeSpec(B, Role.DECODE), NodeSpec(C, Role.PREFILL))
+    shared = ProxyPlaces(admission)  # type: ignore[arg-type]
+    both = (EngineSpec(A, Role.DECODE),), (EngineSpec(B, Role.DECODE), EngineSpec(C, Role.PREFILL))
     pools = [registry(*specs) for specs in both]
     for (_, ledger), specs in zip(pools, both, strict=True):
         for spec in specs:
@@ -118,15 +118,15 @@ def test_the_places_of_several_pools() -> None:
     assert admission.places is None
     for engines, _ in pools:
         for engine in engines.values():
-            engine.node.requests = 5
+            engine.in_ledger.requests = 5
     assert [first.inflight, second.inflight] == [5, 5], "a prompt that is being prefilled has a decode engine, too"
 
 
 def test_a_pool_that_goes_down_leaves_the_others_their_bound() -> None:
     """It takes no more than it has. Without any pool there is no bound: nobody waits for an engine that is not there."""
     admission = Admission()
-    shared = SharedPlaces(admission)  # type: ignore[arg-type]
-    pools = [registry(NodeSpec(url, Role.DECODE), NodeSpec(f"{url}2", Role.PREFILL)) for url in (A, B)]
+    shared = ProxyPlaces(admission)  # type: ignore[arg-type]
+    pools = [registry(EngineSpec(url, Role.DECODE), EngineSpec(f"{url}2", Role.PREFILL)) for url in (A, B)]
     capacities = [PoolCapacity(Limits(engine_requests=4), engines, shared.of(engines)) for engines, _ in pools]
     ledgers = [ledger for _, ledger in pools]
 
@@ -142,7 +142,7 @@ def test_a_pool_that_goes_down_leaves_the_others_their_bound() -> None:
     assert changed() == 8
     ledgers[1].mark_down(B, "connection refused", 1.0)
     assert changed() == 4
-    pools[1][0][B].node.requests = 3
+    pools[1][0][B].in_ledger.requests = 3
     assert changed() == 7
     ledgers[0].mark_down(A, "connection refused", 1.0)
     assert changed() is None

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from pdproxy.scheduling.leases import Assignment, Lease
-from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
@@ -13,7 +13,7 @@ from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
 from pdproxy.scheduling.prefix.refreshing import GAP, MOST, REFUSALS, Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
-from pdproxy.serving.dispatch.prefixes import Prefixes, reporting
+from pdproxy.serving.dispatch.prefixes import PrefixQuestions, reporting
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.wire.request import Route, parse
 
@@ -262,8 +262,8 @@ def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     world.served(prompt(1), 96)
     world.later()
     split = ((OTHER, Role.PREFILL), (FED, Role.DECODE))
-    leases = tuple(Lease(Node(NodeSpec(url, role), run_number=0), role, 0) for url, role in split)
-    prefixes = Prefixes(world.knowledge, lambda: world.now)
+    leases = tuple(Lease(LedgerEngine(EngineSpec(url, role), run_number=0), role, 0) for url, role in split)
+    prefixes = PrefixQuestions(world.knowledge, lambda: world.now)
     made = prefixes.routed(world.begin(prompt(1)), Assignment(leases))
     assert [(one.url, one.scored, one.refreshes) for one in made] == [(OTHER, True, False), (FED, False, False)]
     assert world.knowledge.refreshing.asked == 0

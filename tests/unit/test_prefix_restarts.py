@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from pdproxy.app import shared_prefixes
-from pdproxy.app.shared_prefixes import SharingPrefixes
-from pdproxy.scheduling.prefix import shared
+from pdproxy.app import worker_prefixes
+from pdproxy.app.worker_prefixes import SharingPrefixes
+from pdproxy.scheduling.prefix import worker_knowledge
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS
-from pdproxy.scheduling.prefix.shared import BATCH, KEPT_PARTS, SharedKnowledge
-from tests.unit.test_prefix_shared import CAPACITY, SPECS, Run, beginning, knowledge, prompts, with_one
+from pdproxy.scheduling.prefix.worker_knowledge import BATCH, KEPT_PARTS, WorkerKnowledge
+from tests.unit.test_prefix_worker_knowledge import CAPACITY, SPECS, Run, beginning, knowledge, prompts, with_one
 
 
 class Lead:
@@ -26,7 +26,7 @@ class Lead:
         """Not asked here."""
 
 
-def sharing(known: SharedKnowledge, told: list[bytes] | None = None) -> SharingPrefixes:
+def sharing(known: WorkerKnowledge, told: list[bytes] | None = None) -> SharingPrefixes:
     return SharingPrefixes(known, (told if told is not None else []).append, lambda: 10.0)
 
 
@@ -40,11 +40,11 @@ def asks(leader: SharingPrefixes) -> Callable[[str], Awaitable[bytes | None]]:
     return ask
 
 
-async def caught_up(late: SharedKnowledge, leader: SharedKnowledge) -> None:
+async def caught_up(late: WorkerKnowledge, leader: WorkerKnowledge) -> None:
     await sharing(late).catch_up(Lead(), asks(sharing(leader)), lambda: True)
 
 
-def order(known: SharedKnowledge) -> dict[str, list[int]]:
+def order(known: WorkerKnowledge) -> dict[str, list[int]]:
     """The keys of each engine, the most recently used first."""
     return {spec.url: known.routing.newest(known.place_of(spec.url) or 0, 0, 10**6) for spec in SPECS}
 
@@ -144,7 +144,7 @@ async def test_an_engine_that_starts_again_meanwhile_has_an_empty_cache() -> Non
 
 async def test_the_leader_ends_or_is_this_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks again until someone leads; if that is the worker itself, nobody knows more."""
-    monkeypatch.setattr(shared_prefixes, "AGAIN", 0.0)
+    monkeypatch.setattr(worker_prefixes, "AGAIN", 0.0)
     leader, late = knowledge(), knowledge()
     leader.routed(beginning([1, 2, 3]), "a1", 1.0)
     gives, asked, ready = sharing(leader), 0, 0
@@ -174,7 +174,7 @@ async def test_the_leader_ends_or_is_this_worker(monkeypatch: pytest.MonkeyPatch
 
 async def test_who_does_not_answer_holds_up_nothing_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was told meanwhile is taken in then."""
-    monkeypatch.setattr(shared_prefixes, "PATIENCE", 0.02)
+    monkeypatch.setattr(worker_prefixes, "PATIENCE", 0.02)
     other, late = knowledge(), knowledge()
     other.routed(beginning([1, 2]), "a1", 1.0)
     body = other.batch()
@@ -198,6 +198,6 @@ def test_a_part_has_a_bound() -> None:
     for begin in range(0, 3 * BATCH, MAX_KEYS):
         known.routed(beginning([1 + begin + key for key in range(MAX_KEYS)]), "a1", 1.0)
     assert [len(known.part("a1", number).keys) // 8 for number in range(5)] == [BATCH, BATCH, BATCH, 0, 0]
-    assert known.part("a1", KEPT_PARTS) == shared.Part()
-    assert known.part("nowhere", 0) == shared.Part()
+    assert known.part("a1", KEPT_PARTS) == worker_knowledge.KeysPart()
+    assert known.part("nowhere", 0) == worker_knowledge.KeysPart()
     assert known.sent_to() == ["a1"]

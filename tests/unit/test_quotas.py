@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.kit.errors import LimitError, Reason
+from pdproxy.kit.errors import LimitError, RefusalReason
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.settings.keys import KeyLimits
 
@@ -29,7 +29,7 @@ class Keys:
         assert use is not None
         return use
 
-    def refused(self, key: str = "a") -> tuple[Reason | None, float | None]:
+    def refused(self, key: str = "a") -> tuple[RefusalReason | None, float | None]:
         with pytest.raises(LimitError) as caught:
             self.enter(key)
         assert caught.value.status == 429
@@ -48,22 +48,22 @@ def test_requests_per_minute() -> None:
     keys = Keys(a=KeyLimits(rpm=60))
     for _ in range(60):
         keys.used().end(0)
-    assert keys.refused() == (Reason.KEY_REQUESTS, 1.0)
+    assert keys.refused() == (RefusalReason.KEY_REQUESTS, 1.0)
     keys.now += 0.25
-    assert keys.refused() == (Reason.KEY_REQUESTS, 0.75)
+    assert keys.refused() == (RefusalReason.KEY_REQUESTS, 0.75)
     keys.now += 0.75
     keys.used().end(0)
-    assert keys.refused()[0] is Reason.KEY_REQUESTS
+    assert keys.refused()[0] is RefusalReason.KEY_REQUESTS
     keys.now += 3600
     for _ in range(60):
         keys.used().end(0)
-    assert keys.refused()[0] is Reason.KEY_REQUESTS
+    assert keys.refused()[0] is RefusalReason.KEY_REQUESTS
 
 
 def test_requests_at_once() -> None:
     keys = Keys(a=KeyLimits(inflight=2), b=KeyLimits(inflight=1))
     first, second = keys.used(), keys.used()
-    assert keys.refused() == (Reason.KEY_INFLIGHT, None)
+    assert keys.refused() == (RefusalReason.KEY_INFLIGHT, None)
     keys.used("b").end(0)
     first.end(0)
     third = keys.used()
@@ -84,7 +84,7 @@ def kept_out(keys: Keys, prompt: int, most: int | None) -> float | None:
     use = keys.used()
     with pytest.raises(LimitError) as caught:
         use.reserve(prompt, most)
-    assert (caught.value.reason, caught.value.status) == (Reason.KEY_TOKENS, 429)
+    assert (caught.value.reason, caught.value.status) == (RefusalReason.KEY_TOKENS, 429)
     use.end(0)
     return caught.value.retry_after
 
@@ -96,7 +96,7 @@ def test_what_a_request_may_use_is_reserved_until_its_end() -> None:
     first.reserve(1000, 3000)
     second.reserve(500, 1500)
     assert level(keys) == 0
-    assert keys.refused() == (Reason.KEY_TOKENS, 0.01)
+    assert keys.refused() == (RefusalReason.KEY_TOKENS, 0.01)
     first.end(100)
     assert kept_out(keys, 1000, 3000) == 1.0, "the second one may end soon"
     second.end(2000)
@@ -123,7 +123,7 @@ def test_four_requests_without_a_limit_at_once(tpm: int) -> None:
     uses = [keys.used() for _ in range(4)]
     for use in uses[: 4 if tpm >= 4 else 1]:
         use.reserve(1, None)
-    assert keys.refused()[0] is Reason.KEY_TOKENS
+    assert keys.refused()[0] is RefusalReason.KEY_TOKENS
     for use in uses:
         use.end(0)
     assert level(keys) == pytest.approx(tpm)
@@ -136,16 +136,18 @@ def test_a_whole_minute_is_the_most_that_a_request_needs() -> None:
         one = keys.used()
         one.reserve(prompt, most)
         assert level(keys) == 0
-        assert keys.refused()[0] is Reason.KEY_TOKENS
+        assert keys.refused()[0] is RefusalReason.KEY_TOKENS
         one.end(500)
         assert kept_out(keys, prompt, most) == pytest.approx((needed - 100) / 10)
         keys.now += (needed - 100) / 10
         again = keys.used()
         again.reserve(prompt, most)
         assert level(keys) == pytest.approx(needed - 600)
-        assert keys.refused() == (Reason.KEY_TOKENS, 1.0 if needed < 600 else pytest.approx(0.1)), "it may end soon"
+        assert keys.refused() == (RefusalReason.KEY_TOKENS, 1.0 if needed < 600 else pytest.approx(0.1)), (
+            "it may end soon"
+        )
         again.end(1200)
-        assert keys.refused()[0] is Reason.KEY_TOKENS
+        assert keys.refused()[0] is RefusalReason.KEY_TOKENS
         keys.now += (1200 - needed) / 10 + 0.1
         assert keys.enter() is not None
 
@@ -171,10 +173,10 @@ def test_a_debt_is_paid_before_the_next_request() -> None:
     one.reserve(100, 100)
     one.end(9000)  # one request costs ten minutes at most
     reason, seconds = keys.refused()
-    assert reason is Reason.KEY_TOKENS
+    assert reason is RefusalReason.KEY_TOKENS
     assert seconds == pytest.approx(540.1)
     keys.now += 539
-    assert keys.refused()[0] is Reason.KEY_TOKENS
+    assert keys.refused()[0] is RefusalReason.KEY_TOKENS
     keys.now += 1.2
     assert keys.enter() is not None
 
@@ -229,11 +231,11 @@ def test_a_new_file_gives_nobody_a_new_minute() -> None:
     keys.limits = {"a": KeyLimits(rpm=20)}
     for _ in range(10):
         keys.used().end(0)
-    assert keys.refused()[0] is Reason.KEY_REQUESTS
+    assert keys.refused()[0] is RefusalReason.KEY_REQUESTS
     assert set(keys.quotas._accounts) == {"a", "c"}
     running.inflight -= 1
     keys.limits = {"a": KeyLimits(rpm=5, tpm=1), "b": KeyLimits(rpm=10)}
-    assert keys.refused()[0] is Reason.KEY_REQUESTS, "it had used more than it may now"
+    assert keys.refused()[0] is RefusalReason.KEY_REQUESTS, "it had used more than it may now"
     assert set(keys.quotas._accounts) == {"a"}
     assert keys.enter("b") is not None
 

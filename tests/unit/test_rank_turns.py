@@ -11,7 +11,7 @@ import pytest
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.transfer.contract import Contract
@@ -43,7 +43,7 @@ class Fleet:
                     peers.learn(Peer(rank, ranks, f"{url}_dp{rank}", "10.0.0.1", 1, ADDRESS, 1, 1, "WRITE"))
                 known[url] = SimpleNamespace(run=SimpleNamespace(peers=peers), receiver=None)
                 self.numbers[url] = number
-                specs.append(NodeSpec(url, role))
+                specs.append(EngineSpec(url, role))
         self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=1))
         for url in known:
             self.ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
@@ -65,7 +65,7 @@ class Fleet:
             self.contract.prefill(self.parsed, prompt, dispatch),
             self.contract.decode(self.parsed, prompt, handle, dispatch),
         )
-        urls = [lease.node.url for lease in assignment.leases]
+        urls = [lease.engine.url for lease in assignment.leases]
         for lease in assignment.leases:
             self.ledger.close(lease, Verdict.GOOD, 0.0)
         ranks = [dict(leg.headers).get(b"x-data-parallel-rank") for leg in legs]

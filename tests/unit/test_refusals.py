@@ -16,11 +16,11 @@ from pdproxy.kit.errors import (
     LimitError,
     OverloadedError,
     PdproxyError,
-    Reason,
+    RefusalReason,
     TooLateError,
     TooManyConnectionsError,
 )
-from pdproxy.kit.workers import WorkerLostError
+from pdproxy.kit.process_pool import ProcessLostError
 from pdproxy.observe.events import Refused
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.requests import STATUS_OF
@@ -38,25 +38,25 @@ def made(path: Path) -> list[ast.Call]:
 
 
 def test_each_overload_error_names_its_reason() -> None:
-    """Where it is made, a member of `Reason` stands behind the message; and each reason is used somewhere."""
+    """Where it is made, a member of `RefusalReason` stands behind the message; and each reason is used somewhere."""
     used: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
         used |= {word.attr for word in ast.walk(ast.parse(path.read_text())) if isinstance(word, ast.Attribute)}
         for call in made(path):
             _, reason, *_ = call.args
             assert isinstance(reason, ast.Attribute), f"{path}:{call.lineno}"
-            assert Reason[reason.attr]
-    assert {reason.name for reason in Reason} <= used
+            assert RefusalReason[reason.attr]
+    assert {reason.name for reason in RefusalReason} <= used
 
 
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [
-        (OverloadedError("x", Reason.NO_ENGINE), 503, "no_engine"),
-        (LimitError("x", Reason.SHARE), 429, "share"),
+        (OverloadedError("x", RefusalReason.NO_ENGINE), 503, "no_engine"),
+        (LimitError("x", RefusalReason.SHARE), 429, "share"),
         (TooLateError("x"), 503, "objective"),
         (TooManyConnectionsError("x"), 503, "connections"),
-        (WorkerLostError("x"), 503, "readers"),
+        (ProcessLostError("x"), 503, "readers"),
         (AnswerBudgetError("x"), 503, "answers"),
     ],
 )
@@ -79,7 +79,7 @@ def test_other_failures_have_neither_a_reason_nor_a_time(error: PdproxyError) ->
     ("seconds", "header"), [(None, b"1"), (0.0, b"1"), (-3.0, b"1"), (1.01, b"2"), (59.2, b"60"), (1e9, b"60")]
 )
 def test_the_time_is_whole_seconds_from_1_to_60(seconds: float | None, header: bytes) -> None:
-    error = OverloadedError("x", Reason.QUEUE_FULL, retry_after=seconds)
+    error = OverloadedError("x", RefusalReason.QUEUE_FULL, retry_after=seconds)
     assert retry_headers(error) == [(b"retry-after", header)]
 
 

@@ -15,7 +15,7 @@ from pdproxy.fleet.registration import MAX_UNKNOWN, REGISTRATIONS, Registrations
 from pdproxy.observe.description import Description, Samples
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.transfer import moriio, p2p_nccl
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.registrations import Registration
@@ -36,7 +36,7 @@ class Stage:
         self.engines = EngineRegistry(self.ledger)
         self.known = Registrations(self.engines, self.ledger, read, Observers([self]), self.clock, timeout=TIMEOUT)
         for url, role in ((P, Role.PREFILL), (D, Role.DECODE), (A, Role.AGGREGATED)):
-            self.engines.add(NodeSpec(url, role), unused_client(url), registered_as=of_url(url, None))
+            self.engines.add(EngineSpec(url, role), unused_client(url), registered_as=of_url(url, None))
             self.up(url)
 
     def notify(self, event: Event) -> None:
@@ -54,13 +54,13 @@ class Stage:
 
     def up(self, url: str, started: float = 1.0) -> None:
         """Have an engine probed."""
-        node = self.engines[url].node
+        engine = self.engines[url].in_ledger
         if self.ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, started)):
-            self.known.notify(NodeChanged(url, node.role.value, up=True, reason=""))
+            self.known.notify(NodeChanged(url, engine.role.value, up=True, reason=""))
 
     def not_ready(self, url: str) -> str | None:
         """Why the ledger does not pair an engine."""
-        return self.engines[url].node.kv_not_ready
+        return self.engines[url].in_ledger.kv_not_ready
 
     def peer(self, url: str) -> Peer:
         """What is known of an engine's first rank."""
@@ -222,7 +222,7 @@ async def test_engines_come_and_go() -> None:
     assert stage.results == {"known": 1, "unknown": 1}
     await stage.clock.advance(TIMEOUT + 1)
     assert stage.results["expired"] == 0
-    stage.engines.add(NodeSpec(P, Role.PREFILL), unused_client(P), registered_as=of_url(P, "proxied:1"))
+    stage.engines.add(EngineSpec(P, Role.PREFILL), unused_client(P), registered_as=of_url(P, "proxied:1"))
     assert stage.not_ready(P) == "has not registered"
     stage.known.receive(beat("proxied:1/v1"), b"1", "10.0.0.1")
     assert stage.not_ready(P) is None

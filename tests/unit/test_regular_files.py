@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.kit.regular_file import UnreadableError, read_regular
+from pdproxy.kit.regular_file import UnusableFileError, read_regular
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_yaml
@@ -154,5 +154,5 @@ def test_when_it_is_read_again(place: Path, make: Callable[[Path], None], why: s
 def _read(path: Path) -> bytes:
     try:
         return read_regular(path, 1000)
-    except UnreadableError as error:
+    except UnusableFileError as error:
         raise SettingsError(str(error)) from None

@@ -20,8 +20,8 @@ from pdproxy.kit.reloading_file import stamp
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import configure, set_level
 from pdproxy.observe.metrics import Metrics
-from pdproxy.settings.changes import Changes, changes
-from pdproxy.settings.engines import Node
+from pdproxy.settings.changes import SettingsChanges, changes
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
 from pdproxy.settings.pools import Pool, PoolPolicy, PoolSlo
@@ -48,7 +48,7 @@ class Live:
         if self.error is not None:
             raise self.error
         if new.pool.nodes != old.pool.nodes:
-            self.sets.append([node.url for node in new.pool.nodes])
+            self.sets.append([engine.url for engine in new.pool.nodes])
         if new.observe != old.observe:
             self.levels.append(new.observe.log_level)
 
@@ -280,7 +280,7 @@ async def test_what_needs_a_restart_is_named(file: File, caplog: pytest.LogCaptu
 
 def test_pools_that_come_and_go_need_a_restart() -> None:
     """So does another order: each pool keeps what it has."""
-    one, other = Pool(name="a", nodes=(Node(url="http://a:1", role="decode"),)), Pool(name="b")
+    one, other = Pool(name="a", nodes=(ConfiguredEngine(url="http://a:1", role="decode"),)), Pool(name="b")
     both = Settings(pools=(one, other))
     for pools in ((one,), (other, one), (one, other, Pool(name="c"))):
         found = changes(both, Settings(pools=pools))
@@ -294,42 +294,44 @@ def test_pools_that_come_and_go_need_a_restart() -> None:
 
 def test_an_engine_of_role_any_asks_for_another_placement() -> None:
     """It is added all the same. Until a restart the placement is the one that runs, also for what changes next."""
-    nodes = (Node(url="http://p:1", role="prefill"), Node(url="http://d:1", role="decode"))
-    more = (*nodes, Node(url="http://a:1", role="any"))
+    engines = (ConfiguredEngine(url="http://p:1", role="prefill"), ConfiguredEngine(url="http://d:1", role="decode"))
+    more = (*engines, ConfiguredEngine(url="http://a:1", role="any"))
 
-    def of(nodes: tuple[Node, ...], **fields: Any) -> Settings:
-        return Settings(pools=(Pool(nodes=nodes, **fields),))
+    def of(engines: tuple[ConfiguredEngine, ...], **fields: Any) -> Settings:
+        return Settings(pools=(Pool(nodes=engines, **fields),))
 
-    first = changes(of(nodes), of(more))
+    first = changes(of(engines), of(more))
     assert (first.at_once, first.restart) == (("pools[0].nodes",), ("pools[0].policy.placement",))
     assert (first.used.pool.nodes, first.used.pool.placement) == (more, "split")
     objective = changes(first.used, of(more, slo=PoolSlo(ttft=1.0)))
     assert objective.restart == ("pools[0].slo.ttft", "pools[0].policy.placement"), "nothing would use it"
     assert objective.used == first.used
-    assert changes(first.used, of(more)) == Changes(first.used, (), ("pools[0].policy.placement",))
-    back = changes(first.used, of(nodes))
-    assert (back.used, back.restart) == (of(nodes), ())
-    away = changes(of(more), of(nodes, policy=PoolPolicy(prefill="round_robin")))
+    assert changes(first.used, of(more)) == SettingsChanges(first.used, (), ("pools[0].policy.placement",))
+    back = changes(first.used, of(engines))
+    assert (back.used, back.restart) == (of(engines), ())
+    away = changes(of(more), of(engines, policy=PoolPolicy(prefill="round_robin")))
     assert away.restart == ("pools[0].policy.prefill", "pools[0].policy.placement")
-    assert (away.used.pool.nodes, away.used.pool.placement) == (nodes, "auto")
+    assert (away.used.pool.nodes, away.used.pool.placement) == (engines, "auto")
 
 
 def test_an_engine_of_role_any_asks_for_another_order() -> None:
     """With a connector whose decode engines hold blocks while they wait: two of them could wait for each other."""
-    nodes = (Node(url="http://p:1", role="prefill"), Node(url="http://d:1", role="decode"))
-    more = (*nodes, Node(url="http://a:1", role="any"))
+    engines = (ConfiguredEngine(url="http://p:1", role="prefill"), ConfiguredEngine(url="http://d:1", role="decode"))
+    more = (*engines, ConfiguredEngine(url="http://a:1", role="any"))
 
-    def of(nodes: tuple[Node, ...], connector: str = "mooncake", **fields: Any) -> Settings:
-        return Settings(pools=(Pool(nodes=nodes, connector=connector, policy=PoolPolicy(placement="split"), **fields),))
+    def of(engines: tuple[ConfiguredEngine, ...], connector: str = "mooncake", **fields: Any) -> Settings:
+        return Settings(
+            pools=(Pool(nodes=engines, connector=connector, policy=PoolPolicy(placement="split"), **fields),)
+        )
 
-    found = changes(of(nodes), of(more))
+    found = changes(of(engines), of(more))
     assert (found.restart, found.used) == (("pools[0].dispatch",), of(more, dispatch="concurrent"))
     assert changes(found.used, of(more)).restart == ("pools[0].dispatch",)
-    assert changes(found.used, of(nodes)) == Changes(of(nodes), ("pools[0].nodes",), ())
+    assert changes(found.used, of(engines)) == SettingsChanges(of(engines), ("pools[0].nodes",), ())
     for old, new in (
-        (of(nodes, dispatch="sequential"), of(more)),
-        (of(nodes, "nixl"), of(more, "nixl")),
-        (of(nodes, "auto"), of(more, "auto")),
+        (of(engines, dispatch="sequential"), of(more)),
+        (of(engines, "nixl"), of(more, "nixl")),
+        (of(engines, "auto"), of(more, "auto")),
     ):
         assert changes(old, new).restart == ()
 

@@ -11,11 +11,11 @@ from pdproxy.cli.main import main
 from pdproxy.fleet.replicas import ReplicaCount
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.settings.dns import Dns, DnsName
-from pdproxy.upstream.resolver import LookupFailedError, Records
+from pdproxy.upstream.resolver import DnsRecords, LookupFailedError
 from tests.fakes.recorder import Recorder
 
 NAME = DnsName("dns", "replicas.example", 1)
-Found = Mapping[str, Records | LookupFailedError]
+Found = Mapping[str, DnsRecords | LookupFailedError]
 
 
 class World(Recorder):
@@ -43,7 +43,9 @@ class World(Recorder):
     async def has(self, four: int | LookupFailedError, six: int | LookupFailedError = 0, ttl: float = 20) -> float:
         """Have the name have so many addresses of each family, and have it asked. Return until when that holds."""
         self.found = {
-            kind: Records(tuple((f"{kind}{at}", None) for at in range(count)), ttl) if isinstance(count, int) else count
+            kind: DnsRecords(tuple((f"{kind}{at}", None) for at in range(count)), ttl)
+            if isinstance(count, int)
+            else count
             for kind, count in (("A", four), ("AAAA", six))
         }
         return await self.count.look()

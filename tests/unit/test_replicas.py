@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdproxy.scheduling.auto.auto import AutoOptions
-from pdproxy.scheduling.auto.shared import SharedAuto
+from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.replicas import MAX_REPLICAS, MAX_REPORTED, ReplicaLedger, others
@@ -26,7 +26,7 @@ REPLICAS = st.integers(1, MAX_REPLICAS)
 
 
 def made(
-    *, replicas: int = 4, max_age: float = 15.0, specs: list[NodeSpec] = SPECS, policy: str | None = None
+    *, replicas: int = 4, max_age: float = 15.0, specs: list[EngineSpec] = SPECS, policy: str | None = None
 ) -> ReplicaLedger:
     """All engines, up and compatible."""
     policies = {} if policy is None else dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[policy])
@@ -41,8 +41,8 @@ def made(
     return of
 
 
-def plain(count: int) -> list[NodeSpec]:
-    return [NodeSpec(f"a{at}", Role.AGGREGATED) for at in range(count)]
+def plain(count: int) -> list[EngineSpec]:
+    return [EngineSpec(f"a{at}", Role.AGGREGATED) for at in range(count)]
 
 
 def one(of: Ledger, size: int = 10, now: float = 0.0) -> Lease:
@@ -93,7 +93,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.ledger = made()
         self.open: list[Lease] = []
         self.draining: set[str] = set()
-        self.gone: dict[str, NodeSpec] = {}
+        self.gone: dict[str, EngineSpec] = {}
         self.now = 0.0
         self.runs = 1.0
 
@@ -147,15 +147,15 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @invariant()
     def ours_is_not_lost(self) -> None:
-        nodes = {id(node): node for node in (*self.ledger.nodes, *(lease.node for lease in self.open))}
-        for node in nodes.values():
-            ours = [lease for lease in self.open if lease.node is node]
-            assert node.requests - node.elsewhere[0] == len(ours)
-            assert node.prompt_bytes - node.elsewhere[1] == sum(lease.prompt_bytes for lease in ours)
-            assert 0 <= node.elsewhere[0] <= MAX_REPORTED + 8 * len(ours)
-            assert node.elsewhere[1] >= 0
-            if node.url in self.draining or node.url in self.gone:
-                assert node.elsewhere == (0, 0)
+        engines = {id(engine): engine for engine in (*self.ledger.engines, *(lease.engine for lease in self.open))}
+        for engine in engines.values():
+            ours = [lease for lease in self.open if lease.engine is engine]
+            assert engine.requests - engine.elsewhere[0] == len(ours)
+            assert engine.prompt_bytes - engine.elsewhere[1] == sum(lease.prompt_bytes for lease in ours)
+            assert 0 <= engine.elsewhere[0] <= MAX_REPORTED + 8 * len(ours)
+            assert engine.elsewhere[1] >= 0
+            if engine.url in self.draining or engine.url in self.gone:
+                assert engine.elsewhere == (0, 0)
 
 
 TestReplicaMachine = ReplicaMachine.TestCase
@@ -190,7 +190,7 @@ def test_one_replica_without_reports_chooses_as_a_plain_ledger(policy: str, seed
         for ours, theirs in zip(*found, strict=True):
             assert isinstance(ours, Lease)
             assert isinstance(theirs, Lease)
-            assert ours.node.url == theirs.node.url
+            assert ours.engine.url == theirs.engine.url
             leases.append([ours, theirs])
 
 
@@ -200,9 +200,9 @@ def test_an_engine_that_others_use_gets_less(policy: str) -> None:
     of.reported("a0", 8, 0.0)
     for url in ("a1", "a2", "a3"):
         of.reported(url, 0, 0.0)
-    seen = Counter(one(of).node.url for _ in range(6))
+    seen = Counter(one(of).engine.url for _ in range(6))
     assert seen == {"a1": 2, "a2": 2, "a3": 2}
-    assert Counter(one(of).node.url for _ in range(4)) == {"a0": 1, "a1": 1, "a2": 1, "a3": 1}, "each stands for four"
+    assert Counter(one(of).engine.url for _ in range(4)) == {"a0": 1, "a1": 1, "a2": 1, "a3": 1}, "each stands for four"
 
 
 def test_a_report_that_is_too_old_does_not_count() -> None:
@@ -210,11 +210,11 @@ def test_a_report_that_is_too_old_does_not_count() -> None:
     of = made(specs=plain(2), max_age=15.0)
     of.reported("a0", 50, 0.0)
     of.reported("a1", 50, 10.0)
-    assert [node.requests for node in of.nodes] == [50, 50]
+    assert [engine.requests for engine in of.engines] == [50, 50]
     of.reported("unknown", 0, 15.5)
-    assert [node.requests for node in of.nodes] == [0, 50]
+    assert [engine.requests for engine in of.engines] == [0, 50]
     of.reported("a1", None, 16.0)
-    assert [node.requests for node in of.nodes] == [0, 0]
+    assert [engine.requests for engine in of.engines] == [0, 0]
 
 
 def test_a_report_of_another_run_does_not_count() -> None:
@@ -222,11 +222,11 @@ def test_a_report_of_another_run_does_not_count() -> None:
     of.reported("a0", 50, 0.0)
     of.mark_up("a0", evidence(started=2.0))
     lease = one(of)
-    assert lease.node.requests == 4
+    assert lease.engine.requests == 4
 
 
 def test_others_prompts_are_taken_to_be_as_large_as_ours() -> None:
-    specs = [NodeSpec("p1", Role.PREFILL), NodeSpec("p2", Role.PREFILL), NodeSpec("d1", Role.DECODE)]
+    specs = [EngineSpec("p1", Role.PREFILL), EngineSpec("p2", Role.PREFILL), EngineSpec("d1", Role.DECODE)]
     of = made(specs=specs, replicas=2)
     for _ in range(1000):
         assignment = of.assign(SPLIT, Ask("m", 600, 0.0))
@@ -234,13 +234,13 @@ def test_others_prompts_are_taken_to_be_as_large_as_ours() -> None:
         for lease in assignment.leases:
             of.close(lease, Verdict.GOOD, 0.0)
     of.reported("p1", 3, 0.0)
-    first, second, decode = of.nodes
+    first, second, decode = of.engines
     assert (first.requests, first.prompt_bytes) == (3, 1800)
     assert (second.prompt_bytes, decode.prompt_bytes) == (0, 0)
     for _ in range(2):
         assignment = of.assign(SPLIT, Ask("m", 600, 0.0))
         assert assignment is not None
-        assert assignment[Role.PREFILL].node is second
+        assert assignment[Role.PREFILL].engine is second
 
 
 @pytest.mark.parametrize("count", [1e308, float("inf"), 2**63])
@@ -249,8 +249,8 @@ def test_an_engine_can_report_anything(count: float) -> None:
     of.reported("a0", count, 0.0)
     for less in (-count, float("nan")):
         of.reported("a1", less, 0.0)
-        assert [node.requests for node in of.nodes] == [MAX_REPORTED, 0]
-    assert one(of).node.url == "a1"
+        assert [engine.requests for engine in of.engines] == [MAX_REPORTED, 0]
+    assert one(of).engine.url == "a1"
 
 
 # -- the placement
@@ -260,13 +260,15 @@ def placing(replicas: int | None, engines: int = 4) -> ReplicaLedger:
     """A ledger with `auto`. `replicas` None: the placement does not know of others."""
     urls = [f"http://{at}:1" for at in range(engines)]
     of = ReplicaLedger(
-        [NodeSpec(url, Role.ANY) for url in urls],
+        [EngineSpec(url, Role.ANY) for url in urls],
         LedgerOptions(
             breaker_failures=2,
             breaker_cooldown=10,
             placement=auto(B)
             if replicas is None
-            else SharedAuto(AutoOptions(times_of=lambda _: (H200, 2048), slo=B), replicas=replicas, chance=lambda: 0.0),
+            else ReplicaAuto(
+                AutoOptions(times_of=lambda _: (H200, 2048), slo=B), replicas=replicas, chance=lambda: 0.0
+            ),
         ),
         replicas=replicas or 1,
         max_age=lambda: 15.0,
@@ -300,8 +302,8 @@ def test_auto_with_one_replica_chooses_as_if_it_were_alone(seed: int) -> None:
             continue
         tokens = chance.randrange(200, 8000)
         found = [place(of, now, tokens) for of in pair]
-        assert [[lease.node.url for lease in own] for own in found[:1]] == [
-            [lease.node.url for lease in own] for own in found[1:]
+        assert [[lease.engine.url for lease in own] for own in found[:1]] == [
+            [lease.engine.url for lease in own] for own in found[1:]
         ]
         leases.append(found)
 
@@ -314,8 +316,8 @@ def test_auto_avoids_engines_that_others_use() -> None:
         if at % 2:
             for lease in leases:
                 of.close(lease, Verdict.GOOD, at * 0.05 + 0.04, 100)
-    for node in of.nodes:
-        of.reported(node.url, 60 if node.url in ("http://0:1", "http://1:1") else 0, 2.0)
-    seen = Counter(lease.node.url for at in range(24) for lease in place(of, 2.3 + at * 0.001))
+    for engine in of.engines:
+        of.reported(engine.url, 60 if engine.url in ("http://0:1", "http://1:1") else 0, 2.0)
+    seen = Counter(lease.engine.url for at in range(24) for lease in place(of, 2.3 + at * 0.001))
     assert not seen["http://0:1"] + seen["http://1:1"]
     assert len(seen) == 6

@@ -10,7 +10,7 @@ from pdproxy.settings.dns import Dns, DnsName, dns_name, server_of
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.schema import source_kind
 from pdproxy.settings.sources import MAX_ENGINES
-from pdproxy.upstream.resolver import LookupFailedError, Records, Resolver
+from pdproxy.upstream.resolver import DnsRecords, LookupFailedError, Resolver
 from tests.fakes.name_server import NameServer, name_server
 
 ENGINES = DnsName("dns", "engines.example", 8300)
@@ -35,8 +35,8 @@ async def test_addresses_of_both_families(server: NameServer) -> None:
     }
     found = await resolver(server).look_up(ENGINES)
     assert found == {
-        "A": Records((("10.0.0.1", None), ("10.0.0.2", None)), 30),
-        "AAAA": Records((("fd00::1", None),), 40),
+        "A": DnsRecords((("10.0.0.1", None), ("10.0.0.2", None)), 30),
+        "AAAA": DnsRecords((("fd00::1", None),), 40),
     }
 
 
@@ -44,10 +44,12 @@ async def test_service_records(server: NameServer) -> None:
     """Each has a target with its port; a dot means that there is none."""
     key = ("_vllm._tcp.example", "SRV")
     server.records = {key: (20, ("0 5 8300 A.example.", "9 0 8301 b.example.", "0 0 0 c.example."))}
-    assert await resolver(server).look_up(SERVICE) == {"SRV": Records((("a.example", 8300), ("b.example", 8301)), 20)}
+    assert await resolver(server).look_up(SERVICE) == {
+        "SRV": DnsRecords((("a.example", 8300), ("b.example", 8301)), 20)
+    }
     server.records = {key: (20, ("0 0 8300 .",))}
     found = (await resolver(server).look_up(SERVICE))["SRV"]
-    assert isinstance(found, Records)
+    assert isinstance(found, DnsRecords)
     assert found.places == ()
 
 
@@ -55,7 +57,7 @@ async def test_a_name_without_records_of_a_type(server: NameServer) -> None:
     """It is an empty answer, no failure; a name that does not exist is one."""
     server.records = {("engines.example", "A"): (30, ("10.0.0.1",))}
     found = await resolver(server).look_up(ENGINES)
-    assert isinstance(found["AAAA"], Records)
+    assert isinstance(found["AAAA"], DnsRecords)
     assert found["AAAA"].places == ()
     gone = await resolver(server).look_up(DnsName("dns", "other.example", 1))
     assert {str(one) for one in gone.values()} == {"no such name"}
@@ -83,7 +85,7 @@ async def test_a_server_that_fails(server: NameServer, fault: str, why: str) -> 
     assert why in str(failed)
     assert failed.late == str(failed).startswith("no answer")
     server.fault = ""
-    assert isinstance((await resolver(server).look_up(ENGINES))["A"], Records)
+    assert isinstance((await resolver(server).look_up(ENGINES))["A"], DnsRecords)
 
 
 async def test_a_long_answer_comes_over_tcp_and_has_a_bound(server: NameServer) -> None:
@@ -91,7 +93,7 @@ async def test_a_long_answer_comes_over_tcp_and_has_a_bound(server: NameServer) 
     server.records = {("engines.example", "A"): (30, texts)}
     server.fault = "truncated"
     found = (await resolver(server).look_up(ENGINES))["A"]
-    assert isinstance(found, Records)
+    assert isinstance(found, DnsRecords)
     assert len(found.places) == MAX_ENGINES
     assert server.over_tcp
     server.records = {("engines.example", "A"): (30, [*texts, "10.9.9.9"])}

@@ -9,7 +9,7 @@ import pytest
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.scheduling import runs
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.serving.kv import stuck as stuck_module
 from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.transfer.contract import PushedToDecode
@@ -32,7 +32,7 @@ class World:
         self.stuck = StuckKv(self.engines.known, dataclasses.replace(PushedToDecode(), stuck_for=stuck_for))
 
     def add(self, url: str = D, evidence: Evidence | None = EVIDENCE) -> None:
-        self.engines.add(NodeSpec(url, Role.DECODE), unused_client(url))
+        self.engines.add(EngineSpec(url, Role.DECODE), unused_client(url))
         if evidence is not None:
             self.ledger.mark_up(url, evidence)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -59,9 +59,9 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
 
 async def test_equal_engines_give_equal_answers_and_others_do_not() -> None:
     async with (
-        SimServer(Facts(hardware=FAST, connector="none", eos_every=0), chance=1) as one,
-        SimServer(Facts(hardware=FAST, connector="none", eos_every=0), chance=2) as same,
-        SimServer(Facts(hardware=FAST, connector="none", eos_every=0, weights=1), chance=3) as other,
+        SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0), chance=1) as one,
+        SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0), chance=2) as same,
+        SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0, weights=1), chance=3) as other,
     ):
         questions = evaluate.made_up(12)
         good = await evaluate.evaluate(one.url, same.url, questions, 5, 8)
@@ -74,7 +74,7 @@ async def test_equal_engines_give_equal_answers_and_others_do_not() -> None:
 
 
 async def test_the_report_counts_streams_and_failures() -> None:
-    async with SimServer(Facts(hardware=FAST, connector="none", eos_every=0), chance=1) as one:
+    async with SimServer(SimFacts(hardware=FAST, connector="none", eos_every=0), chance=1) as one:
         found = await serving.measure(one.url, 6, 1000.0, 20, 5)
         assert (found["requests"], found["failed"], found["model"]) == (6, 0, "sim")
         for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):

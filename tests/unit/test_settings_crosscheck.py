@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.dump import dump
-from pdproxy.settings.engines import Facts, Node, Role, engine_url
+from pdproxy.settings.engines import ConfiguredEngine, Facts, Role, engine_url
 from pdproxy.settings.errors import MASK, SettingsError
 from pdproxy.settings.keys import Auth, TenantSettings, read_secret
 from pdproxy.settings.limits import Limits
@@ -207,8 +207,8 @@ FULL = Settings(
         Pool(
             name="gänse",
             nodes=(
-                Node(url="http://a:1", role="prefill", labels={"zone": "1"}, facts=Facts(block_size=16)),
-                Node(url="http://b:1", role="decode"),
+                ConfiguredEngine(url="http://a:1", role="prefill", labels={"zone": "1"}, facts=Facts(block_size=16)),
+                ConfiguredEngine(url="http://b:1", role="decode"),
             ),
         ),
     )

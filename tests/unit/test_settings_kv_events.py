@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
-from pdproxy.app.share import ALONE, Shared
+from pdproxy.app.share import ALONE, WorkersMemory
 from pdproxy.app.sockets import BoundHere, kv_events_places, listener_at, places
-from pdproxy.fleet.kv_sources import Address, resolve
-from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
+from pdproxy.fleet.kv_sources import PublisherAddress, resolve
+from pdproxy.fleet.worker_kv_sources import WorkerKvEventSources
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.links import Message
 from pdproxy.kit.switchboard import TELL
@@ -20,14 +20,14 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.settings.crosscheck import checked_node
-from pdproxy.settings.engines import Facts, Node
+from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import EngineKvEvents, KvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.pools import Pool, PoolPolicy
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
-from pdproxy.wire.kv_events import Source
+from pdproxy.wire.kv_events import EventPublisher
 from tests.fakes.kv_index import PlainIndex
 from tests.fakes.ports import free_port
 from tests.fakes.registry import registry
@@ -37,9 +37,9 @@ from tests.unit.test_settings_transfer import checked, wrong
 URL = "http://a:1"
 
 
-def settings(own: KvEvents, node: NodeKvEvents | None = None, ranks: int = 1) -> Settings:
-    facts = Facts(data_parallel_size=ranks, kv_events=node or NodeKvEvents())
-    return Settings(pools=(Pool(kv_events=own, nodes=(Node(url=URL, role="aggregated", facts=facts),)),))
+def settings(own: KvEvents, node: EngineKvEvents | None = None, ranks: int = 1) -> Settings:
+    facts = Facts(data_parallel_size=ranks, kv_events=node or EngineKvEvents())
+    return Settings(pools=(Pool(kv_events=own, nodes=(ConfiguredEngine(url=URL, role="aggregated", facts=facts),)),))
 
 
 def test_they_are_off_by_default() -> None:
@@ -49,7 +49,7 @@ def test_they_are_off_by_default() -> None:
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://[fd00::1]:1"])
 def test_right_endpoints(endpoint: str) -> None:
     own = KvEvents(enabled=True, endpoint=endpoint, replay_endpoint=endpoint)
-    assert checked(settings(own, NodeKvEvents(endpoint=endpoint))).pool.kv_events == own
+    assert checked(settings(own, EngineKvEvents(endpoint=endpoint))).pool.kv_events == own
 
 
 @pytest.mark.parametrize("endpoint", ["x", "tcp://", "tcp://*", "tcp://*:0", "http://a:1", "ipc:///tmp/x", "tcp://*:x"])
@@ -57,12 +57,12 @@ def test_wrong_endpoints_are_named(endpoint: str) -> None:
     text = wrong(settings(KvEvents(endpoint=endpoint)))
     assert text.startswith("pools[0].kv_events.endpoint: ")
     assert "expected tcp://host:port" in text
-    text = wrong(settings(KvEvents(), NodeKvEvents(replay_endpoint=endpoint)))
+    text = wrong(settings(KvEvents(), EngineKvEvents(replay_endpoint=endpoint)))
     assert text.startswith("pools[0].nodes[0].facts.kv_events.replay_endpoint: ")
 
 
 def test_each_rank_needs_a_port() -> None:
-    node = NodeKvEvents(endpoint="tcp://*:65535")
+    node = EngineKvEvents(endpoint="tcp://*:65535")
     assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(), node, ranks=2))
     assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(endpoint="tcp://*:65535"), ranks=2))
     checked(settings(KvEvents(), node))
@@ -71,7 +71,7 @@ def test_each_rank_needs_a_port() -> None:
 
 
 def test_an_engine_that_is_added_later_is_checked() -> None:
-    node = Node(url=URL, role="aggregated", facts=Facts(kv_events=NodeKvEvents(endpoint="x")))
+    node = ConfiguredEngine(url=URL, role="aggregated", facts=Facts(kv_events=EngineKvEvents(endpoint="x")))
     with pytest.raises(SettingsError, match="expected tcp://host:port"):
         checked_node(node, Pool(), ())
 
@@ -79,24 +79,26 @@ def test_an_engine_that_is_added_later_is_checked() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (Source("tcp://*:5557"), Address("tcp://e:5557", None, "")),
-        (Source("tcp://*:5557", "tcp://*:5571", "t"), Address("tcp://e:5557", "tcp://e:5571", "t")),
-        (Source("tcp://10.0.0.1:41000"), Address("tcp://10.0.0.1:41000", None, "")),
+        (EventPublisher("tcp://*:5557"), PublisherAddress("tcp://e:5557", None, "")),
+        (EventPublisher("tcp://*:5557", "tcp://*:5571", "t"), PublisherAddress("tcp://e:5557", "tcp://e:5571", "t")),
+        (EventPublisher("tcp://10.0.0.1:41000"), PublisherAddress("tcp://10.0.0.1:41000", None, "")),
         (
-            Source("tcp://proxy:7000", "tcp://10.0.0.1:5571"),
-            Address("tcp://proxy:7000", "tcp://10.0.0.1:5571", "", 7000),
+            EventPublisher("tcp://proxy:7000", "tcp://10.0.0.1:5571"),
+            PublisherAddress("tcp://proxy:7000", "tcp://10.0.0.1:5571", "", 7000),
         ),
-        (Source("tcp://*:7000"), Address("tcp://e:7000", None, "")),
-        (Source("tcp://[fd00::1]:5"), Address("tcp://[fd00::1]:5", None, "")),
+        (EventPublisher("tcp://*:7000"), PublisherAddress("tcp://e:7000", None, "")),
+        (EventPublisher("tcp://[fd00::1]:5"), PublisherAddress("tcp://[fd00::1]:5", None, "")),
     ],
 )
-def test_who_connects_to_whom(source: Source, expected: Address) -> None:
+def test_who_connects_to_whom(source: EventPublisher, expected: PublisherAddress) -> None:
     """An engine connects to an endpoint that names a host: here only to our own port, 7000."""
     assert resolve(source, "e", range(7000, 7001)) == expected
 
 
-@pytest.mark.parametrize("source", [Source("inproc://x"), Source("tcp://*:1", "ipc:///tmp/x"), Source("")])
-def test_what_can_not_be_read_is_said(source: Source) -> None:
+@pytest.mark.parametrize(
+    "source", [EventPublisher("inproc://x"), EventPublisher("tcp://*:1", "ipc:///tmp/x"), EventPublisher("")]
+)
+def test_what_can_not_be_read_is_said(source: EventPublisher) -> None:
     found = resolve(source, "e", ())
     assert isinstance(found, str)
     assert "only tcp://host:port can be read" in found
@@ -108,7 +110,7 @@ def build(own: KvEvents, index: PlainIndex | None, ranks: int = 1) -> ReadingKvE
         share=ALONE, observers=Observers([]), metrics=Metrics(), clock=Clock(), tasks=TaskOwner("test")
     )
     made, admin = settings(own, ranks=ranks), EngineAdmin(deadlines=Deadlines(probe=1))
-    return build_kv_events(made, index, lambda _: NodeKvEvents(), engines, admin, process, BoundHere())
+    return build_kv_events(made, index, lambda _: EngineKvEvents(), engines, admin, process, BoundHere())
 
 
 async def test_nothing_is_built_while_they_are_off() -> None:
@@ -162,7 +164,7 @@ async def test_workers_take_connections_of_one_socket_per_rank() -> None:
     own = KvEvents(enabled=True, host="127.0.0.1", port=free_port())
     made = settings(own, ranks=2)
     engines, _ = registry()
-    shared = Shared(2)
+    shared = WorkersMemory(2)
     for place in kv_events_places(made):
         shared.pools[0].listeners[place.key] = listener_at(place)
     workers = [shared.of(number, lambda message: sent.append(message)) for number in range(2)]
@@ -176,10 +178,10 @@ async def test_workers_take_connections_of_one_socket_per_rank() -> None:
             )
             admin = EngineAdmin(deadlines=Deadlines(probe=1))
             reading = build_kv_events(
-                made, PlainIndex(), lambda _: NodeKvEvents(), engines, admin, process, share.pool(0).sockets
+                made, PlainIndex(), lambda _: EngineKvEvents(), engines, admin, process, share.pool(0).sockets
             )
             assert reading is not None
-            assert isinstance(reading.sources, SharedKvEventSources)
+            assert isinstance(reading.sources, WorkerKvEventSources)
             found.append(reading)
             reading.start()
         await until(lambda: all(socket.address for one in found for socket in one.sources.bound.values()))

@@ -14,7 +14,7 @@ from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.dump import dump
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.pools import Pool, PoolPolicy, PoolSlo
@@ -120,7 +120,7 @@ def test_pairs_of_engines_for_any_role_are_tried_in_a_ring() -> None:
         "http://p:1": "prefill",
         "http://d:1": "decode",
     }
-    pool = Pool(nodes=tuple(Node(url=url, role=role) for url, role in roles.items()))  # type: ignore[arg-type]
+    pool = Pool(nodes=tuple(ConfiguredEngine(url=url, role=role) for url, role in roles.items()))  # type: ignore[arg-type]
     pairs = [f"{prefill.url[7]}{decode.url[7]}" for prefill, decode in pairs_to_try(pool)]
     assert sorted(pairs) == ["ab", "ad", "bc", "bd", "ca", "cd", "pa", "pb", "pc", "pd"]
     alone = Pool(nodes=pool.nodes[:1])
@@ -130,7 +130,8 @@ def test_pairs_of_engines_for_any_role_are_tried_in_a_ring() -> None:
 def test_pairs_of_engines_for_any_role_are_tried_within_their_label() -> None:
     """Neighbours in the settings are in different racks: a ring of all engines would have no pair."""
     nodes = tuple(
-        Node(url=f"http://{name}:1", role="any", labels={"rack": name[0]}) for name in ("a1", "b1", "a2", "b2")
+        ConfiguredEngine(url=f"http://{name}:1", role="any", labels={"rack": name[0]})
+        for name in ("a1", "b1", "a2", "b2")
     )
     pairs = [(p.url[7:9], d.url[7:9]) for p, d in pairs_to_try(Pool(nodes=nodes, pair_within=("rack",)))]
     assert sorted(pairs) == [("a1", "a2"), ("a2", "a1"), ("b1", "b2"), ("b2", "b1")]
@@ -140,11 +141,14 @@ def test_each_engine_for_any_role_is_tried_with_its_sources() -> None:
     """Each takes KV of one other only, and none of its neighbour's in the settings."""
     sources = {"a": "c", "b": "d", "c": "a", "d": "b"}
     nodes = tuple(
-        Node(url=f"http://{name}:1", role="any", sources=(f"http://{source}:1",)) for name, source in sources.items()
+        ConfiguredEngine(url=f"http://{name}:1", role="any", sources=(f"http://{source}:1",))
+        for name, source in sources.items()
     )
     pairs = {(p.url[7], d.url[7]) for p, d in pairs_to_try(Pool(nodes=nodes))}
     assert pairs == {("c", "a"), ("d", "b"), ("a", "c"), ("b", "d")}
-    one = tuple(Node(url=f"http://{n}:1", role="any", sources=("http://0:1",) if n else ()) for n in range(4))
+    one = tuple(
+        ConfiguredEngine(url=f"http://{n}:1", role="any", sources=("http://0:1",) if n else ()) for n in range(4)
+    )
     tried = {(p.url[7], d.url[7]) for p, d in pairs_to_try(Pool(nodes=one))}
     assert {d for _, d in tried} == set("0123"), "each one as decode engine, all but one with the only source"
 
@@ -162,7 +166,7 @@ def test_labels_that_pair(read: Read, wrong: Callable[[str], str]) -> None:
     assert wrong(text % ", labels: {rak: a}") == 'pools[0].pair_within[0]: "rack": http://d:1 has no such label'
     aggregated = f"{text % ', labels: {rack: a}'}".replace("}]}]", "}, {url: 'http://x:1', role: aggregated}]}]")
     assert len(read(aggregated).pool.nodes) == 3, "an aggregated engine has no partner"
-    node = Node(url="http://e:1", role="decode")
+    node = ConfiguredEngine(url="http://e:1", role="decode")
     with pytest.raises(SettingsError, match=r"can't be added: .*rack.*http://e:1 has no such label"):
         checked_node(node, pool, pool.nodes)
 
@@ -283,7 +287,7 @@ def test_profiles_are_read_once_and_by_engine(read: Read, tmp_path: Path) -> Non
         profiles.set(node)
     assert [profiles.chunk(f"http://{name}:1") for name in ("p", "d", "later")] == [8192, 512, 8192]
     assert profiles.hardware("http://d:1") == profiles.hardware("http://p:1") is not None
-    profiles.set(Node(url="http://d:1", role="decode"))
+    profiles.set(ConfiguredEngine(url="http://d:1", role="decode"))
     assert profiles.chunk("http://d:1") == 8192, "it was added again, without its own"
     none = Profiles(None)
     assert (none.chunk("http://p:1"), none.hardware("http://p:1")) == (None, None)

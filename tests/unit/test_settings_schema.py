@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.keys import Auth
 from pdproxy.settings.load import load
 from pdproxy.settings.pools import Pool
@@ -17,7 +17,10 @@ REFERENCE = CONFIGS / "reference.yaml"
 
 def test_reference_holds_the_defaults() -> None:
     """But for its example engines, loading the reference file changes nothing."""
-    nodes = (Node(url="http://127.0.0.1:8200", role="prefill"), Node(url="http://127.0.0.1:8300", role="decode"))
+    nodes = (
+        ConfiguredEngine(url="http://127.0.0.1:8200", role="prefill"),
+        ConfiguredEngine(url="http://127.0.0.1:8300", role="decode"),
+    )
     assert load(REFERENCE, {}) == Settings(pools=(Pool(nodes=nodes),))
 
 

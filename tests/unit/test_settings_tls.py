@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.engines import Node, engine_url
+from pdproxy.settings.engines import ConfiguredEngine, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_key, read_keys, read_password
 from pdproxy.settings.load import EngineFlag, Flag, load
@@ -47,7 +47,9 @@ def test_nodes_and_pools(tmp_path: Path) -> None:
     )
     pool = load(path, {}).pool
     assert pool.tls == EngineTls(ca="/ca")
-    assert pool.nodes == (Node(url="https://a:443", role="decode", api_key="k", tls=EngineTls(verify=False)),)
+    assert pool.nodes == (
+        ConfiguredEngine(url="https://a:443", role="decode", api_key="k", tls=EngineTls(verify=False)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.settings.crosscheck import crosscheck
-from pdproxy.settings.engines import Facts, Node
+from pdproxy.settings.engines import ConfiguredEngine, Facts
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.kv import LMCache, Receiver, Turns
+from pdproxy.settings.kv import LMCache, ReceiverSettings, Turns
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import bootstrap_address, receiver_host
@@ -26,7 +26,7 @@ from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.wire.request import Route, parse
 from tests.fakes.registry import registry
 
-P = Node(url="http://p:8100", role="prefill")
+P = ConfiguredEngine(url="http://p:8100", role="prefill")
 
 
 def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
@@ -37,14 +37,14 @@ def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
     return settings
 
 
-def decode(engine: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> Node:
+def decode(engine: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> ConfiguredEngine:
     """A decode engine with a receiver."""
     init = tuple(range(port, port + ranks))
-    receiver = Receiver(init_ports=init, alloc_ports=tuple(one + 100 for one in init), **more)
-    return Node(url=f"http://{engine}:8200", role="decode", receiver=receiver)
+    receiver = ReceiverSettings(init_ports=init, alloc_ports=tuple(one + 100 for one in init), **more)
+    return ConfiguredEngine(url=f"http://{engine}:8200", role="decode", receiver=receiver)
 
 
-def pool(*nodes: Node, **more: Any) -> Settings:
+def pool(*nodes: ConfiguredEngine, **more: Any) -> Settings:
     """Settings of an LMCache pool."""
     return Settings(pools=(Pool(connector="lmcache-pd", nodes=(P, *nodes), **more),))
 
@@ -59,7 +59,7 @@ def wrong(settings: Settings) -> str:
 
 def test_decode_engines_of_lmcache_need_receivers() -> None:
     """The key is named, and the flags."""
-    message = wrong(pool(decode("a"), Node(url="http://b:8200", role="decode")))
+    message = wrong(pool(decode("a"), ConfiguredEngine(url="http://b:8200", role="decode")))
     assert message.startswith(
         "pools[0].nodes[2].receiver: connector lmcache-pd needs init_ports and alloc_ports of http://b:8200"
     )
@@ -68,13 +68,15 @@ def test_decode_engines_of_lmcache_need_receivers() -> None:
 
 def test_each_rank_has_one_port_of_both_kinds() -> None:
     """Lists of different lengths are refused."""
-    node = Node(url="http://d:1", role="decode", receiver=Receiver(init_ports=(1, 2), alloc_ports=(3,)))
+    node = ConfiguredEngine(
+        url="http://d:1", role="decode", receiver=ReceiverSettings(init_ports=(1, 2), alloc_ports=(3,))
+    )
     assert "2 init_ports, but 1 alloc_ports" in wrong(pool(node))
 
 
 def test_no_port_is_given_twice_on_one_host() -> None:
     """KV would go to the wrong engine. On another host the same ports are fine."""
-    second = Node(url="http://same:8201", role="decode", receiver=decode("same").receiver)
+    second = ConfiguredEngine(url="http://same:8201", role="decode", receiver=decode("same").receiver)
     assert "port 7300 of same is given twice" in wrong(pool(decode("same"), second))
     assert len(checked(pool(decode("a"), decode("b"))).pool.nodes) == 3
 
@@ -89,7 +91,7 @@ def test_a_receiver_is_where_its_engine_is() -> None:
     """Unless it says otherwise."""
     assert receiver_host(decode("d")) == "d"
     assert receiver_host(decode("d", host="10.0.0.1")) == "10.0.0.1"
-    assert receiver_host(Node(url="http://[::1]:8200", role="decode")) == "::1"
+    assert receiver_host(ConfiguredEngine(url="http://[::1]:8200", role="decode")) == "::1"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def from_flags(*arguments: str) -> Settings:
     return settings_from(parser.parse_args([*engines, *arguments]))
 
 
-def receivers(settings: Settings) -> list[Receiver]:
+def receivers(settings: Settings) -> list[ReceiverSettings]:
     """Those of the decode engines."""
     return [node.receiver for node in settings.pool.nodes if node.role == "decode"]
 
@@ -127,14 +129,17 @@ def receivers(settings: Settings) -> list[Receiver]:
 def test_one_flag_for_all_decode_engines(prefix: str) -> None:
     """Also under the names of production-stack's router."""
     found = receivers(from_flags(f"{prefix}-init-port", "7300,7301", f"{prefix}-alloc-port", "7400,7401"))
-    assert found == [Receiver(init_ports=(7300, 7301), alloc_ports=(7400, 7401))] * 2
+    assert found == [ReceiverSettings(init_ports=(7300, 7301), alloc_ports=(7400, 7401))] * 2
 
 
 def test_a_flag_for_each_decode_engine() -> None:
     """In their order; hosts may also stand in one list; an address to bind stands for the URL's host."""
     ports = ["--receiver-init-port", "1", "--receiver-init-port", "2", "--receiver-alloc-port", "3"]
     found = receivers(from_flags(*ports, "--receiver-host", "x,0.0.0.0"))
-    assert found == [Receiver(host="x", init_ports=(1,), alloc_ports=(3,)), Receiver(init_ports=(2,), alloc_ports=(3,))]
+    assert found == [
+        ReceiverSettings(host="x", init_ports=(1,), alloc_ports=(3,)),
+        ReceiverSettings(init_ports=(2,), alloc_ports=(3,)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +172,7 @@ def test_where_notices_are_awaited(host: str, port: str) -> None:
 @pytest.mark.parametrize("connector", ["lmcache-pd", "kvstore-keys"])
 def test_connectors_that_need_ids_need_them_made(connector: Any) -> None:
     """`tokenize: off` would have every prompt served by one engine, silently."""
-    engine = decode("a") if connector == "lmcache-pd" else Node(url="http://a:1", role="decode")
+    engine = decode("a") if connector == "lmcache-pd" else ConfiguredEngine(url="http://a:1", role="decode")
     settings = Settings(pools=(Pool(connector=connector, nodes=(P, engine), tokenize="off"),))
     message = wrong(settings)
     assert (
@@ -179,7 +184,7 @@ def test_connectors_that_need_ids_need_them_made(connector: Any) -> None:
 @pytest.mark.parametrize("connector", ["shared", "lmcache-mp"])
 def test_connectors_that_take_no_ids_have_none_made(connector: Any) -> None:
     """Their legs are the same with ids and without: `tokenize: always` would be work for nothing."""
-    nodes = (P, Node(url="http://d:8200", role="decode"))
+    nodes = (P, ConfiguredEngine(url="http://d:8200", role="decode"))
     always = Settings(pools=(Pool(connector=connector, nodes=nodes, tokenize="always"),))
     assert (
         wrong(always)
@@ -192,7 +197,7 @@ def test_connectors_that_take_no_ids_have_none_made(connector: Any) -> None:
 def test_what_may_always_be_tokenized() -> None:
     """Where ids are needed anyway, and where they change a leg."""
     checked(pool(decode("a"), tokenize="always"))
-    nodes = (P, Node(url="http://d:8200", role="decode"))
+    nodes = (P, ConfiguredEngine(url="http://d:8200", role="decode"))
     checked(Settings(pools=(Pool(connector="kvstore-keys", nodes=nodes, tokenize="always"),)))
     settings = checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, tokenize="always"),)))
     assert _legs(settings, TokenIds(b"[1,2]", 2)) != _legs(settings, None)
@@ -212,13 +217,13 @@ def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
 
 def test_an_order_that_the_connector_can_not_run_is_refused() -> None:
     """The key is named, and what the connector can do."""
-    nodes = (P, Node(url="http://d:8200", role="decode"))
+    nodes = (P, ConfiguredEngine(url="http://d:8200", role="decode"))
     both = Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="concurrent"),))
     assert wrong(both) == "pools[0].dispatch: connector nixl can't: expected sequential, got concurrent"
     checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="sequential"),)))
 
 
-def one_pool(*nodes: Node, **more: Any) -> Settings:
+def one_pool(*nodes: ConfiguredEngine, **more: Any) -> Settings:
     """Settings with these engines alone."""
     return Settings(pools=(Pool(nodes=nodes, **more),))
 
@@ -226,8 +231,8 @@ def one_pool(*nodes: Node, **more: Any) -> Settings:
 def sizes(prefill: int | None, decode: int | None, **more: Any) -> Settings:
     """A pair with these tensor-parallel sizes."""
     return one_pool(
-        Node(url="http://prefill:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
-        Node(url="http://decode:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
+        ConfiguredEngine(url="http://prefill:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
+        ConfiguredEngine(url="http://decode:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
         **more,
     )
 
@@ -256,10 +261,11 @@ def test_tensor_parallel_sizes_of_a_pair(connector: str, given: tuple[int, int |
 
 def test_sizes_of_engines_that_do_not_work_together() -> None:
     prefills = [
-        Node(url=f"http://p{size}:1", role="prefill", facts=Facts(tensor_parallel_size=size)) for size in (4, 6)
+        ConfiguredEngine(url=f"http://p{size}:1", role="prefill", facts=Facts(tensor_parallel_size=size))
+        for size in (4, 6)
     ]
     decodes = [
-        Node(
+        ConfiguredEngine(
             url=f"http://d{size}:1",
             role="decode",
             sources=(f"http://p{size}:1/",),
@@ -276,13 +282,13 @@ def test_a_first_rank_that_holds_all() -> None:
 
 def test_hosts_of_handles() -> None:
     nodes = [
-        Node(url="http://p:1", role="prefill", facts=Facts(remote_host="nat")),
-        Node(url="http://d:1", role="decode"),
+        ConfiguredEngine(url="http://p:1", role="prefill", facts=Facts(remote_host="nat")),
+        ConfiguredEngine(url="http://d:1", role="decode"),
     ]
     assert wrong(one_pool(*nodes, connector="shared")).startswith(
         "pools[0].nodes[0].facts.remote_host: the KV handles of connector shared name no host"
     )
-    nodes[0] = Node(url="http://p:1", role="prefill")
+    nodes[0] = ConfiguredEngine(url="http://p:1", role="prefill")
     assert "pools[0].remote_host: the KV handles" in wrong(one_pool(*nodes, connector="shared", remote_host="url"))
     for connector in ("nixl", "nixl-push", "auto"):
         checked(one_pool(*nodes, connector=connector, remote_host="url"))
@@ -298,14 +304,14 @@ def test_hosts_of_handles() -> None:
     ],
 )
 def test_the_host_that_decode_engines_are_sent(facts: Facts, way: Any, host: str | None) -> None:
-    node = Node(url="http://10.0.0.1:8000", role="prefill", facts=facts)
+    node = ConfiguredEngine(url="http://10.0.0.1:8000", role="prefill", facts=facts)
     assert kv_host_of(node, Pool(remote_host=way)) == host
     assert kv_host_of(msgspec.structs.replace(node, role="decode"), Pool(remote_host=way)) == host, "for turns"
 
 
 def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
     """Each mistake is one line with its key."""
-    nixl = Pool(connector="nixl", nodes=(P, Node(url="http://d:8200", role="decode")))
+    nixl = Pool(connector="nixl", nodes=(P, ConfiguredEngine(url="http://d:8200", role="decode")))
     able = Turns(bidirectional=True)
     checked(Settings(pools=(structs.replace(nixl, turns=able),)))
     shared = structs.replace(nixl, connector="shared", turns=able)
@@ -322,14 +328,16 @@ def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
 # -- bootstrap servers
 
 
-def bootstraps(*nodes: Node, **more: Any) -> Settings:
+def bootstraps(*nodes: ConfiguredEngine, **more: Any) -> Settings:
     """Settings of a Mooncake pool."""
-    return Settings(pools=(Pool(connector="mooncake", nodes=(*nodes, Node(url="http://d:1", role="decode")), **more),))
+    return Settings(
+        pools=(Pool(connector="mooncake", nodes=(*nodes, ConfiguredEngine(url="http://d:1", role="decode")), **more),)
+    )
 
 
-def prefill(url: str, bootstrap: str | None = None) -> Node:
+def prefill(url: str, bootstrap: str | None = None) -> ConfiguredEngine:
     """A prefill engine."""
-    return Node(url=url, role="prefill", facts=Facts(bootstrap=bootstrap))
+    return ConfiguredEngine(url=url, role="prefill", facts=Facts(bootstrap=bootstrap))
 
 
 @pytest.mark.parametrize(
@@ -340,10 +348,10 @@ def prefill(url: str, bootstrap: str | None = None) -> Node:
         (prefill("https://p:8100"), 8998, "http://p:8998"),
         (prefill("http://[::1]:8100"), 8998, "http://[::1]:8998"),
         (prefill("http://p:8100", "http://other:7/"), 8998, "http://other:7"),
-        (Node(url="http://d:1", role="decode", facts=Facts(bootstrap="http://other:7")), 8998, None),
+        (ConfiguredEngine(url="http://d:1", role="decode", facts=Facts(bootstrap="http://other:7")), 8998, None),
     ],
 )
-def test_where_an_engines_bootstrap_server_is(node: Node, port: int, address: str | None) -> None:
+def test_where_an_engines_bootstrap_server_is(node: ConfiguredEngine, port: int, address: str | None) -> None:
     """By its facts, else at its host and the pool's port. It speaks plain HTTP, whatever the engine does."""
     assert bootstrap_address(node, Pool(connector="mooncake", bootstrap_port=port)) == address
     assert bootstrap_address(node, Pool(connector="nixl", bootstrap_port=port)) is None

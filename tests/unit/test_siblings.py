@@ -17,7 +17,7 @@ from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import WorkerProcess
 from pdproxy.kit.switchboard import REPORT, Switchboard
 from pdproxy.observe.snapshot import Snapshot
-from pdproxy.web.operation import Readiness, State
+from pdproxy.web.operation import OperationState, Readiness
 from tests.fakes.world import until
 
 
@@ -188,7 +188,7 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
 def _counted(parent: Parent, number: int, count: list[float]) -> ShownOfAll:
     """What a worker shows that has counted so much."""
     metrics = SimpleNamespace(snapshot=lambda: Snapshot({"pdproxy_requests_total": {("a",): count[number]}}, {}))
-    return ShownOfAll(None, lambda: _ready(State.OK), metrics, parent.all[number], number, lambda: 0)  # type: ignore[arg-type]
+    return ShownOfAll(None, lambda: _ready(OperationState.OK), metrics, parent.all[number], number, lambda: 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -224,28 +224,28 @@ async def test_no_page_shows_less_than_one_before(monkeypatch: pytest.MonkeyPatc
     assert pages[-1] > 0
 
 
-def _ready(state: State, *details: str) -> Readiness:
-    return Readiness(state, "no engine" if state is State.NOT_READY else None, list(details))
+def _ready(state: OperationState, *details: str) -> Readiness:
+    return Readiness(state, "no engine" if state is OperationState.NOT_READY else None, list(details))
 
 
 async def test_workers_that_do_not_serve_are_named() -> None:
     """Those that have ended, or begin: clients' connections come to the others, which are fewer."""
     parent = Parent(3)
     shown = [_counted(parent, number, [0.0] * 3) for number in range(3)]
-    assert await shown[0].readiness() == _ready(State.OK)
+    assert await shown[0].readiness() == _ready(OperationState.OK)
     parent.workers[2].ready = False
     found = await shown[0].readiness()
-    assert found == Readiness(State.DEGRADED, None, ["worker 2 does not serve: it has ended, or begins"])
+    assert found == Readiness(OperationState.DEGRADED, None, ["worker 2 does not serve: it has ended, or begins"])
 
 
 def test_all_are_ready_together() -> None:
     """What all say is said once; what one says alone has its number."""
-    found = together({0: _ready(State.OK, "a", "b"), 1: _ready(State.OK, "b")})
-    assert found == Readiness(State.OK, None, ["worker 0: a", "b"])
-    found = together({0: _ready(State.OK), 1: _ready(State.NOT_READY, "a")})
-    assert found == Readiness(State.DEGRADED, None, ["worker 1: no engine", "worker 1: a"])
-    found = together({0: _ready(State.NOT_READY, "a"), 1: _ready(State.NOT_READY, "a")})
-    assert found == Readiness(State.NOT_READY, "no engine", ["a"])
-    found = together({0: _ready(State.OK), 1: _ready(State.DEGRADED)}, ["worker 2 does not answer"])
-    assert found == Readiness(State.DEGRADED, None, ["worker 2 does not answer"])
-    assert together({0: _ready(State.OK)}, ["worker 1 does not answer"]).state is State.DEGRADED
+    found = together({0: _ready(OperationState.OK, "a", "b"), 1: _ready(OperationState.OK, "b")})
+    assert found == Readiness(OperationState.OK, None, ["worker 0: a", "b"])
+    found = together({0: _ready(OperationState.OK), 1: _ready(OperationState.NOT_READY, "a")})
+    assert found == Readiness(OperationState.DEGRADED, None, ["worker 1: no engine", "worker 1: a"])
+    found = together({0: _ready(OperationState.NOT_READY, "a"), 1: _ready(OperationState.NOT_READY, "a")})
+    assert found == Readiness(OperationState.NOT_READY, "no engine", ["a"])
+    found = together({0: _ready(OperationState.OK), 1: _ready(OperationState.DEGRADED)}, ["worker 2 does not answer"])
+    assert found == Readiness(OperationState.DEGRADED, None, ["worker 2 does not answer"])
+    assert together({0: _ready(OperationState.OK)}, ["worker 1 does not answer"]).state is OperationState.DEGRADED

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.app.gauges import CONNECTIONS, TASK_RESTARTS, WORKERS
 from pdproxy.fleet.membership import MEMBER_CHANGES
-from pdproxy.observe.description import Rule
+from pdproxy.observe.description import MergeRule
 from pdproxy.observe.events import Evicted, LegFailed, LoopBeat, MemberChanged
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
@@ -61,16 +61,16 @@ def test_what_dead_workers_have_counted_of_an_engine_goes_with_it() -> None:
     dead, first, second = Metrics(), Metrics(), Metrics()
     for one in (dead, first, second):
         one.add_node("http://d:1", "decode")
-    for node in ("http://d:1", "http://gone:1"):
-        dead.notify(LegFailed("id", node, "kv", "no", will_retry=False))
+    for engine in ("http://d:1", "http://gone:1"):
+        dead.notify(LegFailed("id", engine, "kv", "no", will_retry=False))
     tasks = [(("heartbeat",), 2.0), (("probe http://d:1",), 1.0)]
     dead.show(TASK_RESTARTS, lambda: tasks)
     past = dead.snapshot().without_levels()
 
-    def failures(node: str) -> float | None:
+    def failures(engine: str) -> float | None:
         here = [first.snapshot(), second.snapshot()]
         page = _samples(page_of(merged([*here, past.without_gone(here)])))
-        return page.get(("pdproxy_leg_failures_total", (("node", node), ("phase", "kv"))))
+        return page.get(("pdproxy_leg_failures_total", (("node", engine), ("phase", "kv"))))
 
     assert failures("http://d:1") == 1
     first.drop_node("http://d:1")
@@ -104,7 +104,7 @@ def test_a_change_that_all_have_seen_is_one_change() -> None:
     parts = [Metrics(), Metrics()]
     for part in parts:
         part.notify(MemberChanged("http://a:1", "decode", "added", "settings"))
-    assert MEMBER_CHANGES.workers is Rule.MOST
+    assert MEMBER_CHANGES.workers is MergeRule.MOST
     assert merged(part.snapshot() for part in parts).values[MEMBER_CHANGES.name]["added",] == 1
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from pdproxy.kit.fair_queue import Entry, FairQueue
+from pdproxy.kit.fair_queue import FairQueue, TenantRequest
 from pdproxy.serving.request.spaced_places import FASTER, LEAST, SpacedPlaces
 from tests.fakes.engine_model import Model, Pool, in_virtual_time
 
 TOGETHER = Pool(step=0.0055, prefill_tokens_per_s=14_000.0, together=True)
 
 
-def entries(count: int) -> list[Entry[int]]:
+def entries(count: int) -> list[TenantRequest[int]]:
     """Return requests with places."""
     queue: FairQueue[int] = FairQueue(count, 0, 0, lambda _: True, lambda _: None)
     found = [queue.take("a", 1.0, number, 1.0, 1) for number in range(count)]
@@ -30,10 +30,10 @@ class Spaced:
         self.free: list[tuple[float, int, float | None]] = []
         self.places = SpacedPlaces[int](self._came_free)
 
-    def _came_free(self, entry: Entry[int], cost: float | None) -> None:
+    def _came_free(self, entry: TenantRequest[int], cost: float | None) -> None:
         self.free.append((self.loop.time(), entry.ticket, cost))
 
-    def leave(self, entry: Entry[int], cost: float | None = None) -> None:
+    def leave(self, entry: TenantRequest[int], cost: float | None = None) -> None:
         """Release the place of one of ten, which are taken for 2 s on average."""
         self.places.leave(self.loop.time(), entry, cost, 2.0, 10)
 

@@ -542,16 +542,16 @@ def test_stages_are_engines(tmp_path: Path) -> None:
         stage(None),
     )
     found = pool(path, D, P, EngineFlag("prefill", "https://p:3"), EngineFlag("aggregated", "a:4"))
-    assert [(node.url, node.role) for node in found.nodes] == [
+    assert [(engine.url, engine.role) for engine in found.nodes] == [
         ("http://p:1", "prefill"),
         ("http://d:2", "decode"),
         ("https://p:3", "prefill"),
         ("http://a:4", "aggregated"),
     ]
-    facts = [node.facts for node in found.nodes]
+    facts = [engine.facts for engine in found.nodes]
     assert [fact.tensor_parallel_size for fact in facts] == [2, 1, 1, None]
     assert [fact.engine_id for fact in facts] == ["one", None, None, None]
-    assert [node.sources for node in found.nodes] == [(), (), (), ()], "all of all: nothing to be said"
+    assert [engine.sources for engine in found.nodes] == [(), (), (), ()], "all of all: nothing to be said"
     assert found.connector == "nixl"
 
 
@@ -560,7 +560,7 @@ def test_pairs_stay_apart(tmp_path: Path) -> None:
     stages = stage("prefill"), stage("prefill"), stage("decode", engine_input_source=[1]), stage("decode")
     path = write(tmp_path, *stages)
     found = pool(path, P, EngineFlag("prefill", "p:3"), D, EngineFlag("decode", "d:4"))
-    assert [node.sources for node in found.nodes] == [(), (), ("http://p:3",), ("http://p:1",)]
+    assert [engine.sources for engine in found.nodes] == [(), (), ("http://p:3",), ("http://p:1",)]
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_pairs_stay_apart(tmp_path: Path) -> None:
 def test_a_stage_s_own_url(tmp_path: Path, changes: Tree, url: str) -> None:
     """Its own, or vLLM's names for host and port. It takes no URL of the flags then."""
     path = write(tmp_path, stage("prefill", **changes), stage("decode"))
-    assert [node.url for node in pool(path, D).nodes] == [url, "http://d:2"]
+    assert [engine.url for engine in pool(path, D).nodes] == [url, "http://d:2"]
 
 
 @pytest.mark.parametrize(
@@ -629,7 +629,7 @@ def test_no_url_is_left_over(tmp_path: Path) -> None:
 def test_a_file_without_flags_adds_nothing(tmp_path: Path) -> None:
     """No PD in it: the engines are those of the flags, and there must be some."""
     path = write(tmp_path, stage(None))
-    assert [node.url for node in pool(path, P, D).nodes] == ["http://p:1", "http://d:2"]
+    assert [engine.url for engine in pool(path, P, D).nodes] == ["http://p:1", "http://d:2"]
     assert "no engine is configured" in refusal(lambda: pool(path))
 
 
@@ -639,7 +639,7 @@ def test_stages_come_behind_the_settings_file(tmp_path: Path) -> None:
     config.write_text("pools: [{name: gpu, connector: nixl, nodes: [{url: 'http://a:4', role: aggregated}]}]")
     found = pool(write(tmp_path, stage("prefill"), stage("decode")), P, D, config=config)
     assert found.name == "gpu"
-    assert [node.role for node in found.nodes] == ["aggregated", "prefill", "decode"]
+    assert [engine.role for engine in found.nodes] == ["aggregated", "prefill", "decode"]
 
 
 def test_the_stages_connector_is_the_pool_s(tmp_path: Path) -> None:
@@ -670,14 +670,14 @@ def test_bootstrap_addresses_of_a_pool(tmp_path: Path) -> None:
     config = tmp_path / "x.yaml"
     config.write_text("pools: [{connector: mooncake, bootstrap_port: 25202}]")
     found = pool(write(tmp_path, *mooncake(extra, {})), P, EngineFlag("prefill", "p:3"), D, config=config)
-    assert [node.facts.bootstrap for node in found.nodes] == ["http://p:25201", "http://p:25202", None]
+    assert [engine.facts.bootstrap for engine in found.nodes] == ["http://p:25201", "http://p:25202", None]
 
 
 def test_a_contract_without_a_bootstrap_server_gets_no_address(tmp_path: Path) -> None:
     """Whatever the connector's name is: two prefill stages of one host have no port in common."""
     flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
     found = pool(write(tmp_path, *mooncake({}, {})), P, EngineFlag("prefill", "p:3"), D, flags=flags)
-    assert [node.facts.bootstrap for node in found.nodes] == [None, None, None]
+    assert [engine.facts.bootstrap for engine in found.nodes] == [None, None, None]
 
 
 def test_vllms_own_mooncake_runs_its_contract(tmp_path: Path) -> None:
@@ -687,7 +687,7 @@ def test_vllms_own_mooncake_runs_its_contract(tmp_path: Path) -> None:
     )
     found = pool(write(tmp_path, *stages), P, D)
     assert found.connector == "mooncake"
-    assert [node.facts.bootstrap for node in found.nodes] == ["http://p:8998", None]
+    assert [engine.facts.bootstrap for engine in found.nodes] == ["http://p:8998", None]
 
 
 def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
@@ -698,8 +698,8 @@ def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     assert says.startswith(
         "stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, like that of stage_args[0]"
     )
-    nodes = pool(path, P, EngineFlag("prefill", "q:3"), D, flags=flags).nodes
-    assert [node.facts.bootstrap for node in nodes] == ["http://p:8998", "http://q:8998", None]
+    engines = pool(path, P, EngineFlag("prefill", "q:3"), D, flags=flags).nodes
+    assert [engine.facts.bootstrap for engine in engines] == ["http://p:8998", "http://q:8998", None]
 
 
 @pytest.mark.parametrize("text", ["stage_args: [", "stage_args: []\nstage_args: []", "", "\0"])
@@ -730,7 +730,7 @@ def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "says"),
+    ("engines", "says"),
     [
         (
             [
@@ -752,9 +752,9 @@ def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_sources_that_are_none(tmp_path: Path, nodes: list[Tree], says: str) -> None:
+def test_sources_that_are_none(tmp_path: Path, engines: list[Tree], says: str) -> None:
     config = tmp_path / "x.yaml"
-    config.write_text(yaml.safe_dump({"pools": [{"nodes": nodes}]}))
+    config.write_text(yaml.safe_dump({"pools": [{"nodes": engines}]}))
     assert refusal(lambda: load(config, {})) == f"{says} (file {config})"
 
 
@@ -770,10 +770,10 @@ def test_the_documented_example(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "guide" / "stages.md").read_text()
     path = tmp_path / "stages.yaml"
     path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
-    nodes = pool(path).nodes
-    assert [(node.url, node.role) for node in nodes] == [
+    engines = pool(path).nodes
+    assert [(engine.url, engine.role) for engine in engines] == [
         ("http://10.0.0.1:8200", "prefill"),
         ("http://10.0.0.2:8300", "decode"),
     ]
-    assert [node.facts.tensor_parallel_size for node in nodes] == [2, 4]
-    assert [node.facts.engine_id for node in nodes] == ["thinker-p", "thinker-d"]
+    assert [engine.facts.tensor_parallel_size for engine in engines] == [2, 4]
+    assert [engine.facts.engine_id for engine in engines] == ["thinker-p", "thinker-d"]

@@ -19,7 +19,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
@@ -82,7 +82,7 @@ class Pool(Recorder):
             self.engines, self.ledger, self, scrape, Observers([self]), self.tasks, clock, settings, deadlines,  # type: ignore[arg-type]
         )  # fmt: skip
         for url in urls:
-            self.engines.add(NodeSpec(url, ROLES[url[0]]), None, ranks=ranks)  # type: ignore[arg-type]
+            self.engines.add(EngineSpec(url, ROLES[url[0]]), None, ranks=ranks)  # type: ignore[arg-type]
             self.ledger.mark_up(url, evidence())
         self._count = 0.0
 
@@ -126,7 +126,7 @@ class Pool(Recorder):
 
     @property
     def stalled(self) -> list[str]:
-        return [node.url for node in self.ledger.nodes if node.stalled is not None]
+        return [engine.url for engine in self.ledger.engines if engine.stalled is not None]
 
     async def close(self) -> None:
         for url in list(self.engines):
@@ -401,13 +401,13 @@ async def test_a_stalled_engine_is_let_in_by_a_sign_and_gets_one_request() -> No
     pool.frozen.clear()
     await pool.look(31)
     assert pool.stalled == []
-    assert pool.ledger.nodes[0].half_open(pool.now)
+    assert pool.ledger.engines[0].half_open(pool.now)
     assert [event.up for event in pool.events if isinstance(event, NodeChanged)] == [False, True]
     leased = [pool.ledger.assign(SPLIT, Ask("m", 1, pool.now)) for _ in range(6)]
-    trials = [one[Role.DECODE] for one in leased if one is not None and one[Role.DECODE].node.url == "d1"]
+    trials = [one[Role.DECODE] for one in leased if one is not None and one[Role.DECODE].engine.url == "d1"]
     assert len(trials) == 1
     pool.ledger.close(trials[0], Verdict.GOOD, pool.now)
-    assert pool.ledger.nodes[0].state(pool.now) == "up"
+    assert pool.ledger.engines[0].state(pool.now) == "up"
     await pool.close()
 
 
@@ -487,7 +487,7 @@ async def test_an_engine_that_cannot_be_asked_is_let_in_after_some_time(metrics:
     assert pool.stalled == ["d1"]
     await pool.look(15)
     assert pool.stalled == []
-    assert pool.ledger.nodes[0].half_open(pool.now)
+    assert pool.ledger.engines[0].half_open(pool.now)
     await pool.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.serving.dispatch.abandoned import MOST_OF_ENGINE, AbandonedRequest, AbandonedRequests
 from pdproxy.serving.dispatch.few_first import FewFirst
 from pdproxy.serving.dispatch.loss import Loss, RequestLosses
@@ -17,7 +17,7 @@ from pdproxy.serving.dispatch.suspects import (
 )
 from tests.fakes.clock import ManualClock
 
-NODE = Node(NodeSpec("http://127.0.0.1:1", Role.DECODE))
+NODE = LedgerEngine(EngineSpec("http://127.0.0.1:1", Role.DECODE))
 
 
 def lost(*, suspect: bool = True) -> Loss:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.serving.dispatch.tokenizer_check import EVERY, TokenizerCheck
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
@@ -25,7 +25,7 @@ class Stage:
     """Proofs, and what they refuted."""
 
     def __init__(self) -> None:
-        self.engines, self.ledger = registry(*(NodeSpec(url, Role.PREFILL) for url in (P, OTHER)))
+        self.engines, self.ledger = registry(*(EngineSpec(url, Role.PREFILL) for url in (P, OTHER)))
         self.refutations: list[tuple[str, Route]] = []
         self.check = TokenizerCheck(self.engines, self)
 
@@ -88,5 +88,5 @@ def test_an_engine_that_was_removed(stage: Stage) -> None:
     stage.engines.remove(P)
     stage.check.served(P, request(), IDS, None, b"[9]")
     assert (stage.check.sent(P, request(), IDS), stage.refutations) == (None, [])
-    stage.engines.add(NodeSpec(P, Role.PREFILL), unused_client(P))
+    stage.engines.add(EngineSpec(P, Role.PREFILL), unused_client(P))
     assert stage.check.sent(P, request(), IDS) is None

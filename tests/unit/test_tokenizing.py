@@ -13,7 +13,7 @@ from pdproxy.fleet.canary import Trusted
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch import tokenizing
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
@@ -38,10 +38,10 @@ class Stage(Recorder):
         self.asked: list[tuple[str, dict[str, Any], bytes | None]] = []
         self.trust: Trusted | None = Trusted(SimTokenizer(), {False: "string", True: "string"})
         self.answer: Callable[[], TokenIds] = lambda: THEIRS
-        nodes = [NodeSpec("http://p:1", Role.PREFILL), NodeSpec("http://d:1", Role.DECODE)]
-        self.engines, self.ledger = registry(*nodes)
-        for node in nodes:
-            self.ledger.mark_up(node.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
+        engines = [EngineSpec("http://p:1", Role.PREFILL), EngineSpec("http://d:1", Role.DECODE)]
+        self.engines, self.ledger = registry(*engines)
+        for engine in engines:
+            self.ledger.mark_up(engine.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
         self.tokenizing = Tokenizing(
             self,
             self._ask,
@@ -153,7 +153,7 @@ async def test_an_engine_is_asked_for_ids_that_are_needed() -> None:
         s.trust = None
         lease = s.ledger.assign_alone(Ask("tiny", 1, 0.0))
         assert lease is not None
-        assert lease.node.url == "http://d:1"
+        assert lease.engine.url == "http://d:1"
         assert await s.ids(add_special_tokens=False) == THEIRS
         body = {"model": "tiny", "prompt": "hello", "add_special_tokens": False}
         assert s.asked == [("http://p:1", body, b"Bearer client")]

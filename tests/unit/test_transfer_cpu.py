@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.settings.crosscheck import checked_node
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -98,9 +98,12 @@ PREFILLS = ("http://p1:8000", "http://p2:8000")
 DECODES = ("http://d1:8000", "http://d2:8000")
 
 
-def nodes(*sources: tuple[str, ...]) -> list[Node]:
-    prefills = [Node(url=url, role="prefill") for url in PREFILLS[: len(sources)]]
-    return [*prefills, *(Node(url=DECODES[at], role="decode", sources=given) for at, given in enumerate(sources))]
+def nodes(*sources: tuple[str, ...]) -> list[ConfiguredEngine]:
+    prefills = [ConfiguredEngine(url=url, role="prefill") for url in PREFILLS[: len(sources)]]
+    return [
+        *prefills,
+        *(ConfiguredEngine(url=DECODES[at], role="decode", sources=given) for at, given in enumerate(sources)),
+    ]
 
 
 def mistakes(connector: str, *sources: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,4 +130,4 @@ def test_an_engine_that_comes_later_is_checked_too() -> None:
     pool = Pool(connector=ENTRY.name)
     others = nodes(())
     with pytest.raises(SettingsError, match="pushes KV to one decode engine"):
-        checked_node(Node(url=DECODES[1], role="decode"), pool, others)
+        checked_node(ConfiguredEngine(url=DECODES[1], role="decode"), pool, others)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdproxy.scheduling import transfer_faults
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.transfer_faults import TransferFaults
 from tests.unit.test_ledger import evidence
@@ -21,8 +21,8 @@ class Pool:
     """Engines of which some pairs move no KV: prompts are sent as a proxy sends them, and tried again elsewhere."""
 
     def __init__(self, prefills: int = 2, decodes: int = 2, *, alone: bool = True) -> None:
-        specs = [NodeSpec(f"p{n + 1}", Role.PREFILL) for n in range(prefills)]
-        specs += [NodeSpec(f"d{n + 1}", Role.DECODE) for n in range(decodes)]
+        specs = [EngineSpec(f"p{n + 1}", Role.PREFILL) for n in range(prefills)]
+        specs += [EngineSpec(f"d{n + 1}", Role.DECODE) for n in range(decodes)]
         roles = (Role.AGGREGATED, Role.DECODE) if alone else (Role.AGGREGATED,)
         self.ledger = Ledger(specs, LedgerOptions(breaker_failures=3, breaker_cooldown=5, alone=roles))
         for spec in specs:
@@ -38,8 +38,8 @@ class Pool:
 
     def breaks(self, prefill: str = "", decode: str = "") -> None:
         """Let no KV move any more to or from an engine, or between two."""
-        for p in (node.url for node in self.ledger.nodes if node.role is Role.PREFILL):
-            for d in (node.url for node in self.ledger.nodes if node.role is Role.DECODE):
+        for p in (engine.url for engine in self.ledger.engines if engine.role is Role.PREFILL):
+            for d in (engine.url for engine in self.ledger.engines if engine.role is Role.DECODE):
                 if prefill in ("", p) and decode in ("", d):
                     self.broken.add((p, d))
 
@@ -71,7 +71,7 @@ class Pool:
             got = self.ledger.assign(SPLIT, ask, without=without)
             if got is None:
                 return None
-            p, d = (lease.node.url for lease in got.leases)
+            p, d = (lease.engine.url for lease in got.leases)
             for lease in got.leases:
                 self.ledger.close(lease, Verdict.NEUTRAL, self.now)
             if (p, d) not in self.broken:
@@ -114,7 +114,7 @@ def test_whose_fault_it_is(broken: dict[str, str], fault: tuple[str, str], prefi
         pool.prompt()
         assert pool.now < begun + 200
     used = {url for _ in range(8 * prefills * decodes) for url in pool.prompt() or ()}
-    assert used == {node.url for node in pool.ledger.nodes}
+    assert used == {engine.url for engine in pool.ledger.engines}
 
 
 def test_one_prefill_engine_and_two_decode_engines() -> None:
@@ -227,7 +227,7 @@ def test_a_prefill_engine_that_gives_no_kv() -> None:
     assert pool.ledger.kv_not_made("p1", 1.0) is not None
     assert pool.faults == {("p1", "")}
     assert pool.ledger.kv_not_made("p1", 2.0) is None, "a prompt that was sent before"
-    assert pool.ledger.nodes[0].state(2.0) == "kv_failing"
+    assert pool.ledger.engines[0].state(2.0) == "kv_failing"
 
 
 def test_a_decode_engine_that_computes_again() -> None:
@@ -330,4 +330,4 @@ def test_any_course_ends_with_all_in_use(events: list[tuple[str, str, str, float
         for d in ("d1", "d2"):
             pool.ledger.transfers_counted(d, 10, 0, pool.now)
         assert pool.now < begun + 200
-    assert not any(node.transfers is None for node in pool.ledger.nodes)
+    assert not any(engine.transfers is None for engine in pool.ledger.engines)

@@ -10,7 +10,7 @@ import pytest
 
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, HeldByDecode, Receiver
-from pdproxy.transfer.lmcache_pd import Options, lmcache_pd, may_begin_on_prefill
+from pdproxy.transfer.lmcache_pd import LMCacheOptions, lmcache_pd, may_begin_on_prefill
 from pdproxy.wire.request import Alone, Parsed, Route
 from tests.fakes.prompts import parsed, read
 
@@ -183,7 +183,8 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("fields", "contract"), [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(Options(first_token="decode")))]
+    ("fields", "contract"),
+    [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(LMCacheOptions(first_token="decode")))],
 )
 def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(fields: dict[str, Any], contract: Any) -> None:
     """It looks for its prompt less the last token, and an unfull chunk is found by its very tokens."""
@@ -214,7 +215,7 @@ def test_what_says_nothing_is_no_reason(fields: dict[str, Any]) -> None:
 def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() -> None:
     """With `first_token: decode` the chat goes on untouched."""
     request = parsed(Route.CHAT, max_tokens=4)
-    contract = lmcache_pd(Options(first_token="decode"))
+    contract = lmcache_pd(LMCacheOptions(first_token="decode"))
     given = handle(request, answer(), contract)
     assert given.first is None
     leg = contract.decode(request, request.prompts[0], given, DISPATCH)
@@ -235,7 +236,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
     """One notice a receiving rank, one in all where the first stores alone, none where nothing is pushed."""
     dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), receiver=DISPATCH.receiver)
-    assert lmcache_pd(Options(**options)).notices(dispatch) == notices
+    assert lmcache_pd(LMCacheOptions(**options)).notices(dispatch) == notices
 
 
 @pytest.mark.parametrize("body", [answer(None), b'{"choices":[],"kv_transfer_params":{"first_tok":"x"}}'])
@@ -246,7 +247,7 @@ def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
 
 def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() -> None:
     """The decode engine looks for what is before its last token: anything else would stay in its buffer for ever."""
-    contract = lmcache_pd(Options(first_token="decode", chunk_size=32))
+    contract = lmcache_pd(LMCacheOptions(first_token="decode", chunk_size=32))
     request = parsed(max_tokens=4)
     dispatch = Dispatch("leg-1", from_numbers(list(range(40))), receiver=DISPATCH.receiver)
     body = json.loads(contract.prefill(request, request.prompts[0], dispatch).body)

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from pdproxy.kit.errors import OverloadedError, Reason
+from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
@@ -257,7 +257,7 @@ async def test_it_gives_its_place_to_a_new_connection(kind: Kind) -> None:
     protocol.data_received(asked * 2)
     await turns()
     assert protocol.idle
-    protocol.evict(OverloadedError("others wait", Reason.CONNECTIONS))
+    protocol.evict(OverloadedError("others wait", RefusalReason.CONNECTIONS))
     assert transport.aborted
     await turns()
 

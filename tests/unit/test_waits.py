@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.kit.fair_queue import Entry, FairQueue
+from pdproxy.kit.fair_queue import FairQueue, TenantRequest
 from pdproxy.scheduling.waits import Waits
 
 
@@ -180,8 +180,8 @@ class Simulated:
         self.chance, self.places, self.overload = random.Random(seed), places, overload
         self.waits, self.now = Waits(), 0.0
         self.queue: FairQueue[list[float]] = FairQueue(places, 10**6, 0, self._granted, lambda _: None)
-        self.ends: list[tuple[float, int, Entry[list[float]], float]] = []
-        self.entries: dict[int, Entry[list[float]]] = {}
+        self.ends: list[tuple[float, int, TenantRequest[list[float]], float]] = []
+        self.entries: dict[int, TenantRequest[list[float]]] = {}
         self.begun: list[list[float]] = []
         self.found: list[tuple[float, float]] = []
 
@@ -189,7 +189,7 @@ class Simulated:
         self.begun.append(ticket)
         return True
 
-    def _begin(self, number: int, entry: Entry[list[float]]) -> None:
+    def _begin(self, number: int, entry: TenantRequest[list[float]]) -> None:
         seconds = entry.cost / 100 * self.chance.lognormvariate(0.0, 0.5)
         heapq.heappush(self.ends, (self.now + seconds, number, entry, seconds))
 

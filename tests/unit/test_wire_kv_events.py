@@ -20,8 +20,8 @@ from pdproxy.wire.kv_events import (
     MAX_TOKENS,
     Cleared,
     Event,
+    EventPublisher,
     Removed,
-    Source,
     Stored,
     Unreadable,
     address_of,
@@ -309,7 +309,7 @@ def test_answers_to_a_replay() -> None:
 def test_sources_of_an_engine() -> None:
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:1", "replay_endpoint": None}
     body = json.dumps({"1": config, "0": config | {"topic": "t", "hwm": 3}, "2": config | {"publisher": "null"}})
-    assert read_sources(body.encode()) == {0: Source("tcp://*:1", None, "t"), 1: Source("tcp://*:1")}
+    assert read_sources(body.encode()) == {0: EventPublisher("tcp://*:1", None, "t"), 1: EventPublisher("tcp://*:1")}
     assert read_sources(b"{}") == {}
     for wrong in (b"", b"[]", b'{"a": {}}', b'{"-1": {}}', b'{"0": 1}', b'{"0": {"endpoint": 5}}', b"\xff"):
         assert read_sources(wrong) is None

@@ -14,7 +14,7 @@ from pdproxy.kit.errors import BadRequestError
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Bounds
 from pdproxy.wire.fields import read_fields_if_quick
-from pdproxy.wire.reader_process import Question, answer, fields_in, request_in
+from pdproxy.wire.reader_process import BodyQuestion, answer, fields_in, request_in
 from pdproxy.wire.request import Parsed, Route, parse
 from tests.fuzz.mutations import mutated
 from tests.fuzz.test_bodies import BODIES, poisoned
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def elsewhere(route: Route, body: bytes, bounds: Bounds = Bounds()) -> Parsed:  # noqa: B008
-    return request_in(answer(msgspec.msgpack.encode(Question(bounds, route)), body), body)
+    return request_in(answer(msgspec.msgpack.encode(BodyQuestion(bounds, route)), body), body)
 
 
 def shown(parsed: Parsed) -> Any:
@@ -70,7 +70,7 @@ def test_fields_of_passed_routes(body: bytes) -> None:
     except BadRequestError as error:
         expected = error.message
     try:
-        asked = msgspec.msgpack.encode(Question(Bounds(), None, Dialect.RESPONSES))
+        asked = msgspec.msgpack.encode(BodyQuestion(Bounds(), None, Dialect.RESPONSES))
         found: Any = fields_in(answer(asked, body), body)[0]
     except BadRequestError as error:
         found = error.message
@@ -86,7 +86,7 @@ def test_an_answer_is_small() -> None:
     chat = {"messages": [{"role": "user", "content": [image]}], "vllm_xargs": {"a": 1}}
     for route, value in ((Route.CHAT, chat), (Route.COMPLETIONS, {"prompt": ["x" * MIB, "y" * MIB]})):
         body = json.dumps(value).encode()
-        assert len(answer(msgspec.msgpack.encode(Question(Bounds(), route)), body)) < 1000
+        assert len(answer(msgspec.msgpack.encode(BodyQuestion(Bounds(), route)), body)) < 1000
         assert shown(elsewhere(route, body)) == shown(parse(route, body))
 
 

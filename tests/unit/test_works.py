@@ -30,7 +30,7 @@ class Engine:
     url = "http://d"
 
     def __init__(self) -> None:
-        self.node = Node()
+        self.engine = Node()
         self.open_legs = OpenLegs()
         self.open_legs.life = 60.0
         for _ in range(2):

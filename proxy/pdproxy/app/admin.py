@@ -14,11 +14,11 @@ from functools import partial
 from pdproxy.app.compose import Proxy
 from pdproxy.app.own_listener import OwnListener, own_bounds
 from pdproxy.app.unix_socket import UnixSocket
-from pdproxy.fleet.entries import Entries, PoolEngines
+from pdproxy.fleet.entries import EngineEntries, PoolEngines
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.observe.logs import Log, set_level
 from pdproxy.observe.recent import Recent
-from pdproxy.serving.dispatch.decisions import Kept
+from pdproxy.serving.dispatch.decisions import KeptDecisions
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.listen import AdminPlace, place_of
 from pdproxy.settings.schema import Settings
@@ -99,9 +99,9 @@ class AdminServer:
             pool.service.lifecycle.running = pool.passthrough.lifecycle.running = recent.running
         kept = [pool.decisions for pool in proxy.pools if pool.decisions is not None]
         service = AdminService(
-            Entries([PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now),
+            EngineEntries([PoolEngines(pool.name, pool.membership, pool.engines) for pool in proxy.pools], now),
             recent,
-            partial(kept[0].kept, *kept[1:]) if kept else lambda: Kept(None, now(), []),
+            partial(kept[0].kept, *kept[1:]) if kept else lambda: KeptDecisions(None, now(), []),
             log,
             partial(set_level, log, by=ADMIN),
             proxy.models.serving,

@@ -7,17 +7,17 @@ from itertools import islice
 
 import msgspec
 
-from pdproxy.app.followed_changes import PATIENCE, Asked, FollowedChanges
+from pdproxy.app.followed_changes import PATIENCE, AskedChange, FollowedChanges
 from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.entries import EngineEntry, PoolEngines
 from pdproxy.fleet.member import UnknownMemberError
-from pdproxy.fleet.merged_entries import View, merged, merged_entry
+from pdproxy.fleet.merged_entries import WorkerView, merged, merged_entry
 from pdproxy.kit.text import truncate
 from pdproxy.observe import recent
 from pdproxy.observe.recent import RecentRequest
-from pdproxy.serving.dispatch.decisions import KEPT, Kept, page_of, together
+from pdproxy.serving.dispatch.decisions import KEPT, KeptDecisions, page_of, together
 from pdproxy.web.admin.api import AdminApi
-from pdproxy.web.admin.changes import Change, Outcome, is_accepted
+from pdproxy.web.admin.changes import Change, ChangeOutcome, is_accepted
 from pdproxy.web.admin.errors import NotThereError, UnknownOutcomeError, error_of
 from pdproxy.web.admin.service import AdminService
 from pdproxy.web.admin.shapes import EngineChanged, EngineList, LevelShown, RequestList
@@ -40,9 +40,9 @@ class _Requests(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_view = msgspec.msgpack.Decoder(View).decode
+_view = msgspec.msgpack.Decoder(WorkerView).decode
 _entry = msgspec.msgpack.Decoder(EngineEntry | None).decode
-_decisions = msgspec.msgpack.Decoder(Kept).decode
+_decisions = msgspec.msgpack.Decoder(KeptDecisions).decode
 _requests = msgspec.msgpack.Decoder(_Requests).decode
 
 
@@ -88,7 +88,7 @@ class AdminApiOfAll(AdminApi):
         plain = entries.plain()
         rest = [url for pool in entries.pools for url in pool.membership.members]
         hidden = set(plain)
-        return _encode(View(plain, [entries.entry(url, pairs=False) for url in rest if url not in hidden]))
+        return _encode(WorkerView(plain, [entries.entry(url, pairs=False) for url in rest if url not in hidden]))
 
     async def engine(self, name: str) -> EngineEntry:
         """See `AdminApi`."""
@@ -157,7 +157,7 @@ class AdminApiOfAll(AdminApi):
         return _encode(_Requests(self._now(), shown))
 
 
-def _together(change: Change, own: int, asked: Asked) -> tuple[int, EngineChanged | LevelShown]:
+def _together(change: Change, own: int, asked: AskedChange) -> tuple[int, EngineChanged | LevelShown]:
     """Return the answer of all workers. Raises what they have refused it with."""
     outcomes = asked.outcomes
     if own not in outcomes:
@@ -178,7 +178,7 @@ def _together(change: Change, own: int, asked: Asked) -> tuple[int, EngineChange
     return status, found
 
 
-def _first(own: int, outcomes: dict[int, Outcome]) -> tuple[int, Outcome]:
+def _first(own: int, outcomes: dict[int, ChangeOutcome]) -> tuple[int, ChangeOutcome]:
     number = own if own in outcomes else min(outcomes)
     return number, outcomes[number]
 

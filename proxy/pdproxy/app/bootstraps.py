@@ -7,7 +7,7 @@ from functools import partial
 from pdproxy.app.process import Process
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.shared_bootstrap import SharedBootstraps
+from pdproxy.fleet.worker_bootstrap import WorkerBootstraps
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.contract import Contract
@@ -30,6 +30,6 @@ def build_bootstraps(
     make = (
         Bootstraps
         if several is None or not asks
-        else partial(SharedBootstraps, shared=several.answers(f"bootstrap servers {pool}", engines))
+        else partial(WorkerBootstraps, shared=several.answers(f"bootstrap servers {pool}", engines))
     )
     return make(engines, ledger, admin.bootstrap, process.observers, process.tasks, probes, process.now, contract)

@@ -9,11 +9,11 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
-from pdproxy.observe.description import NODE, Rule, Samples, gauge
+from pdproxy.observe.description import NODE, MergeRule, Samples, gauge
 from pdproxy.observe.events import Event, LegFailed, MemberChanged, NodeChanged, Observers, RequestEnded
 from pdproxy.scheduling.capacity import Load, Windows
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.serving.request.admission import Admission
 from pdproxy.settings.limits import AUTO, Limits
@@ -26,7 +26,7 @@ CAPACITY = gauge(
     "requests",
     "Requests that an engine can take now (limits.engine_requests). Engines without such a bound are not shown",
     NODE,
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 
 
@@ -41,7 +41,7 @@ class Places(Protocol):
         """Change the number of places, and how many tokens they hold; None and 0: no bound."""
 
 
-class SharedPlaces:
+class ProxyPlaces:
     """The places of a proxy with several pools or workers: as many as all pools together can take."""
 
     def __init__(self, admission: Admission) -> None:
@@ -72,11 +72,11 @@ class _PlacesOfPool:
 
     @property
     def inflight(self) -> int:
-        return sum(_own(one) for one in self._engines.values() if one.node.role is not Role.PREFILL)
+        return sum(_own(one) for one in self._engines.values() if one.in_ledger.role is not Role.PREFILL)
 
     @property
     def serves(self) -> bool:
-        return any(one.node.available for one in self._engines.values() if one.node.role is not Role.PREFILL)
+        return any(one.in_ledger.available for one in self._engines.values() if one.in_ledger.role is not Role.PREFILL)
 
     def resize(self, places: int | None, tokens: int) -> None:
         self._resized(self, places, tokens)
@@ -143,16 +143,16 @@ class PoolCapacity:
     def notify(self, event: Event) -> None:
         """Follow engines that go up and down, and one that refuses requests."""
         match event:
-            case NodeChanged(node, up=up, elsewhere=elsewhere):
+            case NodeChanged(ledger_engine, up=up, elsewhere=elsewhere):
                 if not up and not elsewhere:  # the worker that has found it forgets the window for all
-                    self._windows.forget(node)
+                    self._windows.forget(ledger_engine)
                 self._resize()
             case MemberChanged():
                 self._resize()
             case RequestEnded() if self._going and self._left != self._requests_left():
                 self._resize()
-            case LegFailed(node=node, status=status):
-                if self._learns and status == FULL and (engine := self._engines.get(node)) is not None:
+            case LegFailed(node=ledger_engine, status=status):
+                if self._learns and status == FULL and (engine := self._engines.get(ledger_engine)) is not None:
                     self._windows.refused(_load(engine))
                     self._resize()
 
@@ -177,11 +177,11 @@ class PoolCapacity:
 
     def _resize(self) -> None:
         for engine in self._engines.values():
-            engine.node.window = self._windows.of(_load(engine))
-        usable = [_load(engine) for engine in self._engines.values() if engine.node.available]
-        going = [engine for engine in self._engines.values() if engine.node.draining is not None]
+            engine.in_ledger.window = self._windows.of(_load(engine))
+        usable = [_load(engine) for engine in self._engines.values() if engine.in_ledger.available]
+        going = [engine for engine in self._engines.values() if engine.in_ledger.draining is not None]
         going += [engine for engine in self._engines.leaving if engine.url not in self._engines]
-        self._going = [engine for engine in going if _own(engine) and engine.node.role is not Role.PREFILL]
+        self._going = [engine for engine in going if _own(engine) and engine.in_ledger.role is not Role.PREFILL]
         self._left = self._requests_left()
         places = self._windows.places(usable, self._admission.inflight - self._left)
         answering = sum(not load.prefills for load in usable) + len(self._going)
@@ -226,16 +226,16 @@ class Scraped:
             count = None if metrics.waiting is None else metrics.running + metrics.waiting
             self._replicas.reported(engine.url, count, self._now())
         if self._ledger.mark_asleep(engine.url, metrics.asleep):
-            role, how = engine.node.role.value, metrics.asleep
+            role, how = engine.in_ledger.role.value, metrics.asleep
             reason = "it is awake" if how is None else how
             event = NodeChanged(engine.url, role, up=how is None, reason=reason, elsewhere=elsewhere, state="asleep")
             self._observers.notify(event)
 
 
 def _load(engine: Engine) -> Load:
-    return Load(engine.url, _own(engine), prefills=engine.node.role is Role.PREFILL)
+    return Load(engine.url, _own(engine), prefills=engine.in_ledger.role is Role.PREFILL)
 
 
 def _own(engine: Engine) -> int:
     """Return how many requests an engine has of this proxy, of all its workers."""
-    return engine.node.known_load[0]
+    return engine.in_ledger.known_load[0]

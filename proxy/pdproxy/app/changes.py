@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.app.journal import Journal
+from pdproxy.app.journal import ChangeJournal
 from pdproxy.kit.links import Message
 from pdproxy.kit.supervisor import Supervisor, WorkerProcess
-from pdproxy.web.admin.changes import Change, Outcome, decode_change, decode_outcome, is_accepted
+from pdproxy.web.admin.changes import Change, ChangeOutcome, decode_change, decode_outcome, is_accepted
 
 CHANGE, CHANGED, GONE = "change", "changed", "gone"
 """What a worker sends: a change (`number`: its own of it), what came of one (`number`: that of the order), the URL of an engine
@@ -35,13 +35,13 @@ class _Open:
         self.pid = asker.pid
         self.own = own
         self.waited = waited
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[ChangeOutcome] = []
 
 
-class Changes:
+class ParentChanges:
     """The parent's part."""
 
-    def __init__(self, supervisor: Supervisor, journal: Journal) -> None:
+    def __init__(self, supervisor: Supervisor, journal: ChangeJournal) -> None:
         self._supervisor = supervisor
         self._journal = journal
         self._open: dict[int, _Open] = {}

@@ -11,7 +11,7 @@ from pdproxy.app.parts import Parts
 from pdproxy.app.pool import PoolParts
 from pdproxy.app.readiness import PoolState, ReadinessCheck
 from pdproxy.app.revoking import Revoking
-from pdproxy.app.share import ALONE, Alone, Share
+from pdproxy.app.share import ALONE, Share, SoleProcess
 from pdproxy.app.sources import Sources
 from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.app.watch import UNWATCHED, Watch
@@ -38,7 +38,7 @@ class Proxy(Parts):
         log: Log | None = None,
         clock: Clock | None = None,
         index: Index | None = None,
-        share: Share | Alone = ALONE,
+        share: Share | SoleProcess = ALONE,
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 

@@ -10,7 +10,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.derendering import Derendering
 from pdproxy.serving.dispatch.detokenizing import Detokenizing
-from pdproxy.serving.dispatch.record import Records
+from pdproxy.serving.dispatch.record import ContinuationRecords
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 
@@ -19,7 +19,7 @@ from pdproxy.upstream.admin import EngineAdmin
 class Continuing:
     """The parts that continue streams."""
 
-    records: Records
+    records: ContinuationRecords
     detokenizing: Detokenizing
     derendering: Derendering | None
 
@@ -58,7 +58,7 @@ def build_continuing(
         derendering = Derendering(ask_for, engines, observers, clock, deadlines=deadlines, most=most)
         observers.add(derendering)
     return Continuing(
-        Records(
+        ContinuationRecords(
             sampled=wanted.sampled,
             max_bytes=wanted.max_bytes,
             derenders=(lambda _: False) if derendering is None else derendering.possible,

@@ -29,7 +29,7 @@ from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key
 from pdproxy.settings.keys import Auth, read_secret
@@ -101,11 +101,11 @@ class Credentials:
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
         for at, pool in enumerate(settings.pools):
-            for index, node in enumerate(pool.nodes):
-                if node.is_source:
+            for index, engine in enumerate(pool.nodes):
+                if engine.is_source:
                     continue  # those that it finds are read when they are added
                 with found.collecting():
-                    self._read_engine(node, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
+                    self._read_engine(engine, pool.tls, f"pools[{at}].nodes[{index}]", f"pools[{at}].tls")
         self.listen: Callable[[], ListenerTls] | None = None
         """Returns what connections of clients begin with, another one whenever files have changed; None: plain HTTP."""
         self._certificate = listen.certificate
@@ -124,34 +124,34 @@ class Credentials:
     def __repr__(self) -> str:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
 
-    def of_engine(self, node: Node, tls: EngineTls) -> EngineCredentials:
+    def of_engine(self, engine: ConfiguredEngine, tls: EngineTls) -> EngineCredentials:
         """Return an engine's key and TLS context. One that the settings did not hold at the start is read now. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
         """
-        if node.url not in self._engines:
-            self._read_engine(node, tls, node.url, "the pool's tls")
+        if engine.url not in self._engines:
+            self._read_engine(engine, tls, engine.url, "the pool's tls")
             self._follow_files()
-        return self._engines[node.url]
+        return self._engines[engine.url]
 
     def knows(self, url: str) -> bool:
         """Return whether any pool has an engine with this URL."""
         return url in self._engines
 
-    def check(self, node: Node, tls: EngineTls) -> None:
+    def check(self, engine: ConfiguredEngine, tls: EngineTls) -> None:
         """Read an engine's files, and keep nothing of them. `tls`: its pool's.
 
         Raises:
             SettingsError: a file can't be read, or does not hold what it should; or its key is one of operators.
         """
-        key = node.api_key
-        if node.api_key_file is not None:
-            key = read_key(f"{node.url}.api_key_file", node.api_key_file)
+        key = engine.api_key
+        if engine.api_key_file is not None:
+            key = read_key(f"{engine.url}.api_key_file", engine.api_key_file)
         if key is not None and digest(key.encode()) in self._valid_admin_keys().keys:
-            raise SettingsError(f"{node.url}: its key is also a key of operators: the engine could use the admin API")
-        if node.url.startswith("https:"):
-            engine_context(f"{node.url}.tls", merged(tls, node.tls))
+            raise SettingsError(f"{engine.url}: its key is also a key of operators: the engine could use the admin API")
+        if engine.url.startswith("https:"):
+            engine_context(f"{engine.url}.tls", merged(tls, engine.tls))
 
     def prepare(self, auth: Auth) -> Callable[[], None]:
         """Read the keys of other settings, and return what puts them in force. Until then nothing has changed.
@@ -326,26 +326,28 @@ class Credentials:
             return lambda: key
         return self._follow(setting, [path], lambda: read_key(setting, path), secrets=[path])
 
-    def _read_engine(self, node: Node, pool_tls: EngineTls, where: str, pool_key: str) -> None:
-        own = node.api_key is not None or node.api_key_file is not None
-        key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self.common_key
+    def _read_engine(self, engine: ConfiguredEngine, pool_tls: EngineTls, where: str, pool_key: str) -> None:
+        own = engine.api_key is not None or engine.api_key_file is not None
+        key = self._key(f"{where}.api_key_file", engine.api_key, engine.api_key_file) if own else self.common_key
         try:
-            tls = self._engine_tls(node, pool_tls, f"{where}.tls" if node.tls != EngineTls() else pool_key)
+            tls = self._engine_tls(engine, pool_tls, f"{where}.tls" if engine.tls != EngineTls() else pool_key)
         except SettingsError:
             self._followed = [one for one in self._followed if one is not key]
             raise
-        self._engines[node.url] = EngineCredentials(key, tls)
+        self._engines[engine.url] = EngineCredentials(key, tls)
 
-    def _engine_tls(self, node: Node, pool_tls: EngineTls, setting: str) -> Callable[[], ssl.SSLContext | None]:
-        if not node.url.startswith("https:"):
+    def _engine_tls(
+        self, engine: ConfiguredEngine, pool_tls: EngineTls, setting: str
+    ) -> Callable[[], ssl.SSLContext | None]:
+        if not engine.url.startswith("https:"):
             return lambda: None
-        tls = merged(pool_tls, node.tls)
+        tls = merged(pool_tls, engine.tls)
         if tls not in self._contexts:  # engines that share the files share the context
             files = [tls.ca, tls.certificate, tls.key]
             secrets = [tls.key or tls.certificate]
             self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls), secrets=secrets)
         if tls.verify is False:
-            self._unverified.append(node.url)
+            self._unverified.append(engine.url)
         return self._contexts[tls]
 
     def _listen_tls(self, tls: ListenTls) -> Callable[[], ListenerTls]:

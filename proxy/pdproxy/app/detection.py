@@ -13,12 +13,12 @@ from pdproxy.app.transfer import kv_host_of
 from pdproxy.fleet.detection import Detection
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.crosscheck import crosscheck
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import Mistakes, SettingsError, naming_pool
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer import detect, registry
-from pdproxy.transfer.detect import Found, Undecided
+from pdproxy.transfer.detect import DetectedContract, Undecided
 from pdproxy.upstream.admin import EngineAdmin
 
 logger = logging.getLogger("pdproxy")
@@ -46,7 +46,7 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return _checked(msgspec.structs.replace(settings, pools=tuple(one.result() for one in asking)))
-    if not any(node.prefills for node in settings.pool.fixed_nodes):
+    if not any(engine.prefills for engine in settings.pool.fixed_nodes):
         return with_connector(settings, registry.names()[0])  # no KV is transferred
     seen, silent = await look(settings, deadline or settings.deadlines.detect, clock)
     if isinstance(seen, Undecided):
@@ -67,7 +67,7 @@ async def _settled(settings: Settings, at: int, clock: Clock | None, deadline: f
 
 async def look(
     settings: Settings, deadline: float, clock: Clock | None = None
-) -> tuple[Found | Undecided, dict[str, str]]:
+) -> tuple[DetectedContract | Undecided, dict[str, str]]:
     """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not answer, by URL."""
     credentials = Credentials(settings)
     admin = EngineAdmin(
@@ -77,31 +77,31 @@ async def look(
         networks=settings.engines.allowed,
     )
     others = EngineAdmin(deadlines=settings.deadlines, networks=settings.engines.allowed)
-    asked = [node for node in settings.pool.fixed_nodes if node.role != "aggregated"]
+    asked = [engine for engine in settings.pool.fixed_nodes if engine.role != "aggregated"]
     detection = Detection(
         admin,
         others,
-        {node.url: "prefill" if node.prefills else node.role for node in asked},
+        {engine.url: "prefill" if engine.prefills else engine.role for engine in asked},
         clock or Clock(),
         seconds=min(settings.deadlines.first_token, deadline),
-        kv_hosts={node.url: kv_host_of(node, settings.pool) for node in asked},
-        bootstraps={node.url: _bootstrap(node, settings) for node in asked if node.prefills},
+        kv_hosts={engine.url: kv_host_of(engine, settings.pool) for engine in asked},
+        bootstraps={engine.url: _bootstrap(engine, settings) for engine in asked if engine.prefills},
     )
     logger.info("connector %s: asking %d engines which one they run", registry.AUTO, len(asked))
     try:
         await detection.ask_all(deadline)
         seen = detection.seen()
         silent = {
-            node.url: detection.troubles.get(node.url, "no answer in time")
-            for node in asked
-            if node.url not in detection.asked
+            engine.url: detection.troubles.get(engine.url, "no answer in time")
+            for engine in asked
+            if engine.url not in detection.asked
         }
         if not any(one.role == "prefill" for one in seen):
             lines = tuple(one.text() for one in seen)
             return Undecided(f"no prefill engine answered in {deadline:g} s", (), lines), silent
         found = detect.decide(seen)
-        if isinstance(found, Found):
-            decodes = [node.url for node in asked if node.decodes]
+        if isinstance(found, DetectedContract):
+            decodes = [engine.url for engine in asked if engine.decodes]
             await detection.release(decodes, registry.entry_of(found.contract).contract(settings))
         return found, silent
     finally:
@@ -135,9 +135,9 @@ def _silences(silent: dict[str, str]) -> list[str]:
     return [f"{url} was not asked: {why}" for url, why in silent.items()]
 
 
-def _bootstrap(node: Node, settings: Settings) -> str:
+def _bootstrap(engine: ConfiguredEngine, settings: Settings) -> str:
     """Return where a prefill engine's Mooncake bootstrap server is by the settings."""
-    if node.facts.bootstrap is not None:
-        return node.facts.bootstrap
-    host = urlsplit(node.url).hostname or ""
+    if engine.facts.bootstrap is not None:
+        return engine.facts.bootstrap
+    host = urlsplit(engine.url).hostname or ""
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.pool.bootstrap_port}"

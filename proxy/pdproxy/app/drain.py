@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.serving.request.admission import Admission
 from pdproxy.settings.limits import Deadlines
 
@@ -22,7 +22,7 @@ MARGIN = 10.0
 async def drain(
     requests: Collection[asyncio.Task[object]],
     admission: Admission,
-    kept: Sequence[tuple[Custodian, Turns | None]],
+    kept: Sequence[tuple[Custodian, PoolTurns | None]],
     timeout: float,
     observers: Observers,
 ) -> None:
@@ -50,7 +50,7 @@ def longest_drain(deadlines: Deadlines, linger: float = 0.0) -> float:
     return linger + deadlines.drain + release + deadlines.release + MARGIN
 
 
-async def _release(custodian: Custodian, turns: Turns | None) -> None:
+async def _release(custodian: Custodian, turns: PoolTurns | None) -> None:
     if lost := await custodian.settle(custodian.drain_timeout):
         logger.warning("%d prefills and handles did not end in %g s", lost, custodian.drain_timeout)
     if turns is not None and (left := await turns.close(custodian.drain_timeout)):

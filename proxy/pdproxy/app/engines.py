@@ -13,11 +13,11 @@ from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
-from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Role
 from pdproxy.settings.crosscheck import checked_node, checked_nodes
-from pdproxy.settings.engines import Node, both_schemes, engine_url, refuse_networks
+from pdproxy.settings.engines import ConfiguredEngine, both_schemes, engine_url, refuse_networks
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.kv import NodeKvEvents
+from pdproxy.settings.kv import EngineKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
@@ -37,21 +37,21 @@ class Profiles:
         self._engines: dict[str, Profile] = {}
         self._chunks: dict[str, int] = {}
 
-    def set(self, node: Node) -> None:
+    def set(self, engine: ConfiguredEngine) -> None:
         """Read an engine's own profile, if it has one, and note the most tokens of its steps.
 
         Raises:
             SettingsError: it can't be read any more.
         """
-        own, chunk = _read(node.facts.profile), node.facts.max_num_batched_tokens
+        own, chunk = _read(engine.facts.profile), engine.facts.max_num_batched_tokens
         if own is None:
-            self._engines.pop(node.url, None)
+            self._engines.pop(engine.url, None)
         else:
-            self._engines[node.url] = own
+            self._engines[engine.url] = own
         if chunk is None:
-            self._chunks.pop(node.url, None)
+            self._chunks.pop(engine.url, None)
         else:
-            self._chunks[node.url] = chunk
+            self._chunks[engine.url] = chunk
 
     def forget(self, url: str) -> None:
         """Forget a removed engine."""
@@ -100,16 +100,16 @@ class EngineSetup:
         self._client = client
         self._decode_waits = entry_of(settings.pool.connector).contract(settings).holder.decode_waits
         self._networks = settings.engines.allowed
-        self._nodes: dict[str, Node] = {}
+        self._ledger_engines: dict[str, ConfiguredEngine] = {}
 
-    def add_configured(self) -> tuple[Node, ...]:
+    def add_configured(self) -> tuple[ConfiguredEngine, ...]:
         """Add the engines of the settings, which were checked together when the settings were read. Return them."""
-        nodes = self._settings.pool.fixed_nodes
-        for node in nodes:
-            self._add(node)
-        return nodes
+        engines = self._settings.pool.fixed_nodes
+        for engine in engines:
+            self._add(engine)
+        return engines
 
-    def add(self, node: Node, *, is_checked: bool = False) -> Engine:
+    def add(self, engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:
         """Add an engine. It gets requests once it has answered a probe. What fails changes nothing.
 
         `is_checked`: it is as `checked` or `checked_all` has just returned it.
@@ -118,62 +118,64 @@ class EngineSetup:
             SettingsError: it can't work in this pool, or a file of its key or certificates can't be used.
             ValueError: there is an engine with this URL.
         """
-        if node.url in self._engines:
-            raise ValueError(f"{node.url} is there already")
+        if engine.url in self._engines:
+            raise ValueError(f"{engine.url} is there already")
         if not is_checked:
-            node = checked_node(node, self._settings.pool, tuple(self._nodes.values()))
-        return self._add(node)
+            engine = checked_node(engine, self._settings.pool, tuple(self._ledger_engines.values()))
+        return self._add(engine)
 
-    def checked(self, node: Node) -> Node:
+    def checked(self, engine: ConfiguredEngine) -> ConfiguredEngine:
         """Return the settings of an engine that is to be added, or is to take the place of the one with its URL.
 
         Raises:
             SettingsError: it can't work in this pool, or one of its files can't be used.
         """
-        url = node.url
+        url = engine.url
         with contextlib.suppress(SettingsError):  # which the check below reports
             url = engine_url(url, ("url",))
         self._check_other_pools(url)
-        node = checked_node(node, self._settings.pool, [one for known, one in self._nodes.items() if known != url])
-        self._check_files(node)
-        return node
+        engine = checked_node(
+            engine, self._settings.pool, [one for known, one in self._ledger_engines.items() if known != url]
+        )
+        self._check_files(engine)
+        return engine
 
-    def checked_all(self, nodes: Sequence[Node]) -> list[Node]:
+    def checked_all(self, engines: Sequence[ConfiguredEngine]) -> list[ConfiguredEngine]:
         """Do as `checked` for several engines that are to be added together, none of which is there.
 
         Raises:
             SettingsError: as there.
         """
-        found = checked_nodes(nodes, self._settings.pool, tuple(self._nodes.values()))
-        for node in found:
-            self._check_other_pools(node.url)
-            self._check_files(node)
+        found = checked_nodes(engines, self._settings.pool, tuple(self._ledger_engines.values()))
+        for engine in found:
+            self._check_other_pools(engine.url)
+            self._check_files(engine)
         return found
 
     def _check_other_pools(self, url: str) -> None:
-        if any(one not in self._nodes and self._credentials.knows(one) for one in both_schemes(url)):
+        if any(one not in self._ledger_engines and self._credentials.knows(one) for one in both_schemes(url)):
             raise SettingsError(f"{url} can't be added: it is an engine of another pool, or is still leaving it")
 
-    def _check_files(self, node: Node) -> None:
-        refuse_networks([node], self._networks)
-        self._credentials.check(node, self._settings.pool.tls)
-        _read(node.facts.profile)
+    def _check_files(self, engine: ConfiguredEngine) -> None:
+        refuse_networks([engine], self._networks)
+        self._credentials.check(engine, self._settings.pool.tls)
+        _read(engine.facts.profile)
 
-    def _add(self, node: Node) -> Engine:
-        credentials = self._credentials.of_engine(node, self._settings.pool.tls)
+    def _add(self, ledger_engine: ConfiguredEngine) -> Engine:
+        credentials = self._credentials.of_engine(ledger_engine, self._settings.pool.tls)
         try:
-            engine = self._made(node, credentials)
+            engine = self._made(ledger_engine, credentials)
         except Exception:
-            self._credentials.forget(node.url)
+            self._credentials.forget(ledger_engine.url)
             raise
-        self._nodes[node.url] = node
+        self._ledger_engines[ledger_engine.url] = ledger_engine
         return engine
 
-    def _made(self, node: Node, credentials: EngineCredentials) -> Engine:
-        self._profiles.set(node)
-        receiver = receiver_of(node)
+    def _made(self, engine: ConfiguredEngine, credentials: EngineCredentials) -> Engine:
+        self._profiles.set(engine)
+        receiver = receiver_of(engine)
         client = self._client(
-            node.url,
+            engine.url,
             connect_timeout=self._settings.deadlines.connect,
             keepalive=self._settings.limits.engine_keepalive,
             clock=self._clock,
@@ -185,34 +187,34 @@ class EngineSetup:
             networks=self._networks,
         )
         return self._engines.add(
-            NodeSpec(
-                node.url,
-                Role(node.role),
-                frozenset(node.sources),
-                places=self._places(node),
-                serves_whole=node.serves_whole,
-                within=within(node, self._settings.pool),
+            EngineSpec(
+                engine.url,
+                Role(engine.role),
+                frozenset(engine.sources),
+                places=self._places(engine),
+                serves_whole=engine.serves_whole,
+                within=within(engine, self._settings.pool),
             ),
             client,
             credentials,
-            block_size=node.facts.block_size,
+            block_size=engine.facts.block_size,
             receiver=receiver,
             buffer_capacity=buffer_capacity(self._settings.pool.lmcache) if receiver is not None else None,
-            ranks=node.facts.data_parallel_size,
-            kv_host=kv_host_of(node, self._settings.pool),
-            tp_size=node.facts.tensor_parallel_size,
-            bootstrap=bootstrap_address(node, self._settings.pool),
-            registered_as=of_url(node.url, node.facts.registered_as),
-            kv_lease=node.facts.kv_lease_duration,
+            ranks=engine.facts.data_parallel_size,
+            kv_host=kv_host_of(engine, self._settings.pool),
+            tp_size=engine.facts.tensor_parallel_size,
+            bootstrap=bootstrap_address(engine, self._settings.pool),
+            registered_as=of_url(engine.url, engine.facts.registered_as),
+            kv_lease=engine.facts.kv_lease_duration,
         )
 
-    def _places(self, node: Node) -> int | None:
+    def _places(self, engine: ConfiguredEngine) -> int | None:
         """Return how many requests an engine may have before it gets no more prompts with pushed KV, None: any number."""
-        return node.facts.max_num_seqs if self._decode_waits and node.decodes else None
+        return engine.facts.max_num_seqs if self._decode_waits and engine.decodes else None
 
-    def kv_events(self, url: str) -> NodeKvEvents:
+    def kv_events(self, url: str) -> EngineKvEvents:
         """Return the settings of an engine's KV events."""
-        return self._nodes[url].facts.kv_events
+        return self._ledger_engines[url].facts.kv_events
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it that are under way go on.
@@ -223,7 +225,7 @@ class EngineSetup:
         engine = self._engines.remove(url)
         self._credentials.forget(url)
         self._profiles.forget(url)
-        del self._nodes[url]
+        del self._ledger_engines[url]
         return engine
 
 

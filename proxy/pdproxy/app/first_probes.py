@@ -27,7 +27,7 @@ async def _probed(proxy: Proxy, ending: Ending) -> None:
     registered = [pool.registrations.known for pool in proxy.pools if pool.registrations is not None]
     while not (
         all(one.counts for one in proxy.sources.found)
-        and all(node.probed for pool in proxy.pools for node in pool.ledger.nodes)
+        and all(engine.probed for pool in proxy.pools for engine in pool.ledger.engines)
         and all(one.complete for one in registered)
     ):
         with contextlib.suppress(TimeoutError):

@@ -21,7 +21,7 @@ from pdproxy.app.changes import (
     WAITED,
     decode_numbers,
 )
-from pdproxy.app.journal import Journal, Past
+from pdproxy.app.journal import ChangeJournal, Past
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.membership import ADMIN
@@ -31,7 +31,7 @@ from pdproxy.kit.links import Message
 from pdproxy.observe.events import Event, MemberChanged
 from pdproxy.web.admin.changes import (
     Change,
-    Outcome,
+    ChangeOutcome,
     decode_change,
     decode_outcome,
     encode_change,
@@ -51,10 +51,10 @@ KINDS = (MAKE, UNDO, WAITED, OUTCOME, LOST)
 
 
 @dataclass(slots=True)
-class Asked:
+class AskedChange:
     """A change that this worker has asked for: what came of it, by the workers' numbers, and who has not answered."""
 
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, ChangeOutcome] = field(default_factory=dict)
     waited: set[int] | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,7 +70,7 @@ class FollowedChanges:
     Those that come before `start` wait for it.
     """
 
-    def __init__(self, send: Callable[[Message], None], journal: Journal) -> None:
+    def __init__(self, send: Callable[[Message], None], journal: ChangeJournal) -> None:
         self._send = send
         self._past = journal.past()
         self._early: list[Message] = []
@@ -82,7 +82,7 @@ class FollowedChanges:
         """How to undo what the changes with these numbers have done here."""
         self._left_out: dict[str, str] = {}
         """Why engines of the journal are missing here, by their URLs."""
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, AskedChange] = {}
         self._last = 0
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class FollowedChanges:
             self._answered(asked, message)
 
     @staticmethod
-    def _answered(asked: Asked, message: Message) -> None:
+    def _answered(asked: AskedChange, message: Message) -> None:
         if message.kind == WAITED:
             asked.waited = set(decode_numbers(message.body))
             return
@@ -132,11 +132,11 @@ class FollowedChanges:
         if not asked.waited:
             asked.done.set()
 
-    async def ask(self, change: Change) -> Asked:
+    async def ask(self, change: Change) -> AskedChange:
         """Have all workers make a change. Return what came of it within `PATIENCE`."""
         self._last += 1
         number = self._last
-        asked = self._asked[number] = Asked()
+        asked = self._asked[number] = AskedChange()
         self._send(Message(CHANGE, number, body=encode_change(change)))
         try:
             async with asyncio.timeout(PATIENCE):
@@ -166,7 +166,7 @@ class FollowedChanges:
         for number, change in undecided:
             self._make(number, change)
 
-    def _make(self, number: int, change: Change) -> Outcome:
+    def _make(self, number: int, change: Change) -> ChangeOutcome:
         assert self._service is not None
         had = change.kind == "add" and change.engine in self._service.added()
         outcome = self._do(change)
@@ -180,7 +180,7 @@ class FollowedChanges:
                     del self._undo[next(iter(self._undo))]
         return outcome
 
-    def _do(self, change: Change) -> Outcome:
+    def _do(self, change: Change) -> ChangeOutcome:
         assert self._service is not None
         url = self._service.named(change).engine
         try:
@@ -191,8 +191,8 @@ class FollowedChanges:
             logger.error("a change failed in pdproxy itself: %s", frames(error))  # noqa: TRY400
             return refused(PdproxyError(type(error).__name__), url)
         if not isinstance(answer, EngineChanged):
-            return Outcome(status, level=answer)
-        return Outcome(status, url, changed=answer)
+            return ChangeOutcome(status, level=answer)
+        return ChangeOutcome(status, url, changed=answer)
 
     # -- what happens to engines
 

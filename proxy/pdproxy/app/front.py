@@ -19,7 +19,7 @@ from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.schema import Settings
-from pdproxy.web.app import Answers
+from pdproxy.web.app import AnswerMakers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.connection_bounds import ConnectionBounds
@@ -38,7 +38,7 @@ from pdproxy.web.wrong_keys import WrongKeys
 
 @dataclass(slots=True, kw_only=True)
 class Front:
-    """The parts that serve clients. `models`: see `web.app.Answers`.
+    """The parts that serve clients. `models`: see `web.app.AnswerMakers`.
 
     `service` and `passthrough` get all requests. `session_headers` returns the headers that name a conversation.
     """
@@ -136,9 +136,9 @@ class Front:
         shown, readiness = self.shown, self.readiness
         return Operation(shown.load, shown.readiness, shown.metrics, readiness.not_taking, readiness.engines)
 
-    def answers(self) -> Answers:
+    def answers(self) -> AnswerMakers:
         """Return what the FastAPI routes answer with."""
-        return Answers(
+        return AnswerMakers(
             self.operation,
             self.models,
             self.asgi,

@@ -8,28 +8,28 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import NODE, TASK, Label, Rule, Samples, counter, gauge
+from pdproxy.observe.description import NODE, TASK, Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.scheduling.placement import Placement, PlacementState
-from pdproxy.serving.dispatch.record import Records
+from pdproxy.serving.dispatch.record import ContinuationRecords
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
-from pdproxy.web.operation import State
+from pdproxy.web.operation import OperationState
 from pdproxy.web.unread_answers import UnreadAnswers
 
 WORKERS = gauge(
     "pdproxy_workers",
     "processes",
     "Workers whose numbers are on this page. Fewer than listen.workers: one is being started, or does not answer",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 TASKS = gauge(
     "pdproxy_tasks",
     "tasks",
     "Tasks of the event loop: those of requests, and those in the background",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 TASK_RESTARTS = counter(
     "pdproxy_task_restarts_total",
@@ -52,7 +52,7 @@ CONNECTIONS = gauge(
     "pdproxy_connections",
     "connections",
     "Open connections of clients, also those being refused",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 HELD_BYTES = gauge(
     "pdproxy_held_bytes",
@@ -67,7 +67,7 @@ HELD_BYTES = gauge(
             ("records", "of streams, so that other engines can go on with them (continuations.max_bytes)"),
         ),
     ),
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 STATE = gauge(
     "pdproxy_state",
@@ -81,7 +81,7 @@ STATE = gauge(
             ("not_ready", "no request can be served"),
         ),
     ),
-    workers=Rule.MEAN,  # the part of the workers that see it so
+    workers=MergeRule.MEAN,  # the part of the workers that see it so
 )
 BUILD_INFO = gauge(
     "pdproxy_build_info",
@@ -90,7 +90,7 @@ BUILD_INFO = gauge(
     Label("version", text="pdproxy's version"),
     Label("python", text="Python's version"),
     Label("connector", text="the pool's connector"),
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 PREDICTION_ERRORS = gauge(
     "pdproxy_prediction_error_ratio",
@@ -98,8 +98,8 @@ PREDICTION_ERRORS = gauge(
     "How wrong the placement's predictions of the last requests were: (measured - predicted) / predicted",
     Label("of", (("ttft", "the first token"), ("tpot", "the mean time per token after it"))),
     Label("kind", (("mean", "below 0: it came earlier"), ("size", "the mean size, either way"))),
-    workers=Rule.MEAN,
-    pools=Rule.MOST,
+    workers=MergeRule.MEAN,
+    pools=MergeRule.MOST,
 )
 TIME_CORRECTIONS = gauge(
     "pdproxy_time_correction_ratio",
@@ -107,20 +107,20 @@ TIME_CORRECTIONS = gauge(
     "What the placement multiplies the times of an engine's profile by, since its answers took longer or shorter",
     NODE,
     Label("work", (("prefill", "computing prompts"), ("step", "steps that only decode"))),
-    workers=Rule.MEAN,
+    workers=MergeRule.MEAN,
 )
 KEPT_FOR_PREFILL = gauge(
     "pdproxy_engines_kept_for_prefill",
     "engines",
     "Engines of role any that the placement keeps for prefill at present",
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 SHARED_AGE = gauge(
     "pdproxy_placement_shared_age_seconds",
     "seconds",
     "How long before a worker's placement read it another worker had made the last change of an engine's load",
-    workers=Rule.MOST,
-    pools=Rule.MOST,
+    workers=MergeRule.MOST,
+    pools=MergeRule.MOST,
 )
 
 
@@ -130,7 +130,7 @@ def show_memory(
     bodies: BodyBudget,
     answers: AnswerBudget,
     unread: UnreadAnswers,
-    records: Sequence[Records],
+    records: Sequence[ContinuationRecords],
 ) -> None:
     """Show the gauges of connections, and of memory that is held for clients and engines."""
 
@@ -179,12 +179,12 @@ def show_placement(observers: Observers, placement: Placement) -> None:
     observers.show(SHARED_AGE, lambda: [] if (age := state().shared_age) is None else [((), age)])
 
 
-def show_state(observers: Observers, state: Callable[[], State], connectors: Iterable[str]) -> None:
+def show_state(observers: Observers, state: Callable[[], OperationState], connectors: Iterable[str]) -> None:
     """Show the gauges of what `/ready` reports, and of what runs here."""
 
     def states() -> Samples:
         now = state()
-        return [((one.value,), float(one is now)) for one in State]
+        return [((one.value,), float(one is now)) for one in OperationState]
 
     versions = [(__version__, platform.python_version(), connector) for connector in dict.fromkeys(connectors)]
     observers.show(STATE, states)

@@ -16,14 +16,14 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.exclusions import Exclusions
 from pdproxy.fleet.findings import Findings
 from pdproxy.fleet.health_canary import HealthCanary
+from pdproxy.fleet.life_signs import LifeSigns
 from pdproxy.fleet.prober import Prober
-from pdproxy.fleet.shared_audit import SharedAuditor
-from pdproxy.fleet.shared_signs import Signs
 from pdproxy.fleet.stalls import Stalls
+from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import ALWAYS, Lead
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Counted, Outliers
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.admin import EngineAdmin
@@ -90,7 +90,7 @@ def build_watching(
     lead: Lead = ALWAYS if share is None else share.lead
     others = _Others(share, settings.pool.name)
     audited = engines, ledger, observers
-    auditor = Auditor(*audited) if own is None else SharedAuditor(*audited, *own.memory.moved.of(own.number))
+    auditor = Auditor(*audited) if own is None else WorkerAuditor(*audited, *own.memory.moved.of(own.number))
     scraped = Scraped(auditor, ledger, observers, now)
     derenders = bool(settings.limits.continuations) and settings.continuations.parsed == "auto"
     prober = Prober(
@@ -107,7 +107,7 @@ def build_watching(
         pass_on=others.wish,
     )
     canary = HealthCanary(admin, observers, contract.capabilities.canary_on, settings.health)
-    signs = None if own is None else Signs(*own.memory.signs.of(own.number))
+    signs = None if own is None else LifeSigns(*own.memory.signs.of(own.number))
     stalls = Stalls(
         engines,
         ledger,
@@ -143,8 +143,8 @@ def _findings(
     watching: Watching, share: Share, settings: Settings, process: Process, engines: EngineRegistry, ledger: Ledger
 ) -> Findings:
     topic, siblings, auditor = f"findings {settings.pool.name}", share.siblings, watching.auditor
-    assert isinstance(ledger, SharedLedger)
-    assert isinstance(auditor, SharedAuditor)
+    assert isinstance(ledger, WorkerLedger)
+    assert isinstance(auditor, WorkerAuditor)
 
     def probe(engine: Engine) -> None:
         watching.prober.soon(engine)

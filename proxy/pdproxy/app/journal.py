@@ -26,7 +26,7 @@ class Past(NamedTuple):
     last: int
 
 
-class Journal:
+class ChangeJournal:
     """The changes so far. Numbers are those in the order of all changes."""
 
     def __init__(self) -> None:

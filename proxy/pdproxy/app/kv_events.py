@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from pdproxy.app.process import Process
 from pdproxy.app.siblings import Siblings
-from pdproxy.app.sockets import Place, Sockets, kv_events_places
+from pdproxy.app.sockets import AddressToBind, Sockets, kv_events_places
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.kv_sources import KvEventSources
-from pdproxy.fleet.shared_kv_sources import SharedKvEventSources
-from pdproxy.settings.kv import NodeKvEvents
+from pdproxy.fleet.worker_kv_sources import WorkerKvEventSources
+from pdproxy.settings.kv import EngineKvEvents
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 
@@ -25,7 +25,7 @@ class ReadingKvEvents:
     """The sources of KV events, and where engines that connect themselves find the proxy: by port."""
 
     sources: KvEventSources
-    places: Mapping[int, Place]
+    places: Mapping[int, AddressToBind]
     sockets: Sockets
 
     def start(self) -> None:
@@ -34,7 +34,7 @@ class ReadingKvEvents:
         Raises:
             SettingsError: one can't be bound.
         """
-        if isinstance(self.sources, SharedKvEventSources):
+        if isinstance(self.sources, WorkerKvEventSources):
             self.sources.start(self._bind)
         else:
             self._bind()
@@ -52,7 +52,7 @@ class ReadingKvEvents:
 def build_kv_events(
     settings: Settings,
     index: Index | None,
-    of_node: Callable[[str], NodeKvEvents],
+    of_engine: Callable[[str], EngineKvEvents],
     engines: EngineRegistry,
     admin: EngineAdmin,
     process: Process,
@@ -60,14 +60,23 @@ def build_kv_events(
 ) -> ReadingKvEvents | None:
     """Return what reads the events of a pool's engines into an index, None if they are not read.
 
-    `index` None: nobody asks it. `of_node`: an engine's own settings by its URL. `sockets`: how the pool's are bound.
+    `index` None: nobody asks it. `of_engine`: an engine's own settings by its URL. `sockets`: how the pool's are bound.
     Call it before engines are added.
     """
     events, share = settings.pool.kv_events, process.share.several
     if index is None or not events.enabled:
         return None
     places = {place.port: place for place in kv_events_places(settings)}
-    arguments = engines, index, events, of_node, admin.kv_event_sources, process.observers, process.clock, process.tasks
+    arguments = (
+        engines,
+        index,
+        events,
+        of_engine,
+        admin.kv_event_sources,
+        process.observers,
+        process.clock,
+        process.tasks,
+    )
     sources: KvEventSources
     if share is None or not places:  # each worker connects to engines by itself
         sources = KvEventSources(
@@ -75,7 +84,7 @@ def build_kv_events(
         )
     else:
         siblings, topic = share.siblings, f"KV events {settings.pool.name}"
-        sources = SharedKvEventSources(
+        sources = WorkerKvEventSources(
             *arguments,
             ports=places,
             deadlines=settings.deadlines,

@@ -11,13 +11,13 @@ from pdproxy.app.pool_share import PoolShare
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.auto.workers import AutoShare
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.replicas import ReplicaLedger
-from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
-from pdproxy.scheduling.shared_replicas import SharedReplicaLedger
 from pdproxy.scheduling.slo import Slo
+from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
+from pdproxy.scheduling.worker_replicas import WorkerReplicaLedger
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
@@ -63,9 +63,9 @@ def build_ledger(
     else:
         share = LedgerShare(*own.memory.loads.of(own.number), own.breakers)
         made = own.ledger = (
-            SharedReplicaLedger([], options, share, replicas=count, max_age=max_age)
+            WorkerReplicaLedger([], options, share, replicas=count, max_age=max_age)
             if several
-            else SharedLedger([], options, share)
+            else WorkerLedger([], options, share)
         )
     made.alone_up_to = pool.alone_up_to
     return made

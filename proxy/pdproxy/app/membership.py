@@ -12,7 +12,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.settings.limits import Deadlines
 
 
@@ -22,7 +22,7 @@ def build_membership(
     ledger: Ledger,
     outliers: Outliers,
     custodian: Custodian,
-    turns: Turns | None,
+    turns: PoolTurns | None,
     observers: Observers,
     tasks: TaskOwner,
     now: Callable[[], float],

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from pdproxy.app.posted_notices import PostedNotices
 from pdproxy.app.process import Process
-from pdproxy.app.shared_notices import SharedNotices
-from pdproxy.app.sockets import Place, Sockets, notices_place
+from pdproxy.app.sockets import AddressToBind, Sockets, notices_place
+from pdproxy.app.worker_notices import WorkerNotices
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter, Telemetry
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.notices import NoticeSocket
@@ -32,7 +32,7 @@ class Noticing:
     socket: NoticeSocket
     posted: PostedNotices | None
     over_zmq: bool
-    place: Place
+    place: AddressToBind
     sockets: Sockets
     process: Process
 
@@ -61,7 +61,7 @@ def build_notices(
     settings: Settings,
     transfer: KvTransfer,
     custodian: Custodian,
-    turns: Turns | None,
+    turns: PoolTurns | None,
     process: Process,
     sockets: Sockets,
 ) -> Noticing:
@@ -95,6 +95,6 @@ def _of_all(
     share = process.share.several
     if share is None:
         return take
-    return SharedNotices(
+    return WorkerNotices(
         share.number, share.workers, topic, share.siblings, take, process.observers, failed, is_read=is_read
     ).receive

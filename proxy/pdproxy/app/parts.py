@@ -30,7 +30,7 @@ from pdproxy.serving.access.models import Routes
 from pdproxy.serving.access.permits import may_use, may_use_pool
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.errors import naming_pool
 from pdproxy.upstream.admin import EngineAdmin
@@ -180,7 +180,7 @@ class Parts(Process):
         return self.pools[0].custodian
 
     @property
-    def turns(self) -> Turns | None:
+    def turns(self) -> PoolTurns | None:
         return self.pools[0].turns
 
     @property

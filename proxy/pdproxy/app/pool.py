@@ -20,10 +20,10 @@ from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixe
 from pdproxy.app.process import Process
 from pdproxy.app.readiness import ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
-from pdproxy.app.shared_capacity import SharedPoolCapacity
 from pdproxy.app.sockets import BoundHere
 from pdproxy.app.tokens import Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_transfers, build_turns
+from pdproxy.app.worker_capacity import WorkerPoolCapacity
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.down_watch import DownWatch
 from pdproxy.fleet.engines import EngineRegistry
@@ -33,7 +33,7 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.fleet.works import Works
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
-from pdproxy.scheduling.shared_windows import SharedWindows
+from pdproxy.scheduling.worker_windows import WorkerWindows
 from pdproxy.serving.access.models import PoolModels
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
@@ -43,8 +43,8 @@ from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ended_leases import EndedLeases
 from pdproxy.serving.kv.late_pushes import LatePushes
 from pdproxy.serving.kv.lost_pushes import LostPushes
-from pdproxy.serving.kv.shared_custodian import SharedCustodian
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.worker_custodian import WorkerCustodian
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.pools import PoolPolicy, PoolSlo
@@ -76,7 +76,7 @@ class PoolParts:
     bootstraps: Bootstraps
     transfer: KvTransfer
     custodian: Custodian
-    turns: Turns | None
+    turns: PoolTurns | None
     notices: Noticing
     registrations: Registering | None
     kv_events: ReadingKvEvents | None
@@ -104,7 +104,7 @@ class PoolParts:
         ledger = build_ledger(settings, profiles, cached, watch.chance, own)
         engines = EngineRegistry(ledger)
         process.registries.append(engines)
-        models = PoolModels(lambda: ledger.nodes, pool.models, pool.aliases, pool.weight, pool.name)
+        models = PoolModels(lambda: ledger.engines, pool.models, pool.aliases, pool.weight, pool.name)
         process.models.pools.append(models)
         ledger.when_changed(process.models.changed)
         engines.watch(MetricsOfEngines(metrics))
@@ -127,7 +127,7 @@ class PoolParts:
         if own is None:
             custodian = Custodian(*custody)
         else:
-            custodian = own.custodian = SharedCustodian(*custody, area=own.area, pool=own.at)
+            custodian = own.custodian = WorkerCustodian(*custody, area=own.area, pool=own.at)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
         engines.keep_known(custodian.named)
         engines.when_forgotten(lambda url: None if custodian.stuck.holds(url) else ledger.runs.forget(url))
@@ -166,8 +166,8 @@ class PoolParts:
                 scraped.capacity = PoolCapacity(*bounded)
             else:
                 assert own.ledger is not None
-                windows = SharedWindows(*own.memory.windows.of(own.number), own.number)
-                scraped.capacity = own.capacity = SharedPoolCapacity(*bounded, windows=windows, ledger=own.ledger)
+                windows = WorkerWindows(*own.memory.windows.of(own.number), own.number)
+                scraped.capacity = own.capacity = WorkerPoolCapacity(*bounded, windows=windows, ledger=own.ledger)
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             scraped.capacity.show(observers)

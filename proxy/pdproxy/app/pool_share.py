@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from socket import socket
 
-from pdproxy.app.shared_capacity import SharedPoolCapacity
 from pdproxy.app.siblings import Siblings
 from pdproxy.app.sockets import BoundBefore
-from pdproxy.fleet import shared_audit, shared_signs
+from pdproxy.app.worker_capacity import WorkerPoolCapacity
+from pdproxy.fleet import life_signs, worker_audit
 from pdproxy.kit.leading import Leading
 from pdproxy.kit.shared_records import Area, SharedRecords
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import shared_breakers, shared_ledger, shared_windows
+from pdproxy.scheduling import worker_breakers, worker_ledger, worker_windows
 from pdproxy.scheduling.auto.workers import AutoMemory, AutoShare, WorkerAuto
-from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import SharedLedger
-from pdproxy.serving.kv import shared_buffers, shared_turns
-from pdproxy.serving.kv.shared_custodian import SharedCustodian
-from pdproxy.serving.kv.shared_turns import SharedTurns
+from pdproxy.scheduling.worker_breakers import WorkerBreakers
+from pdproxy.scheduling.worker_ledger import WorkerLedger
+from pdproxy.serving.kv import worker_buffers, worker_turns
 from pdproxy.serving.kv.turn_messages import is_turn
+from pdproxy.serving.kv.worker_custodian import WorkerCustodian
+from pdproxy.serving.kv.worker_turns import WorkerTurns
 
 MAX_ENGINES = 4096
 """Engines whose load is shared: as many as a pool can have."""
@@ -29,14 +29,14 @@ class PoolMemory:
     """The memory of one pool, for so many workers."""
 
     def __init__(self, workers: int) -> None:
-        self.loads = SharedTable(workers, MAX_ENGINES, shared_ledger.MEASURES)
-        self.breakers = SharedTable(workers, MAX_ENGINES, shared_breakers.MEASURES, shared_breakers.KEPT)
-        self.moved = SharedTable(workers, MAX_ENGINES, shared_audit.MEASURES, shared_audit.KEPT)
-        self.signs = SharedTable(workers, MAX_ENGINES, shared_signs.MEASURES)
-        self.windows = SharedTable(workers, MAX_ENGINES, shared_windows.MEASURES)
-        self.buffers = SharedTable(workers, MAX_ENGINES, shared_buffers.MEASURES)
+        self.loads = SharedTable(workers, MAX_ENGINES, worker_ledger.MEASURES)
+        self.breakers = SharedTable(workers, MAX_ENGINES, worker_breakers.MEASURES, worker_breakers.KEPT)
+        self.moved = SharedTable(workers, MAX_ENGINES, worker_audit.MEASURES, worker_audit.KEPT)
+        self.signs = SharedTable(workers, MAX_ENGINES, life_signs.MEASURES)
+        self.windows = SharedTable(workers, MAX_ENGINES, worker_windows.MEASURES)
+        self.buffers = SharedTable(workers, MAX_ENGINES, worker_buffers.MEASURES)
         self.auto = AutoMemory(workers, MAX_ENGINES)
-        self.turns = SharedRecords(workers, shared_turns.UNITS)
+        self.turns = SharedRecords(workers, worker_turns.UNITS)
         self.listeners: dict[str, socket] = {}
         """Where its engines send messages, by the keys of their places. The parent binds and closes them."""
 
@@ -72,11 +72,11 @@ class PoolShare:
         self._now = now
         self.siblings = siblings
         self.sockets = BoundBefore(memory.listeners)
-        self.ledger: SharedLedger | None = None
+        self.ledger: WorkerLedger | None = None
         """This and the next three are set by whoever makes them: they follow the other workers."""
-        self.custodian: SharedCustodian | None = None
-        self.capacity: SharedPoolCapacity | None = None
-        self.turns: SharedTurns | None = None
+        self.custodian: WorkerCustodian | None = None
+        self.capacity: WorkerPoolCapacity | None = None
+        self.turns: WorkerTurns | None = None
 
     def __repr__(self) -> str:
         return f"<PoolShare of pool {self.at}, worker {self.number}>"
@@ -106,6 +106,6 @@ class PoolShare:
         """Return what the worker's placement `auto` shares with the others'."""
         return self.memory.auto.of(self.number, lambda: self._lead.leads)
 
-    def breakers(self, failures: int, cooldown: float, slow_start: float) -> SharedBreakers:
+    def breakers(self, failures: int, cooldown: float, slow_start: float) -> WorkerBreakers:
         """Return the breakers of all workers."""
-        return SharedBreakers(failures, cooldown, slow_start, *self.memory.breakers.of(self.number), self.number)
+        return WorkerBreakers(failures, cooldown, slow_start, *self.memory.breakers.of(self.number), self.number)

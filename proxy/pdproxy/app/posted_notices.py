@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from pdproxy.app.own_listener import OwnListener, own_bounds
-from pdproxy.app.sockets import Place, Sockets
+from pdproxy.app.sockets import AddressToBind, Sockets
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.web.body_budget import BodyBudget
@@ -45,7 +45,7 @@ class PostedNotices:
     def __repr__(self) -> str:
         return f"<PostedNotices {self.budget!r}>"
 
-    def bind(self, sockets: Sockets, place: Place) -> None:
+    def bind(self, sockets: Sockets, place: AddressToBind) -> None:
         """Bind the socket.
 
         Raises:

@@ -9,21 +9,21 @@ from typing import Any
 from urllib.parse import quote
 
 from pdproxy.app.kv_events import ReadingKvEvents
-from pdproxy.app.share import Alone, Share
-from pdproxy.app.shared_prefixes import SharingPrefixes
+from pdproxy.app.share import Share, SoleProcess
+from pdproxy.app.worker_prefixes import SharingPrefixes
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
+from pdproxy.observe.description import Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.knowledge import Knowledge
 from pdproxy.scheduling.prefix.refreshing import Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
-from pdproxy.scheduling.prefix.shared import SharedKnowledge
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
-from pdproxy.serving.dispatch.prefixes import Prefixes
+from pdproxy.scheduling.prefix.worker_knowledge import WorkerKnowledge
+from pdproxy.serving.dispatch.prefixes import PrefixQuestions
 from pdproxy.settings.pools import Pool
 
 TIDY_AT_ONCE = 2048
@@ -76,7 +76,7 @@ PREFIX_BLOCKS = gauge(
             ("just_routed", "of what was sent in the last seconds (prefixes.ttl)"),
         ),
     ),
-    workers=Rule.MOST,  # each has what all were told
+    workers=MergeRule.MOST,  # each has what all were told
 )
 PREFIX_EVENT_BLOCKS = counter(
     "pdproxy_prefix_event_blocks_total",
@@ -121,8 +121,8 @@ PREFIX_SHARED_AGE = gauge(
     "pdproxy_prefix_shared_age_seconds",
     "seconds",
     "How long it took until a worker knew of the last prompt that another worker had sent to an engine",
-    workers=Rule.MOST,
-    pools=Rule.MOST,
+    workers=MergeRule.MOST,
+    pools=MergeRule.MOST,
 )
 PREFIX_REFRESHES = counter(
     "pdproxy_prefix_refreshes_total",
@@ -145,7 +145,7 @@ class KnowingPrefixes:
 
     def __init__(self, knowledge: Knowledge, engines: EngineRegistry, now: Callable[[], float]) -> None:
         self.knowledge = knowledge
-        self.of_requests = Prefixes(knowledge, now)
+        self.of_requests = PrefixQuestions(knowledge, now)
         self.sharing: SharingPrefixes | None = None
         """What other workers are told, None where there are none."""
         self.catch_up: Callable[[], Coroutine[Any, Any, None]] | None = None
@@ -171,16 +171,21 @@ class KnowingPrefixes:
         """An engine has come up: perhaps another run of it."""
         if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
             return
-        node = engine.node
-        if not node.up or node.evidence is None:
+        ledger_engine = engine.in_ledger
+        if not ledger_engine.up or ledger_engine.evidence is None:
             return
-        same = self._runs.get(engine.url, node.run_number) == node.run_number or engine.url == self._engines.replaced
+        same = (
+            self._runs.get(engine.url, ledger_engine.run_number) == ledger_engine.run_number
+            or engine.url == self._engines.replaced
+        )
         if not same:
             self.knowledge.restarted(engine.url)
-        self._runs[engine.url] = node.run_number
-        blocks = node.evidence.kv_blocks
+        self._runs[engine.url] = ledger_engine.run_number
+        blocks = ledger_engine.evidence.kv_blocks
         self.knowledge.add(
-            engine.url, engine.block_size or node.evidence.block_size, None if blocks is None else blocks * engine.ranks
+            engine.url,
+            engine.block_size or ledger_engine.evidence.block_size,
+            None if blocks is None else blocks * engine.ranks,
         )
 
     def stop(self) -> None:
@@ -224,7 +229,7 @@ class KnowingPrefixes:
             return [((one.name,), getattr(counters, one.name)) for one in fields(counters)]
 
         def skipped() -> Samples:
-            untold = knowledge.untold if isinstance(knowledge, SharedKnowledge) else 0
+            untold = knowledge.untold if isinstance(knowledge, WorkerKnowledge) else 0
             dropped = self.sharing.dropped if self.sharing is not None else 0
             skipped = (("busy",), self.of_requests.skipped), (("no_space",), knowledge.speculative.no_space)
             return [*skipped, (("not_shared",), untold + dropped)]
@@ -245,13 +250,13 @@ class KnowingPrefixes:
         observers.show(PREFIX_SHARED_AGE, age)
 
 
-def build_knowledge(pool: Pool, share: Share | Alone) -> Knowledge | None:
+def build_knowledge(pool: Pool, share: Share | SoleProcess) -> Knowledge | None:
     """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
     own = pool.prefixes
     if not pool.asks_the_index:
         return None
     refreshes = own.refresh and pool.kv_events.enabled
-    make = Knowledge if share.several is None else SharedKnowledge
+    make = Knowledge if share.several is None else WorkerKnowledge
     return make(
         own.unit,
         BlockIndex(own.unit, own.max_blocks, reports=refreshes),
@@ -263,7 +268,7 @@ def build_knowledge(pool: Pool, share: Share | Alone) -> Knowledge | None:
 
 def _share(
     prefixes: KnowingPrefixes,
-    knowledge: SharedKnowledge,
+    knowledge: WorkerKnowledge,
     engines: EngineRegistry,
     now: Callable[[], float],
     share: Share,
@@ -281,7 +286,7 @@ def _share(
         return next((answer for answer in answers.of.values() if answer), None)  # of one: the others do not lead
 
     def probed() -> bool:
-        return all(engine.node.probed for engine in engines.values())
+        return all(engine.in_ledger.probed for engine in engines.values())
 
     prefixes.catch_up = lambda: sharing.catch_up(share.lead, ask, probed)
 
@@ -293,7 +298,7 @@ def build_prefixes(
     observers: Observers,
     now: Callable[[], float],
     kv_events: ReadingKvEvents | None,
-    share: Share | Alone,
+    share: Share | SoleProcess,
     pool: str,
 ) -> KnowingPrefixes | None:
     """Return what keeps this knowledge, None where there is none. Call it before engines are added. `pool`: its name."""
@@ -303,7 +308,7 @@ def build_prefixes(
     if kv_events is not None:
         knowledge.places, knowledge.connected = kv_events.sources.places, kv_events.sources.connected
     prefixes = KnowingPrefixes(knowledge, engines, now)
-    if isinstance(knowledge, SharedKnowledge) and share.several is not None:
+    if isinstance(knowledge, WorkerKnowledge) and share.several is not None:
         _share(prefixes, knowledge, engines, now, share.several, pool)
     engines.watch(prefixes)
     engines.when_forgotten(knowledge.remove)

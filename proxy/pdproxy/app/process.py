@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from pdproxy.app.capacity import SharedPlaces
+from pdproxy.app.capacity import ProxyPlaces
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.gauges import show_process
 from pdproxy.app.heartbeat import Heartbeat
-from pdproxy.app.share import Alone, Share
+from pdproxy.app.share import Share, SoleProcess
 from pdproxy.app.tokens import Library
 from pdproxy.app.watch import Watch
 from pdproxy.fleet.engines import EngineRegistry
@@ -27,7 +27,7 @@ from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.shared_admission import SharedAdmission
+from pdproxy.serving.request.worker_admission import WorkerAdmission
 from pdproxy.settings.changes import own
 from pdproxy.settings.listen import UNIX, parsed_networks
 from pdproxy.settings.schema import Settings
@@ -44,7 +44,7 @@ class Process:
 
     settings: Settings
     watch: Watch
-    share: Share | Alone
+    share: Share | SoleProcess
     library: Library
     credentials: Credentials
     registries: list[EngineRegistry]
@@ -63,7 +63,7 @@ class Process:
     quotas: Quotas
     cache_salts: CacheSalts
     models: Models
-    places: SharedPlaces | None
+    places: ProxyPlaces | None
     """None where one pool of one process has all places."""
     heartbeat: Heartbeat
     wrong_keys: WrongKeys
@@ -81,7 +81,7 @@ class Process:
         watch: Watch,
         log: Log | None,
         clock: Clock | None,
-        share: Share | Alone,
+        share: Share | SoleProcess,
     ) -> Self:
         """Make them. Arguments and errors are those of `Proxy.build`."""
         settings = own(settings)
@@ -104,7 +104,7 @@ class Process:
         if (several := share.several) is None:
             admission = Admission(*admitted)
         else:
-            admission = several.admission = SharedAdmission(*admitted, shared=several.places())
+            admission = several.admission = WorkerAdmission(*admitted, shared=several.places())
         retries = RetryBudget(limits, deadlines, lambda: admission.inflight, clock, observers)
         bodies = BodyReader(limits, deadlines, settings.media, clock, observers)
         show_process(observers, tasks, log, lines)
@@ -130,13 +130,13 @@ class Process:
             quotas=share.quotas(credentials.keys.limits, clock.now),
             cache_salts=CacheSalts(settings.tenants, credentials.keys, partial(_secret, credentials, share)),
             models=models,
-            places=SharedPlaces(admission) if len(settings.pools) > 1 or several is not None else None,
+            places=ProxyPlaces(admission) if len(settings.pools) > 1 or several is not None else None,
             heartbeat=Heartbeat(observers),
             wrong_keys=WrongKeys(clock.now, observers),
         )
 
 
-def _secret(credentials: Credentials, share: Share | Alone) -> bytes:
+def _secret(credentials: Credentials, share: Share | SoleProcess) -> bytes:
     """Return the secret of tenants' salts: the settings', or else one that this process and its other workers have made."""
     own = credentials.cache_secret()
     return share.cache_secret if own is None else own.encode()

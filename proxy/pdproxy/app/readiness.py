@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.request.admission import Admission
-from pdproxy.web.operation import Readiness, State
+from pdproxy.web.operation import OperationState, Readiness
 
 MAX_DETAIL, MAX_DETAILS = 1000, 200
 """Characters of a sentence, and how many sentences there are."""
@@ -60,11 +60,11 @@ class ReadinessCheck:
         """Show what one more source says is wrong."""
         self._sources.append(source)
 
-    def state(self) -> State:
+    def state(self) -> OperationState:
         """Return the state, without its reasons."""
         if self._why_not() is not None:
-            return State.NOT_READY
-        return State.DEGRADED if self._why_degraded() else State.OK
+            return OperationState.NOT_READY
+        return OperationState.DEGRADED if self._why_degraded() else OperationState.OK
 
     def not_taking(self) -> str | None:
         """Return why this process takes no requests, whatever its engines do: for balancers. None: it takes some.
@@ -75,7 +75,7 @@ class ReadinessCheck:
 
     def engines(self) -> tuple[int, int]:
         """Return how many engines make KV for others, and how many use it."""
-        roles = [node.role for pool in self._pools for node in pool.ledger.nodes]
+        roles = [engine.role for pool in self._pools for engine in pool.ledger.engines]
         makes, uses = (Role.PREFILL, Role.ANY), (Role.DECODE, Role.ANY)
         return sum(role in makes for role in roles), sum(role in uses for role in roles)
 
@@ -111,8 +111,8 @@ class ReadinessCheck:
         if len(details) > MAX_DETAILS:
             shown.append(f"and {len(details) - MAX_DETAILS} more")
         if reason is not None:
-            return Readiness(State.NOT_READY, truncate(reason, MAX_REASON), shown)
-        return Readiness(State.DEGRADED if is_degraded else State.OK, None, shown)
+            return Readiness(OperationState.NOT_READY, truncate(reason, MAX_REASON), shown)
+        return Readiness(OperationState.DEGRADED if is_degraded else OperationState.OK, None, shown)
 
 
 def ledger_source(ledger: Ledger, now: Callable[[], float]) -> Callable[[], Sequence[str]]:

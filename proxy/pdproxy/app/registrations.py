@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass
 
 from pdproxy.app.process import Process
-from pdproxy.app.sockets import Place, Sockets, registration_place
+from pdproxy.app.sockets import AddressToBind, Sockets, registration_place
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.registration import Registrations
-from pdproxy.fleet.shared_registration import SharedRegistrations
+from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.registry import entry_of
@@ -25,7 +25,7 @@ class Registering:
 
     known: Registrations
     socket: RegistrationSocket
-    place: Place
+    place: AddressToBind
     sockets: Sockets
 
     def start(self) -> None:
@@ -60,7 +60,7 @@ def build_registrations(
         known = Registrations(engines, ledger, read, observers, clock, timeout=timeout, checked=hosts.of_peers)
     else:
         siblings, topic = share.siblings, f"registrations {settings.pool.name}"
-        known = SharedRegistrations(
+        known = WorkerRegistrations(
             engines,
             ledger,
             read,

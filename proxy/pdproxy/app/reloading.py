@@ -14,7 +14,7 @@ from typing import Protocol
 
 from pdproxy.fleet.member import MembershipError
 from pdproxy.kit.reloading_file import stamp
-from pdproxy.observe.description import Label, Rule, counter
+from pdproxy.observe.description import Label, MergeRule, counter
 from pdproxy.observe.events import Observers
 from pdproxy.settings.changes import changes
 from pdproxy.settings.errors import SettingsError
@@ -36,7 +36,7 @@ RELOADED = counter(
     "reads",
     "How often the settings were read again, because a file has changed or at SIGHUP",
     Label("result", RELOADS),
-    workers=Rule.MOST,  # each follows the settings: one change is counted in all of them
+    workers=MergeRule.MOST,  # each follows the settings: one change is counted in all of them
 )
 
 

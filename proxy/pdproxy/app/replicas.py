@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pdproxy.app.compose import Proxy
 from pdproxy.fleet.dns_source import LookUp
 from pdproxy.fleet.replicas import ReplicaCount
-from pdproxy.observe.description import NODE, ROLE, Rule, Samples, gauge
+from pdproxy.observe.description import NODE, ROLE, MergeRule, Samples, gauge
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy.settings.dns import DnsName
 from pdproxy.upstream.resolver import Resolver
@@ -17,7 +17,7 @@ REPLICAS = gauge(
     "pdproxy_replicas",
     "proxies",
     "Proxies in front of the same engines, with this one (replicas.count)",
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 NODE_OTHERS = gauge(
     "pdproxy_node_other_requests",
@@ -25,7 +25,7 @@ NODE_OTHERS = gauge(
     "Requests that an engine is estimated to have from other replicas, or from others' clients",
     NODE,
     ROLE,
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 
 
@@ -62,7 +62,7 @@ def follow_replicas(
 def _show(proxy: Proxy, ledger: ReplicaLedger) -> None:
     def others() -> Samples:
         engines = [engine for pool in proxy.pools for engine in pool.engines.values()]
-        return [((one.url, one.node.role.value), one.node.of_replicas[0]) for one in engines]
+        return [((one.url, one.in_ledger.role.value), one.in_ledger.of_replicas[0]) for one in engines]
 
     proxy.observers.show(REPLICAS, lambda: [((), ledger.replicas)])
     proxy.observers.show(NODE_OTHERS, others)

@@ -35,7 +35,7 @@ from pdproxy.app.live import LiveSettings
 from pdproxy.app.reloading import Reloading, SettingsSource
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.salt_warnings import salt_warnings
-from pdproxy.app.share import ALONE, Alone, Share
+from pdproxy.app.share import ALONE, Share, SoleProcess
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, set_level
@@ -225,7 +225,7 @@ async def serve(
     ending: Ending,
     log: Log | None = None,
     started: Callable[[Proxy], Awaitable[None] | None] = lambda _: None,
-    share: Share | Alone = ALONE,
+    share: Share | SoleProcess = ALONE,
 ) -> int:
     """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`.
 

@@ -1,6 +1,6 @@
 """What several workers share: tables in memory that the parent maps before it forks them.
 
-`Shared` is made by the parent; `Share` is what one worker does with it: the parts of a proxy that differ from those of a process
+`WorkersMemory` is made by the parent; `Share` is what one worker does with it: the parts of a proxy that differ from those of a process
 that serves alone.
 """
 
@@ -16,15 +16,15 @@ from typing import Protocol
 
 from pdproxy.app.admin_of_all import AdminApiOfAll
 from pdproxy.app.followed_changes import KINDS, FollowedChanges
-from pdproxy.app.journal import Journal
+from pdproxy.app.journal import ChangeJournal
 from pdproxy.app.pool_share import PoolMemory, PoolShare
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.shown import Shown, ShownOfAll
 from pdproxy.app.siblings import Siblings
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.findings import Findings
-from pdproxy.fleet.shared_answers import SharedAnswers
-from pdproxy.fleet.shared_registration import SharedRegistrations
+from pdproxy.fleet.worker_answers import WorkerAnswers
+from pdproxy.fleet.worker_registration import WorkerRegistrations
 from pdproxy.kit import heirs, leading, shared_places
 from pdproxy.kit.heirs import ADOPT, ADOPTED
 from pdproxy.kit.leading import Leading
@@ -36,12 +36,12 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import counter
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
-from pdproxy.serving.access import shared_quotas
+from pdproxy.serving.access import worker_quotas
 from pdproxy.serving.access.quotas import Quotas
-from pdproxy.serving.access.shared_quotas import SharedQuotas
-from pdproxy.serving.kv import shared_custodian
+from pdproxy.serving.access.worker_quotas import WorkerQuotas
+from pdproxy.serving.kv import worker_custodian
 from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.shared_admission import SharedAdmission
+from pdproxy.serving.request.worker_admission import WorkerAdmission
 from pdproxy.settings.keys import KeyLimits
 from pdproxy.settings.schema import Settings
 from pdproxy.web.admin.api import AdminApi
@@ -61,19 +61,19 @@ UNSHARED = counter(
 )
 
 
-class Shared:
+class WorkersMemory:
     """The memory of so many workers, that have so many pools."""
 
     def __init__(self, workers: int, pools: int = 1) -> None:
         self.workers = workers
         self.cache_secret = token_bytes(SECRET_BYTES)
-        """See `Alone`. All workers have the same one."""
+        """See `SoleProcess`. All workers have the same one."""
         self.pools = [PoolMemory(workers) for _ in range(pools)]
         self.lead = SharedTable(workers, 1, leading.MEASURES)
         self.places = SharedTable(workers, 1, shared_places.MEASURES)
-        self.quotas = SharedTable(workers, MAX_KEYS, shared_quotas.MEASURES, shared_quotas.KEPT)
-        self.custody = SharedRecords(workers, shared_custodian.UNITS)
-        self.journal = Journal()
+        self.quotas = SharedTable(workers, MAX_KEYS, worker_quotas.MEASURES, worker_quotas.KEPT)
+        self.custody = SharedRecords(workers, worker_custodian.UNITS)
+        self.journal = ChangeJournal()
         """Not shared: the parent's own, of which a worker has a copy from its fork."""
         # Where the system has no such counters, waiting workers look every few milliseconds.
         self.wakes = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(workers)] if hasattr(os, "eventfd") else []
@@ -107,7 +107,7 @@ class Served(Protocol):
         """The clock's seconds."""
 
 
-class Alone:
+class SoleProcess:
     """The parts of a process that serves alone."""
 
     several = None
@@ -135,13 +135,15 @@ class Alone:
         """There is nothing to stop."""
 
 
-ALONE = Alone()
+ALONE = SoleProcess()
 
 
 class Share:
     """A worker's part. `number`: of the worker; `send`: sends its parent a message."""
 
-    def __init__(self, shared: Shared, number: int, send: Callable[[Message], None], now: Callable[[], float]) -> None:
+    def __init__(
+        self, shared: WorkersMemory, number: int, send: Callable[[Message], None], now: Callable[[], float]
+    ) -> None:
         self.number = number
         self.workers = shared.workers
         self.cache_secret = shared.cache_secret
@@ -155,12 +157,12 @@ class Share:
         self.lead = Leading(number, *shared.lead.of(number))
         self.findings: list[Findings] = []
         """Those of each pool."""
-        self._answers: list[SharedAnswers] = []
-        self.registrations: list[SharedRegistrations] = []
+        self._answers: list[WorkerAnswers] = []
+        self.registrations: list[WorkerRegistrations] = []
         """Those of each pool whose engines register."""
         self._shown: ShownOfAll | None = None
         self._send = send
-        self.admission: SharedAdmission | None = None
+        self.admission: WorkerAdmission | None = None
         """Set by whoever makes it."""
 
     def __repr__(self) -> str:
@@ -227,10 +229,10 @@ class Share:
         self._pools.append(pool)
         return pool
 
-    def answers(self, topic: str, engines: EngineRegistry) -> SharedAnswers:
+    def answers(self, topic: str, engines: EngineRegistry) -> WorkerAnswers:
         """Return what engines answer to questions that one worker asks for all. `topic`: of its messages, its own."""
         siblings = self.siblings
-        made = SharedAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
+        made = WorkerAnswers(self.lead, lambda body: siblings.tell(topic, body), engines)
         siblings.hears[topic] = made.received
         self._answers.append(made)
         return made
@@ -241,11 +243,11 @@ class Share:
 
     def quotas(self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]) -> Quotas:
         """Return the worker's limits of keys. The arguments: those of `Quotas`."""
-        return SharedQuotas(limits, now, *self._shared.quotas.of(self.number))
+        return WorkerQuotas(limits, now, *self._shared.quotas.of(self.number))
 
     def shown(self, admission: Admission, readiness: Callable[[], Readiness], metrics: Metrics) -> Shown:
         """Return what clients are shown of all workers. The arguments: those of `Shown`."""
-        assert isinstance(admission, SharedAdmission)
+        assert isinstance(admission, WorkerAdmission)
         metrics.show(UNSHARED, lambda: [((), self._area.without_space)])
         self._shown = ShownOfAll(
             admission, readiness, metrics, self.siblings, self.number, lambda: admission.everywhere

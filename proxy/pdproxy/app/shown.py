@@ -14,11 +14,11 @@ from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.links import Message
 from pdproxy.kit.switchboard import REPORT
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import Rule, counter
+from pdproxy.observe.description import MergeRule, counter
 from pdproxy.observe.metrics import Metrics
 from pdproxy.observe.snapshot import Snapshot, decode, encode, merged, of_process, page_of
 from pdproxy.serving.request.admission import Admission
-from pdproxy.web.operation import Readiness, State
+from pdproxy.web.operation import OperationState, Readiness
 
 REPORT_EVERY = 1.0
 """Seconds between two reports of a worker's counts: what a killed one has counted since its last report is lost."""
@@ -26,7 +26,7 @@ RESTARTS = counter(
     "pdproxy_worker_restarts_total",
     "starts",
     "How often a worker was started again, because it had ended or was killed",
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 
 
@@ -140,10 +140,10 @@ def together(found: dict[int, Readiness], silent: Sequence[str] = ()) -> Readine
     states = [one.state for one in found.values()]
     reasons = {number: one.reason for number, one in found.items() if one.reason is not None}
     if len(reasons) == len(found):
-        return Readiness(State.NOT_READY, next(iter(reasons.values())), _details(found))
+        return Readiness(OperationState.NOT_READY, next(iter(reasons.values())), _details(found))
     details = [*silent, *(f"worker {number}: {reason}" for number, reason in reasons.items()), *_details(found)]
-    is_ok = not silent and all(state is State.OK for state in states)
-    return Readiness(State.OK if is_ok else State.DEGRADED, None, details[:MAX_DETAILS])
+    is_ok = not silent and all(state is OperationState.OK for state in states)
+    return Readiness(OperationState.OK if is_ok else OperationState.DEGRADED, None, details[:MAX_DETAILS])
 
 
 def _details(found: dict[int, Readiness]) -> list[str]:
@@ -170,4 +170,4 @@ def _encode_ready(one: Readiness) -> bytes:
 
 def _decode_ready(data: bytes) -> Readiness:
     one = _ready_decoder.decode(data)
-    return Readiness(State(one.state), one.reason, one.details)
+    return Readiness(OperationState(one.state), one.reason, one.details)

@@ -34,7 +34,7 @@ PATIENCE = 1.0
 
 
 @dataclass(slots=True)
-class Answers:
+class SiblingAnswers:
     """What the others have answered, by their numbers. `silent`: those that did not in time, or have ended meanwhile."""
 
     of: dict[int, bytes] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Open:
     """A question that is not answered by all."""
 
     def __init__(self) -> None:
-        self.found = Answers()
+        self.found = SiblingAnswers()
         self.asked: set[int] | None = None
         self.done = asyncio.Event()
 
@@ -89,7 +89,7 @@ class Siblings:
         self.is_behind: Callable[[], bool] = lambda: False
         self._last = 0
         self._open: dict[int, _Open] = {}
-        self._asking: dict[str, asyncio.Task[Answers]] = {}
+        self._asking: dict[str, asyncio.Task[SiblingAnswers]] = {}
 
     def __repr__(self) -> str:
         return f"<Siblings: {len(self._open)} questions>"
@@ -112,7 +112,7 @@ class Siblings:
         self._send(Message(PASS, worker=worker, body=_encode_told(_Told(topic, body))))
         return True
 
-    async def ask(self, question: str) -> Answers:
+    async def ask(self, question: str) -> SiblingAnswers:
         """Return what the others answer, within a second, and one more for the last reports of those that do not."""
         task = self._asking.get(question)
         if task is None:
@@ -120,7 +120,7 @@ class Siblings:
             task.add_done_callback(lambda _: self._asking.pop(question, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, question: str) -> Answers:
+    async def _ask(self, question: str) -> SiblingAnswers:
         self._last += 1
         number = self._last
         one = self._open[number] = _Open()

@@ -21,7 +21,7 @@ BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AddressToBind:
     """An address to bind, and the section of the settings that has it."""
 
     section: str
@@ -36,28 +36,28 @@ class Place:
         return f"{self.section} {self.at}" if self.at else self.section
 
 
-def notices_place(settings: Settings) -> Place:
+def notices_place(settings: Settings) -> AddressToBind:
     """Return where engines send notices."""
-    return Place("kv_ready", settings.kv_ready.host, settings.kv_ready.port)
+    return AddressToBind("kv_ready", settings.kv_ready.host, settings.kv_ready.port)
 
 
-def registration_place(settings: Settings) -> Place:
+def registration_place(settings: Settings) -> AddressToBind:
     """Return where engines of the pool's connector register."""
     own = settings.registration
     port = own.port or registry.entry_of(settings.pool.connector).registration_port
-    return Place("registration", own.host, port)
+    return AddressToBind("registration", own.host, port)
 
 
-def kv_events_places(settings: Settings) -> Iterator[Place]:
+def kv_events_places(settings: Settings) -> Iterator[AddressToBind]:
     """Return where engines connect to publish KV events: a port for each data-parallel rank that an engine may have."""
     own = settings.pool.kv_events
     if own.host is not None:
-        most = max((node.facts.data_parallel_size for node in settings.pool.nodes), default=1)
+        most = max((engine.facts.data_parallel_size for engine in settings.pool.nodes), default=1)
         for at in range(most):
-            yield Place("pools[0].kv_events", own.host, own.port + at, at)
+            yield AddressToBind("pools[0].kv_events", own.host, own.port + at, at)
 
 
-def places(settings: Settings) -> Iterator[Place]:
+def places(settings: Settings) -> Iterator[AddressToBind]:
     """Return where the engines of the pool of these settings send messages. Those of its connector: if that is known already."""
     if settings.pool.kv_events.enabled and settings.pool.asks_the_index:
         yield from kv_events_places(settings)
@@ -74,7 +74,7 @@ def places(settings: Settings) -> Iterator[Place]:
 class BoundHere:
     """The sockets of a process that serves alone."""
 
-    def bind(self, socket: InboundSocket, place: Place) -> None:
+    def bind(self, socket: InboundSocket, place: AddressToBind) -> None:
         """Bind a socket.
 
         Raises:
@@ -83,7 +83,7 @@ class BoundHere:
         with _telling(place):
             socket.bind(place.host, place.port)
 
-    def listener(self, place: Place) -> sockets.socket:
+    def listener(self, place: AddressToBind) -> sockets.socket:
         """Return a socket that listens there. Raises SettingsError: the address can't be bound."""
         return listener_at(place)
 
@@ -94,7 +94,7 @@ class BoundBefore:
     def __init__(self, listeners: Mapping[str, sockets.socket]) -> None:
         self._listeners = listeners
 
-    def bind(self, socket: InboundSocket, place: Place) -> None:
+    def bind(self, socket: InboundSocket, place: AddressToBind) -> None:
         """Have a socket take some of the connections.
 
         Raises:
@@ -104,11 +104,11 @@ class BoundBefore:
         with _telling(place):
             socket.bind(place.host, listener.getsockname()[1], listener)
 
-    def listener(self, place: Place) -> sockets.socket:
+    def listener(self, place: AddressToBind) -> sockets.socket:
         """Return a socket that takes some of the connections there. Raises SettingsError as `bind`."""
         return self._bound(place).dup()
 
-    def _bound(self, place: Place) -> sockets.socket:
+    def _bound(self, place: AddressToBind) -> sockets.socket:
         listener = self._listeners.get(place.key)
         if listener is None:
             raise SettingsError(
@@ -122,7 +122,7 @@ Sockets = BoundHere | BoundBefore
 """How a pool's sockets for engines' messages are bound."""
 
 
-def listener_at(place: Place) -> sockets.socket:
+def listener_at(place: AddressToBind) -> sockets.socket:
     """Return a socket that listens there, for several processes.
 
     Raises:
@@ -142,7 +142,7 @@ def listener_at(place: Place) -> sockets.socket:
 
 
 @contextmanager
-def _telling(place: Place) -> Iterator[None]:
+def _telling(place: AddressToBind) -> Iterator[None]:
     try:
         yield
     except OSError as error:

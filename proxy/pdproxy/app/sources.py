@@ -16,8 +16,8 @@ from pdproxy.app.pool import PoolParts
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import SETTINGS
 from pdproxy.fleet.sources import EngineSource, FoundEngines, source_of
-from pdproxy.observe.description import Description, Label, Rule, Samples, counter, gauge
-from pdproxy.settings.engines import Node, both_schemes
+from pdproxy.observe.description import Description, Label, MergeRule, Samples, counter, gauge
+from pdproxy.settings.engines import ConfiguredEngine, both_schemes
 from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -39,8 +39,8 @@ def _of_source(name: str, answers: str, engines: str, age: str) -> tuple[Descrip
     source = Label("source", text="the URL that names engines, as in the settings")
     return (
         counter(f"pdproxy_{name}_answers_total", "answers", answers, source, Label("result", RESULTS)),
-        gauge(f"pdproxy_{name}_engines", "engines", engines, source, workers=Rule.MOST),
-        gauge(f"pdproxy_{name}_age_seconds", "seconds", age, source, workers=Rule.MOST),
+        gauge(f"pdproxy_{name}_engines", "engines", engines, source, workers=MergeRule.MOST),
+        gauge(f"pdproxy_{name}_age_seconds", "seconds", age, source, workers=MergeRule.MOST),
     )
 
 
@@ -63,7 +63,7 @@ METRICS = {
 
 class _New(NamedTuple):
     at: int
-    node: Node
+    engine: ConfiguredEngine
     source: EngineSource
 
 
@@ -125,7 +125,7 @@ class Sources:
                     logger.error("%s: %s", otherwise, error)  # noqa: TRY400
             raise
         self._half_applied = False
-        wanted = {(at, node.url) for at, pool in enumerate(pools) for node in pool.source_nodes}
+        wanted = {(at, engine.url) for at, pool in enumerate(pools) for engine in pool.source_nodes}
         for key in [key for key in self._followed if key not in wanted]:  # from here nothing fails
             engines, task = self._followed.pop(key)
             self._proxy.tasks.end(task)
@@ -141,32 +141,32 @@ class Sources:
         if pool.fixed_nodes != fixed or self._half_applied:
             self._have_fixed(at, pool.fixed_nodes)
             put_back.append((f"pool {pool.name} keeps its new engines", partial(self._have_fixed, at, fixed)))
-        for node in pool.source_nodes:
-            one = self._followed.get((at, node.url))
-            if one is not None and (one.engines.node != node or self._half_applied):
-                before = one.engines.node
-                one.engines.use(node)
-                put_back.append((f"{node.url} keeps its new settings", partial(one.engines.use, before)))
+        for engine in pool.source_nodes:
+            one = self._followed.get((at, engine.url))
+            if one is not None and (one.engines.in_ledger != engine or self._half_applied):
+                before = one.engines.in_ledger
+                one.engines.use(engine)
+                put_back.append((f"{engine.url} keeps its new settings", partial(one.engines.use, before)))
 
-    def _have_fixed(self, at: int, nodes: tuple[Node, ...]) -> None:
-        self._proxy.pools[at].membership.apply(SETTINGS, nodes)
-        self._fixed[at] = nodes
+    def _have_fixed(self, at: int, ledger_engines: tuple[ConfiguredEngine, ...]) -> None:
+        self._proxy.pools[at].membership.apply(SETTINGS, ledger_engines)
+        self._fixed[at] = ledger_engines
 
     def _made(self, pools: Sequence[Pool]) -> list[_New]:
         """Make the sources of these pools that are not followed yet."""
-        nodes = [(at, node) for at, pool in enumerate(pools) for node in pool.source_nodes]
-        new = [(at, node) for at, node in nodes if (at, node.url) not in self._followed]
-        return [_New(at, node, self.make(node.url, self._proxy.settings)) for at, node in new]
+        ledger_engines = [(at, engine) for at, pool in enumerate(pools) for engine in pool.source_nodes]
+        new = [(at, engine) for at, engine in ledger_engines if (at, engine.url) not in self._followed]
+        return [_New(at, engine, self.make(engine.url, self._proxy.settings)) for at, engine in new]
 
     def _follow(self, new: Sequence[_New], *, are_new: bool) -> None:
         """Follow these. `are_new`: their first engines begin slowly."""
         proxy = self._proxy
-        for at, node, source in new:
+        for at, engine, source in new:
             parts = proxy.pools[at]
             elsewhere = partial(_pool_of, pools=[other for other in proxy.pools if other is not parts])
-            engines = FoundEngines(node, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new)
+            engines = FoundEngines(engine, parts.membership, proxy.observers, proxy.now, elsewhere, are_new=are_new)
             task = proxy.tasks.keep(partial(source.run, engines.answered), engines.name)
-            self._followed[at, node.url] = _Followed(engines, task)
+            self._followed[at, engine.url] = _Followed(engines, task)
         if self._followed and not self._is_shown:
             self._is_shown = True
             proxy.readiness.show(lambda: [text for one in self.found for text in one.shortcomings()])

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from pdproxy.app.share import Alone, Share
+from pdproxy.app.share import Share, SoleProcess
 from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.shared_canary import SharedCanaries
+from pdproxy.fleet.worker_canary import WorkerCanaries
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
@@ -63,7 +63,7 @@ def build_tokens(
     admin: EngineAdmin,
     observers: Observers,
     clock: Clock,
-    share: Share | Alone,
+    share: Share | SoleProcess,
     *,
     needed: bool,
     wanted: bool,
@@ -92,7 +92,7 @@ def build_tokens(
     make = (
         Canaries
         if several is None
-        else partial(SharedCanaries, shared=several.answers(f"canaries {pool.name}", engines))
+        else partial(WorkerCanaries, shared=several.answers(f"canaries {pool.name}", engines))
     )
     canaries = make(engines, admin, observers, threads, tokenizer=named, find=library.find)
 

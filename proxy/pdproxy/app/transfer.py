@@ -18,11 +18,11 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.kept_turns import TurnLimits
-from pdproxy.serving.kv.ready import KvReady
-from pdproxy.serving.kv.shared_buffers import SharedReceiveBuffers
-from pdproxy.serving.kv.shared_turns import SharedTurns
-from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.engines import Node
+from pdproxy.serving.kv.ready import ReadyWaits
+from pdproxy.serving.kv.turns import PoolTurns
+from pdproxy.serving.kv.worker_buffers import WorkerReceiveBuffers
+from pdproxy.serving.kv.worker_turns import WorkerTurns
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.kv import LMCache
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import Settings
@@ -43,14 +43,14 @@ def build_transfer(
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
     order = pool.dispatch
-    if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.nodes):
+    if order is None and contract.holder.decode_waits and any(engine.role == "any" for engine in pool.nodes):
         # Two engines that are full of blocks which wait for the other one's KV would have none to make that KV in.
         order = "sequential"
     queue = engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines
     return KvTransfer(
         contract if order is None else dataclasses.replace(contract, order=order),
-        KvReady(clock, observers, clock.now),
-        ReceiveBuffers(*queue) if own is None else SharedReceiveBuffers(*queue, *own.memory.buffers.of(own.number)),
+        ReadyWaits(clock, observers, clock.now),
+        ReceiveBuffers(*queue) if own is None else WorkerReceiveBuffers(*queue, *own.memory.buffers.of(own.number)),
         recomputes=settings.kv_ready.on_timeout == "recompute",
         hosts=HandleHosts(settings.engines.allowed, engines.get),
     )
@@ -77,7 +77,7 @@ def build_turns(
     observers: Observers,
     own: PoolShare | None,
     hosts: HandleHosts,
-) -> Turns | None:
+) -> PoolTurns | None:
     """Return what hands KV of finished turns back to prefill engines, None where that is not wanted.
 
     `own`: see `build_ledger`. `hosts`: which hosts handles may name.
@@ -102,8 +102,8 @@ def build_turns(
     by_notice = settings.kv_ready.notifier
     arguments = contract.turns, limits, ledger, engines, settings.deadlines, observers, clock
     if own is None:
-        return Turns(*arguments, by_notice=by_notice, hosts=hosts)
-    own.turns = SharedTurns(
+        return PoolTurns(*arguments, by_notice=by_notice, hosts=hosts)
+    own.turns = WorkerTurns(
         *arguments,
         by_notice=by_notice,
         hosts=hosts,
@@ -115,17 +115,17 @@ def build_turns(
     return own.turns
 
 
-def receiver_of(node: Node) -> Receiver | None:
+def receiver_of(engine: ConfiguredEngine) -> Receiver | None:
     """Return where an engine receives KV that is pushed, None if nothing is pushed to it."""
-    if not node.decodes or not node.receiver.init_ports:
+    if not engine.decodes or not engine.receiver.init_ports:
         return None
-    return Receiver(receiver_host(node), node.receiver.init_ports, node.receiver.alloc_ports)
+    return Receiver(receiver_host(engine), engine.receiver.init_ports, engine.receiver.alloc_ports)
 
 
-def kv_host_of(node: Node, pool: Pool) -> str | None:
+def kv_host_of(engine: ConfiguredEngine, pool: Pool) -> str | None:
     """Return the host at which other engines reach this one for KV, None if it is the one that the engine itself names."""
-    by_url = urlsplit(node.url).hostname if pool.remote_host == "url" else None
-    return node.facts.remote_host or by_url
+    by_url = urlsplit(engine.url).hostname if pool.remote_host == "url" else None
+    return engine.facts.remote_host or by_url
 
 
 def buffer_capacity(lmcache: LMCache) -> int | None:

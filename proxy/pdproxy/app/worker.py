@@ -25,7 +25,7 @@ from pdproxy.app.first_probes import first_probes
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.replicas import follow_replicas
 from pdproxy.app.server import follow, serve
-from pdproxy.app.share import Shared
+from pdproxy.app.share import WorkersMemory
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.forked import flush_output
 from pdproxy.kit.frames import frames
@@ -142,7 +142,7 @@ def work(
     listener: socket.socket,
     log: Log,
     end: socket.socket,
-    shared: Shared,
+    shared: WorkersMemory,
     number: int,
     admin: AdminSocket | None = None,
 ) -> int:
@@ -180,7 +180,7 @@ async def _serve(
     listener: socket.socket,
     log: Log,
     end: socket.socket,
-    shared: Shared,
+    shared: WorkersMemory,
     number: int,
     admin: AdminSocket | None = None,
 ) -> int:

@@ -15,12 +15,12 @@ import socket
 from pdproxy.app import worker
 from pdproxy.app.admin import AdminSocket, admin_socket
 from pdproxy.app.begin import cant_listen, run_logged
-from pdproxy.app.changes import Changes
+from pdproxy.app.changes import ParentChanges
 from pdproxy.app.drain import longest_drain
 from pdproxy.app.listening import Listening
 from pdproxy.app.reloading import SettingsSource
 from pdproxy.app.server import GC_THRESHOLDS, fit_files
-from pdproxy.app.share import Shared
+from pdproxy.app.share import WorkersMemory
 from pdproxy.app.shown import add_up
 from pdproxy.app.sockets import listener_at, places
 from pdproxy.kit.heirs import ADOPTED, Heirs
@@ -64,7 +64,7 @@ def _listen_and_supervise(
     except OSError as error:
         return cant_listen(settings, log, error)
     _warn_of_memory(settings)
-    shared = Shared(count, len(settings.pools))
+    shared = WorkersMemory(count, len(settings.pools))
     try:
         bind_for_engines(settings, shared)
     except SettingsError:
@@ -94,7 +94,7 @@ def _listen_and_supervise(
             listener.close()
 
 
-def bind_for_engines(settings: Settings, shared: Shared) -> None:
+def bind_for_engines(settings: Settings, shared: WorkersMemory) -> None:
     """Bind the sockets to which engines send messages.
 
     Raises:
@@ -114,12 +114,12 @@ def bind_for_engines(settings: Settings, shared: Shared) -> None:
 class Parent(Watcher):
     """What the supervisor does for the workers besides keeping them."""
 
-    def __init__(self, shared: Shared, supervisor: Supervisor, listening: Listening) -> None:
+    def __init__(self, shared: WorkersMemory, supervisor: Supervisor, listening: Listening) -> None:
         self._shared = shared
         self._listening = listening
         self._switchboard = Switchboard(supervisor, add_up)
         self._heirs = Heirs(supervisor, shared.custody, *(pool.turns for pool in shared.pools))
-        self._changes = Changes(supervisor, shared.journal)
+        self._changes = ParentChanges(supervisor, shared.journal)
 
     def received(self, worker: WorkerProcess, message: Message) -> None:
         """See `Watcher`."""

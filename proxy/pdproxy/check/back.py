@@ -13,8 +13,8 @@ from pdproxy.check.engines import scrape
 from pdproxy.check.facts import Back, EngineFacts
 from pdproxy.check.handles import Handles
 from pdproxy.check.http_client import HttpClient
-from pdproxy.check.metrics import Metrics
-from pdproxy.check.options import Options
+from pdproxy.check.metrics import EngineMetrics
+from pdproxy.check.options import CheckOptions
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.transfer.turns import DecodeHandle
 from pdproxy.wire.fields import Fields
@@ -26,11 +26,11 @@ _TRIES = 2
 class BackProbe:
     """Tries it with one pair at a time."""
 
-    def __init__(self, http: HttpClient, handles: Handles, options: Options) -> None:
+    def __init__(self, http: HttpClient, handles: Handles, options: CheckOptions) -> None:
         self._http, self._handles, self._options = http, handles, options
 
     async def back(
-        self, prefill: EngineFacts, decode: EngineFacts, model: str, params: bytes | None, before: Metrics | None
+        self, prefill: EngineFacts, decode: EngineFacts, model: str, params: bytes | None, before: EngineMetrics | None
     ) -> Back:
         """Return what can go back. `params`: of D's answer; `before`: D's metrics before that request. D's KV is released."""
         rules = self._handles.contract.turns

@@ -13,9 +13,9 @@ import msgspec
 from pdproxy.check import prompts
 from pdproxy.check.facts import Card, EngineFacts, Generated, Trouble, TroubleKind
 from pdproxy.check.http_client import HttpClient, Reply
-from pdproxy.check.metrics import Metrics, read
+from pdproxy.check.metrics import EngineMetrics, read
 from pdproxy.fleet.prober import CANARY
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 
 _UNSUPPORTED = (400, 403, 404, 405, 501)
 """Statuses of an engine that has no such route, or refuses it: the fact stays unknown."""
@@ -40,10 +40,12 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-async def ask_engine(http: HttpClient, node: Node, mark: str, *, generates: bool = True) -> EngineFacts:
+async def ask_engine(http: HttpClient, engine: ConfiguredEngine, mark: str, *, generates: bool = True) -> EngineFacts:
     """Return the facts of one engine; `mark` must be unique. `generates`: also its completions, which some can't do alone."""
-    facts = EngineFacts(url=node.url, role=node.role, sources=frozenset(node.sources), block_size=node.facts.block_size)
-    facts.addresses = await resolve(urlsplit(node.url).hostname or "", http.timeout)
+    facts = EngineFacts(
+        url=engine.url, role=engine.role, sources=frozenset(engine.sources), block_size=engine.facts.block_size
+    )
+    facts.addresses = await resolve(urlsplit(engine.url).hostname or "", http.timeout)
     try:
         await _ask_all(http, facts)
         if generates and not facts.is_proxy:
@@ -53,7 +55,7 @@ async def ask_engine(http: HttpClient, node: Node, mark: str, *, generates: bool
     return facts
 
 
-async def scrape(http: HttpClient, url: str) -> Metrics | None:
+async def scrape(http: HttpClient, url: str) -> EngineMetrics | None:
     """Return an engine's metrics, None if it has none that can be read."""
     reply = await http.get(url, "/metrics")
     return read(reply.body.decode("utf-8", "replace")) if isinstance(reply, Reply) and reply.status == 200 else None

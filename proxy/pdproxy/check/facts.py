@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from pdproxy.check.metrics import Metrics
-from pdproxy.scheduling.nodes import Evidence
+from pdproxy.check.metrics import EngineMetrics
+from pdproxy.scheduling.ledger_engine import Evidence
 from pdproxy.settings.engines import Role
 from pdproxy.settings.schema import Settings
-from pdproxy.transfer.detect import Found, Undecided
+from pdproxy.transfer.detect import DetectedContract, Undecided
 
 TroubleKind = Literal["unreachable", "tls", "silent", "broken", "unhealthy", "key"]
 """No connection; no TLS, or a certificate that is not trusted; no answer in time; an answer that is not HTTP or not JSON; an
@@ -64,14 +64,14 @@ class Side(msgspec.Struct, frozen=True):
     reach: Reach = "untried"
 
 
-class Lease(msgspec.Struct, frozen=True):
+class HandleExpiry(msgspec.Struct, frozen=True):
     """A handle that was not used for a while. `ended`: when its lease ended, None if it lasted longer than `watched`."""
 
     watched: float
     ended: float | None = None
 
 
-class Policy(msgspec.Struct, frozen=True):
+class LoadFailurePolicy(msgspec.Struct, frozen=True):
     """What a decode engine does when KV can't be loaded. `answer` None: not tried, or neither was seen."""
 
     answer: Literal["fail", "recompute"] | None = None
@@ -88,7 +88,7 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     trouble: Trouble | None = None
     version: str = ""
     cards: tuple[Card, ...] = ()
-    metrics: Metrics | None = None
+    metrics: EngineMetrics | None = None
     """The first reading."""
     restarted: bool = False
     """Its start time changed during the check, or two of its handles name different engines."""
@@ -107,8 +107,8 @@ class EngineFacts(msgspec.Struct, kw_only=True):
     side: Side | None = None
     no_handle: str = ""
     """P: why its answer to a prefill leg gave no usable handle."""
-    lease: Lease | None = None
-    policy: Policy | None = None
+    lease: HandleExpiry | None = None
+    policy: LoadFailurePolicy | None = None
 
     @property
     def is_proxy(self) -> bool:
@@ -206,14 +206,14 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
     files_needed: int = 0
 
 
-class Facts(msgspec.Struct, kw_only=True):
+class CheckFacts(msgspec.Struct, kw_only=True):
     """All facts. Engines and pairs are in the order of the settings."""
 
     settings: Settings
     engines: list[EngineFacts]
     pairs: list[PairFacts] = []
     machine: MachineFacts = MachineFacts()
-    connector: Found | Undecided | None = None
+    connector: DetectedContract | Undecided | None = None
     """With connector `auto`: the one that the engines show. None: the settings name one."""
     timeout: float = 10.0
 

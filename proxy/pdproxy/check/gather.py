@@ -9,15 +9,15 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.app.detection import look
 from pdproxy.app.transfer import kv_host_of
 from pdproxy.check.engines import ask_engine, scrape
-from pdproxy.check.facts import EngineFacts, Facts, MachineFacts
+from pdproxy.check.facts import CheckFacts, EngineFacts, MachineFacts
 from pdproxy.check.handles import Handles
 from pdproxy.check.http_client import HttpClient
-from pdproxy.check.options import Options
+from pdproxy.check.options import CheckOptions
 from pdproxy.check.pairs import PairProbe, try_pairs
 from pdproxy.kit.ids import mint
 from pdproxy.settings.errors import naming_pool
 from pdproxy.settings.schema import Settings
-from pdproxy.transfer.detect import Found, Undecided
+from pdproxy.transfer.detect import DetectedContract, Undecided
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.transfer.registry import AUTO
 
@@ -27,14 +27,14 @@ def _mark() -> str:
 
 
 async def gather_all(
-    settings: Settings, pools: Iterable[int], options: Options, machine: MachineFacts
-) -> dict[str, Facts]:
+    settings: Settings, pools: Iterable[int], options: CheckOptions, machine: MachineFacts
+) -> dict[str, CheckFacts]:
     """Return the facts of pools, which are given by their numbers, by their names.
 
     Raises:
         SettingsError: a file of keys or certificates can't be used.
     """
-    found: dict[str, Facts] = {}
+    found: dict[str, CheckFacts] = {}
     for at in pools:
         pool = settings.pools[at]
         with naming_pool(at, pool.name, pools=len(settings.pools)):
@@ -42,20 +42,22 @@ async def gather_all(
     return found
 
 
-async def gather(settings: Settings, options: Options, machine: MachineFacts) -> Facts:
+async def gather(settings: Settings, options: CheckOptions, machine: MachineFacts) -> CheckFacts:
     """Ask the engines of the only pool of the settings and return the facts, whatever the engines do."""
     shown = await _connector(settings, options)
-    tried = shown is None or (isinstance(shown, Found) and shown.contract == NIXL.name)
+    tried = shown is None or (isinstance(shown, DetectedContract) and shown.contract == NIXL.name)
     credentials = Credentials(settings)
     http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
     try:
         # Some engines crash at a completion that is not of their connector.
-        asked = (ask_engine(http, node, _mark(), generates=tried) for node in settings.pool.nodes)
+        asked = (ask_engine(http, ledger_engine, _mark(), generates=tried) for ledger_engine in settings.pool.nodes)
         engines = await asyncio.gather(*asked)
-        facts = Facts(settings=settings, engines=engines, machine=machine, timeout=options.timeout, connector=shown)
+        facts = CheckFacts(
+            settings=settings, engines=engines, machine=machine, timeout=options.timeout, connector=shown
+        )
         if not tried:
             return facts
-        hosts = {node.url: kv_host_of(node, settings.pool) for node in settings.pool.nodes}
+        hosts = {ledger_engine.url: kv_host_of(ledger_engine, settings.pool) for ledger_engine in settings.pool.nodes}
         handles = Handles(http, NIXL, options, hosts)
         await try_pairs(PairProbe(http, handles, options, _mark), facts, options.lease_watch)
         await asyncio.gather(*(_note_restart(http, engine) for engine in engines if engine.could_be_asked))
@@ -64,9 +66,9 @@ async def gather(settings: Settings, options: Options, machine: MachineFacts) ->
         await http.close()
 
 
-async def _connector(settings: Settings, options: Options) -> Found | Undecided | None:
+async def _connector(settings: Settings, options: CheckOptions) -> DetectedContract | Undecided | None:
     """Return the connector that the engines show. None: the settings name it, or no KV is transferred."""
-    if settings.pool.connector != AUTO or not any(node.prefills for node in settings.pool.nodes):
+    if settings.pool.connector != AUTO or not any(engine.prefills for engine in settings.pool.nodes):
         return None
     shown, _ = await look(settings, options.timeout)
     return shown

@@ -16,7 +16,7 @@ from pdproxy.check import prompts
 from pdproxy.check.engines import resolve, scrape
 from pdproxy.check.facts import EngineFacts, Reach, Side, Trouble
 from pdproxy.check.http_client import HttpClient
-from pdproxy.check.options import Options
+from pdproxy.check.options import CheckOptions
 from pdproxy.kit.addresses import is_loopback
 from pdproxy.kit.ids import mint
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, Handle, HeldByPrefill, PushedToDecode
@@ -39,7 +39,7 @@ class Handles:
     """Takes and releases handles of one contract. `hosts`: where others reach an engine for KV, if not where it says itself."""
 
     def __init__(
-        self, http: HttpClient, contract: Contract, options: Options, hosts: Mapping[str, str | None] | None = None
+        self, http: HttpClient, contract: Contract, options: CheckOptions, hosts: Mapping[str, str | None] | None = None
     ) -> None:
         self.contract = contract
         self.hosts = hosts or {}

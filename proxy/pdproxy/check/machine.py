@@ -20,7 +20,7 @@ def machine_facts(settings: Settings, env: Mapping[str, str]) -> MachineFacts:
     bypass = {"no": next((value for name, value in env.items() if name.lower() == "no_proxy" and value), "")}
     return MachineFacts(
         proxies={name: _without_password(value) for name, value in env.items() if name.lower() in _PROXIES and value},
-        bypassed=frozenset(_bypassed((node.url for pool in settings.pools for node in pool.nodes), bypass)),
+        bypassed=frozenset(_bypassed((engine.url for pool in settings.pools for engine in pool.nodes), bypass)),
         files=None if hard == resource.RLIM_INFINITY else hard,
         files_needed=files_needed(settings),
     )

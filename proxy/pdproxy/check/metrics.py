@@ -25,7 +25,7 @@ _READ = (
 )
 
 
-class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """One reading. Counts are since the engine's start, summed over its data-parallel ranks."""
 
     vllm: bool = True
@@ -55,7 +55,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
         return self.by_source.get(EXTERNAL, 0.0)
 
 
-def read(page: str) -> Metrics | None:
+def read(page: str) -> EngineMetrics | None:
     """Read a page; None if it is not in Prometheus' text format."""
     lines = page.splitlines()
     relevant = "\n".join(line for line in lines if line.startswith(_READ)) + "\n"
@@ -77,7 +77,7 @@ def read(page: str) -> Metrics | None:
                         block_size = int(size) if size.isdigit() else block_size
     except (ValueError, KeyError, IndexError):
         return None
-    return Metrics(
+    return EngineMetrics(
         vllm=any(line.startswith("vllm:") for line in lines),
         pdproxy=any(line.startswith("pdproxy_") for line in lines),
         started=sums.get("process_start_time_seconds", 0.0),

@@ -17,11 +17,20 @@ from pdproxy.check import prompts
 from pdproxy.check.back import BackProbe
 from pdproxy.check.compatibility import common_model, why_incompatible
 from pdproxy.check.engines import NoAnswer, complete, scrape
-from pdproxy.check.facts import EngineFacts, Facts, Generated, Lease, PairEnd, PairFacts, Policy, Split
+from pdproxy.check.facts import (
+    CheckFacts,
+    EngineFacts,
+    Generated,
+    HandleExpiry,
+    LoadFailurePolicy,
+    PairEnd,
+    PairFacts,
+    Split,
+)
 from pdproxy.check.handles import Handles, with_other_engine
 from pdproxy.check.http_client import HttpClient
-from pdproxy.check.metrics import Metrics
-from pdproxy.check.options import Options
+from pdproxy.check.metrics import EngineMetrics
+from pdproxy.check.options import CheckOptions
 from pdproxy.settings.transfer import pairs_to_try
 from pdproxy.transfer.contract import NO_DISPATCH
 from pdproxy.wire.request import Parsed
@@ -33,7 +42,7 @@ _SAFE_SINCE = (0, 32)
 class PairProbe:
     """Tries the pairs of one check. `mark` returns a new text at each call."""
 
-    def __init__(self, http: HttpClient, handles: Handles, options: Options, mark: Callable[[], str]) -> None:
+    def __init__(self, http: HttpClient, handles: Handles, options: CheckOptions, mark: Callable[[], str]) -> None:
         self._http, self._handles, self._options, self._mark = http, handles, options, mark
         self._back = BackProbe(http, handles, options)
 
@@ -49,7 +58,7 @@ class PairProbe:
                 break
         return facts
 
-    async def lease(self, prefill: EngineFacts, decode: EngineFacts) -> Lease | None:
+    async def lease(self, prefill: EngineFacts, decode: EngineFacts) -> HandleExpiry | None:
         """Leave a handle unused for a while and watch whether its lease ends; `decode` must be able to release it."""
         model, parsed = self._prompt(prefill, decode)
         before = await scrape(self._http, prefill.url)
@@ -67,25 +76,25 @@ class PairProbe:
                 await asyncio.sleep(min(self._options.poll, self._options.lease_watch))
         if ended is None:
             await self._handles.release(prefill, decode.url, model, handle, before.kv_usage)
-        return Lease(self._options.lease_watch, ended)
+        return HandleExpiry(self._options.lease_watch, ended)
 
-    async def policy(self, prefill: EngineFacts, decode: EngineFacts) -> Policy:
+    async def policy(self, prefill: EngineFacts, decode: EngineFacts) -> LoadFailurePolicy:
         """Send D a handle of an engine that doesn't exist, and see whether it fails or computes; then release P's."""
         if not _known_safe(decode.version):
-            return Policy(why_not=f"not tried with vLLM {decode.version or '?'}")
+            return LoadFailurePolicy(why_not=f"not tried with vLLM {decode.version or '?'}")
         model, parsed = self._prompt(prefill, decode)
         before = await scrape(self._http, prefill.url)
         handle = await self._handles.take(prefill, parsed, self._id("policy"))
         if isinstance(handle, str):
-            return Policy(why_not=handle)
+            return LoadFailurePolicy(why_not=handle)
         foreign = with_other_engine(handle, str(uuid.UUID(int=0)))
         body = self._handles.contract.decode(parsed, parsed.prompts[0], foreign, NO_DISPATCH).body
         answer = await complete(self._http, decode.url, body, self._id("policy"))
         await self._handles.release(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
         if isinstance(answer, Generated):
             await self._back.back(prefill, decode, model, answer.kept, None)
-            return Policy("recompute")
-        return Policy("fail") if answer.status == 500 else Policy(why_not=answer.text)
+            return LoadFailurePolicy("recompute")
+        return LoadFailurePolicy("fail") if answer.status == 500 else LoadFailurePolicy(why_not=answer.text)
 
     async def _split(self, prefill: EngineFacts, decode: EngineFacts) -> Split:
         model, parsed = self._prompt(prefill, decode)
@@ -130,7 +139,7 @@ class PairProbe:
             back=goes_back,
         )
 
-    async def _moved(self, decode: str, before: Metrics | None, due: int) -> tuple[int, int]:
+    async def _moved(self, decode: str, before: EngineMetrics | None, due: int) -> tuple[int, int]:
         """Return the prompt tokens that D has received and the transfers that failed, since `before`; counters may lag."""
         end = time.monotonic() + self._options.settle
         while True:
@@ -150,7 +159,7 @@ class PairProbe:
         return f"pdproxy-check-{what}-{self._mark()}"
 
 
-async def try_pairs(probe: PairProbe, facts: Facts, lease_watch: float) -> None:
+async def try_pairs(probe: PairProbe, facts: CheckFacts, lease_watch: float) -> None:
     """Try all pairs, then the leases, then what D does when KV can't be loaded. Stores the results in `facts`."""
     prefills = [engine for engine in facts.engines if engine.role in ("prefill", "any")]
     decodes = [engine for engine in facts.engines if engine.role in ("decode", "any")]
@@ -195,7 +204,7 @@ def _due(prompt_tokens: int, block: int) -> int:
     return (whole if whole <= 1 else whole - 1) * block
 
 
-def _increase(before: Metrics | None, after: Metrics | None) -> tuple[int, int]:
+def _increase(before: EngineMetrics | None, after: EngineMetrics | None) -> tuple[int, int]:
     if before is None or after is None:
         return 0, 0
     return int(after.external - before.external), int(after.failed_transfers - before.failed_transfers)

@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from pdproxy.check.facts import EngineFacts, Facts, PairFacts
+from pdproxy.check.facts import CheckFacts, EngineFacts, PairFacts
 from pdproxy.check.findings import Finding
-from pdproxy.transfer.detect import Found
+from pdproxy.transfer.detect import DetectedContract
 
 Mark = Literal["good", "bad", "warning", "note"]
 _UNICODE: dict[Mark, str] = {"good": "✓", "bad": "✗", "warning": "!", "note": "·"}
@@ -20,7 +20,7 @@ _LEVEL_MARKS: dict[str, Mark] = {"error": "bad", "warning": "warning", "note": "
 WIDTH = 120
 
 
-class Style(msgspec.Struct, frozen=True):
+class TextStyle(msgspec.Struct, frozen=True):
     """How the text looks: marks beyond ASCII, colours."""
 
     unicode: bool = True
@@ -38,7 +38,7 @@ def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:
     return int(any(finding.level in failing for finding in findings))
 
 
-def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
+def verdict(facts: CheckFacts, findings: Sequence[Finding]) -> str:
     """Return the verdict in one line."""
     errors, warnings = (sum(finding.level == level for finding in findings) for level in ("error", "warning"))
     counted = " and ".join(
@@ -51,7 +51,7 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     return f"ready, with {counted}: {tried}" if warnings else f"ready: {tried}"
 
 
-def as_text(facts: Facts, findings: Sequence[Finding], style: Style) -> str:
+def as_text(facts: CheckFacts, findings: Sequence[Finding], style: TextStyle) -> str:
     """Return the report as text, with a line break at its end."""
     lines = [*_connector(facts), "engines", *_engines(facts, findings, style)]
     if facts.pairs:
@@ -61,7 +61,7 @@ def as_text(facts: Facts, findings: Sequence[Finding], style: Style) -> str:
     return "\n".join([*lines, verdict(facts, findings)]) + "\n"
 
 
-def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes:
+def as_json(facts: CheckFacts, findings: Sequence[Finding], *, strict: bool) -> bytes:
     """Return the report as one JSON object."""
     body = {
         "exit_code": exit_code(findings, strict=strict),
@@ -70,7 +70,7 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes
         "connector": None
         if facts.connector is None
         else {
-            "name": facts.connector.contract if isinstance(facts.connector, Found) else None,
+            "name": facts.connector.contract if isinstance(facts.connector, DetectedContract) else None,
             "evidence": facts.connector.lines,
         },
         "engines": [
@@ -108,7 +108,9 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes
     return msgspec.json.format(msgspec.json.encode(body), indent=2)
 
 
-def pools_as_text(pools: Mapping[str, tuple[Facts, Sequence[Finding]]], others: Mapping[str, str], style: Style) -> str:
+def pools_as_text(
+    pools: Mapping[str, tuple[CheckFacts, Sequence[Finding]]], others: Mapping[str, str], style: TextStyle
+) -> str:
     """Return the reports on several pools by their names. `others`: the connectors of those that were not checked."""
     texts = [f"pool {name}\n{as_text(facts, findings, style)}" for name, (facts, findings) in pools.items()]
     texts += [f"pool {name}\nnot checked: {_why_not(connector)}\n" for name, connector in others.items()]
@@ -116,7 +118,7 @@ def pools_as_text(pools: Mapping[str, tuple[Facts, Sequence[Finding]]], others: 
 
 
 def pools_as_json(
-    pools: Mapping[str, tuple[Facts, Sequence[Finding]]], others: Mapping[str, str], *, strict: bool
+    pools: Mapping[str, tuple[CheckFacts, Sequence[Finding]]], others: Mapping[str, str], *, strict: bool
 ) -> bytes:
     """Return the reports on several pools as one JSON object. `others`: the connectors of those that were not checked."""
     body = {
@@ -134,17 +136,17 @@ def _why_not(connector: str) -> str:
     return f"connector {connector}: run `pdproxy conformance`, which tests all connectors"
 
 
-def _connector(facts: Facts) -> Iterator[str]:
+def _connector(facts: CheckFacts) -> Iterator[str]:
     """Yield what connector the engines show, and by what."""
     if facts.connector is None:
         return
-    name = facts.connector.contract if isinstance(facts.connector, Found) else "unclear"
+    name = facts.connector.contract if isinstance(facts.connector, DetectedContract) else "unclear"
     yield f"connector: {name}"
     for line in facts.connector.lines:
         yield from wrapped(line, "  ", "    ", 2)
 
 
-def _engines(facts: Facts, findings: Sequence[Finding], style: Style) -> Iterator[str]:
+def _engines(facts: CheckFacts, findings: Sequence[Finding], style: TextStyle) -> Iterator[str]:
     width = max(len(engine.url) for engine in facts.engines)
     for engine in facts.engines:
         mark = style.mark(_worst(findings, engine.url))
@@ -172,7 +174,7 @@ def _known(engine: EngineFacts) -> str:
     return ", ".join(parts)
 
 
-def _pairs(facts: Facts, findings: Sequence[Finding], style: Style) -> Iterator[str]:
+def _pairs(facts: CheckFacts, findings: Sequence[Finding], style: TextStyle) -> Iterator[str]:
     names = [f"{pair.prefill} > {pair.decode}" for pair in facts.pairs]
     width = max(map(len, names))
     for pair, name in zip(facts.pairs, names, strict=True):
@@ -194,7 +196,7 @@ def _outcome(pair: PairFacts) -> str:
     return f"{moved}, {'a different answer from' if last.differs else 'the same answer as'} D alone, {last.seconds * 1000:.0f} ms"
 
 
-def _finding(finding: Finding, style: Style) -> Iterator[str]:
+def _finding(finding: Finding, style: TextStyle) -> Iterator[str]:
     mark = style.mark(_LEVEL_MARKS[finding.level])
     yield from wrapped(f"{finding.says} [{finding.code}]", f"  {mark} ", "    ", 4)
     if finding.remedy:

@@ -80,10 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.check import report
     from pdproxy.check.gather import gather_all
     from pdproxy.check.machine import machine_facts
-    from pdproxy.check.options import Options
+    from pdproxy.check.options import CheckOptions
     from pdproxy.check.rules import judge
 
-    options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
+    options = CheckOptions(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
     try:
         facts = asyncio.run(gather_all(settings, able, options, machine_facts(settings, os.environ)))
     except KeyboardInterrupt:
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 130
     pools = {name: (one, judge(one)) for name, one in facts.items()}
     others = {pool.name: pool.connector for pool in settings.pools if pool.name not in pools}
-    style = report.Style(can_print("✓✗→·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    style = report.TextStyle(can_print("✓✗→·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     if len(settings.pools) == 1:
         found, findings = pools[settings.pool.name]
         text, json = partial(report.as_text, found, findings), partial(report.as_json, found, findings)
@@ -109,7 +109,7 @@ def _security(arguments: argparse.Namespace) -> int:
     from pdproxy.check.security.view import view_of
 
     findings = judge(view_of(settings))
-    style = report.Style(can_print("✗→"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    style = report.TextStyle(can_print("✗→"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     print(
         as_json(findings).decode() if arguments.json else as_text(findings, style), end="\n" if arguments.json else ""
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pdproxy.settings.engines import Role
-from pdproxy.settings.kv import Receiver
+from pdproxy.settings.kv import ReceiverSettings
 from pdproxy.settings.load import POOL
 from pdproxy.settings.pools import Pool
 from pdproxy.settings.schema import SOURCES, Settings
@@ -77,7 +77,7 @@ def groups() -> tuple[FlagGroup, ...]:
     """Return the groups with their options. A section that none of them names has a group of its own, behind them."""
     found: dict[str, list[tuple[int, SettingFlag]]] = {group.title: [] for group in _GROUPS}
     places = {key: (group.title, at) for group in _GROUPS for at, key in enumerate(group.keys)}
-    for flag in (*_flags(Settings, ""), *_flags(Pool, POOL), *_flags(Receiver, RECEIVER)):
+    for flag in (*_flags(Settings, ""), *_flags(Pool, POOL), *_flags(ReceiverSettings, RECEIVER)):
         parts = flag.key.split(".")
         around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         title, at = next((places[key] for key in around if key in places), (parts[0], 0))

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.kit.regular_file import UnreadableError, read_regular
+from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
 MAX_BYTES = 1 << 20
 MAX_NAME = 100
@@ -94,7 +94,7 @@ def load(name: str) -> Profile:
         return _decoded(name, resources.files("pdproxy.engine_model").joinpath("profiles", name + _SUFFIX).read_bytes())
     try:
         content = read_regular(name, MAX_BYTES)
-    except UnreadableError as error:
+    except UnusableFileError as error:
         if error.is_missing:
             raise ValueError(f"{name}: neither a file nor one of {', '.join(shipped())}") from None
         raise ValueError(f"{name!r}: {error}") from None

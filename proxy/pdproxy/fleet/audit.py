@@ -7,12 +7,12 @@ came), and the engine's own counters since the same time. A decode engine that n
 
 from __future__ import annotations
 
-from pdproxy.fleet.engine import Account, Engine
+from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.observe.description import NODE, Label, Rule, counter, gauge
+from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge
 from pdproxy.observe.events import KvCounted, KvShortfall, Observers, PairEjected
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.metrics_page import Scrape
 
 EXTERNAL = "external_kv_transfer"
@@ -30,7 +30,7 @@ KV_MISSING = gauge(
     "tokens",
     "Prompt tokens that never arrived by KV transfer since the decode engine's start",
     NODE,
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 PAIRS_EJECTED = counter(
     "pdproxy_pairs_ejected_total",
@@ -64,7 +64,7 @@ class Auditor:
             account.loading = max(0, account.loading - moved)
             account.expected += moved if loaded else 0
 
-    def _account(self, decode: Engine | str) -> Account | None:
+    def _account(self, decode: Engine | str) -> AuditAccount | None:
         engine = self._engines.known.get(decode) if isinstance(decode, str) else decode
         return engine.audit.account if engine is not None else None
 
@@ -81,7 +81,7 @@ class Auditor:
     def scraped(self, engine: Engine, scrape: Scrape) -> None:
         """Process an engine's counters, which have just been read."""
         state, url = engine.audit, engine.url
-        if Role.DECODE not in engine.node.uses:
+        if Role.DECODE not in engine.in_ledger.uses:
             return
         state.blind = not scrape.by_source
         if state.blind:
@@ -91,7 +91,7 @@ class Auditor:
         account = state.account
         restarted = account is None or account.started != scrape.started or external < account.last_external
         if account is None or restarted:
-            state.account = Account(scrape.started, external, local, last_external=external)
+            state.account = AuditAccount(scrape.started, external, local, last_external=external)
             return
         account.last_external = external
         # Prompts that the decode engine had cached need not move; it can't have had more of them than its own hits.
@@ -126,6 +126,6 @@ class Auditor:
         found += [f"decode {url}: its /metrics do not say where prompt tokens come from" for url in blind]
         return found
 
-    def _accounts(self) -> list[tuple[str, Account]]:
+    def _accounts(self) -> list[tuple[str, AuditAccount]]:
         accounts = ((url, engine.audit.account) for url, engine in self._engines.items())
         return [(url, account) for url, account in accounts if account is not None]

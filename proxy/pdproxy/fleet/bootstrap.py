@@ -1,7 +1,7 @@
 """Bootstrap servers: which ranks each prefill engine has, for contracts whose decode legs name the prefill engine's rank.
 
 Owns the tasks that ask, and what they write: `EngineRun.peers`, and in the ledger why an engine can't take part in KV transfer
-yet. A server is asked once its engine is up, again while it names a part of the engine's workers, and from then on at each
+yet. A server is asked once its engine is up, again while it names a part of the engine's ranks, and from then on at each
 interval: an engine that restarts between two probes has other ids. An engine that is not named completely gets no pair. A server
 that fails later changes nothing: the ids are known.
 """
@@ -23,7 +23,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.description import NODE, Label, counter
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.settings.health import Probes
 from pdproxy.transfer.contract import Contract, PushedToDecode
 from pdproxy.transfer.peers import Peer
@@ -31,16 +31,16 @@ from pdproxy.wire.bootstrap import Ranks
 
 NOT_ASKED = "its bootstrap server was not asked yet"
 SOON = 0.5
-"""Seconds until a server that has named a part of its engine's workers, or has failed, is asked again at first."""
+"""Seconds until a server that has named a part of its engine's ranks, or has failed, is asked again at first."""
 
 MAX_GIVEN_UP = 10
-"""Requests that a prefill engine may have given up while decode engines wait for their KV. Each keeps one of its workers busy
+"""Requests that a prefill engine may have given up while decode engines wait for their KV. Each keeps one of its sending threads busy
 for minutes. vLLM's default is 20 of them: with none left, nothing is transferred any more."""
 STUCK = "stuck"
 """The end of such a request's handle."""
 
 _Addresses = Mapping[str, str]
-"""The address of each worker, by its ranks as a text."""
+"""The address of each process of an engine, by its ranks as a text."""
 BOOTSTRAP_QUERIES = counter(
     "pdproxy_bootstrap_queries_total",
     "questions",
@@ -135,7 +135,7 @@ class Bootstraps:
         if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
             return
         known = self._known.get(engine)
-        if known is not None and event.up and known.run != engine.node.run_number:
+        if known is not None and event.up and known.run != engine.in_ledger.run_number:
             known.given_up.clear()
             self._ledger.mark_kv(engine.url, NOT_ASKED)
             known.wake.set()
@@ -166,7 +166,7 @@ class Bootstraps:
         return [
             f"the bootstrap server of {engine.url} ({engine.bootstrap}): {known.trouble}"
             for engine, known in self._known.items()
-            if known.trouble is not None and engine.node.up
+            if known.trouble is not None and engine.in_ledger.up
         ]
 
     async def run(self, engine: Engine) -> None:
@@ -174,11 +174,11 @@ class Bootstraps:
         pause = SOON
         known = self._known[engine]
         while True:
-            if engine.node.up:
+            if engine.in_ledger.up:
                 if self.lead.leads:
                     await self.ask(engine)
                 most = self._probes.scrape_interval
-                pause = most if engine.node.kv_not_ready is None else min(2 * pause, most)
+                pause = most if engine.in_ledger.kv_not_ready is None else min(2 * pause, most)
             try:
                 async with asyncio.timeout(pause):
                     await known.wake.wait()
@@ -189,7 +189,7 @@ class Bootstraps:
 
     async def ask(self, engine: Engine) -> None:
         """Ask the server of an engine once, and note what it answers."""
-        known, run = self._known[engine], engine.node.run_number
+        known, run = self._known[engine], engine.in_ledger.run_number
         assert engine.bootstrap is not None
         try:
             ranks = await self._query(engine.bootstrap)
@@ -201,7 +201,7 @@ class Bootstraps:
             self._observers.notify(BootstrapAsked(engine.url, "failed"))
             self._failed(engine, known, truncate(error.message))
             return
-        if run != engine.node.run_number or engine not in self._known:
+        if run != engine.in_ledger.run_number or engine not in self._known:
             return  # it has restarted meanwhile: the answer may be of the run before
         why = self._answered(engine, known, ranks)
         self._observers.notify(BootstrapAsked(engine.url, "complete" if why is None else "incomplete"))
@@ -209,14 +209,14 @@ class Bootstraps:
     def _answered(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
         """Note what a server has answered. Return why its engine can't take part in KV transfer, None if it can."""
         why = self._learn(engine, known, ranks) or self._overrun(known)
-        known.run, known.trouble = engine.node.run_number, None
+        known.run, known.trouble = engine.in_ledger.run_number, None
         self._ledger.mark_kv(engine.url, why)
         return why
 
     def _failed(self, engine: Engine, known: Known, why: str) -> None:
         """Note that a server can't be used now."""
         known.trouble = why
-        if known.run != engine.node.run_number:
+        if known.run != engine.in_ledger.run_number:
             self._ledger.mark_kv(engine.url, f"has a bootstrap server at {engine.bootstrap} that can't be used: {why}")
 
     def _learn(self, engine: Engine, known: Known, ranks: Ranks) -> str | None:
@@ -253,9 +253,9 @@ class Bootstraps:
         are wrong, and each of its requests would wait for minutes.
         """
         decodes = {
-            other.node.run_number: other.url
+            other.in_ledger.run_number: other.url
             for other in self._engines.values()
-            if Role.DECODE in other.node.uses and other is not engine
+            if Role.DECODE in other.in_ledger.uses and other is not engine
         }
         found = {one.engine_id: _spelled(one.worker_addr) for one in ranks.values()}
         for engine_id, addresses in found.items():

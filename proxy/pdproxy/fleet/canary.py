@@ -21,9 +21,9 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.text import truncate
-from pdproxy.observe.description import NODE, Label, Rule, Samples, gauge
+from pdproxy.observe.description import NODE, Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import Event, NodeChanged, Observers, TokenizerJudged
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import UnusableError
@@ -51,7 +51,7 @@ TOKENIZE_AGREES = gauge(
     "Whether prompts may become token ids here, as the engine would make them",
     NODE,
     Label("model", text="a model of the engine"),
-    workers=Rule.LEAST,
+    workers=MergeRule.LEAST,
 )
 
 
@@ -66,7 +66,7 @@ class ModelAnswers(msgspec.Struct, array_like=True):
     why: str = ""
 
 
-class Answers(msgspec.Struct, array_like=True):
+class CanaryAnswers(msgspec.Struct, array_like=True):
     """What an engine answered in one run: its models, and for each base model the ids of canaries."""
 
     cards: list[ModelCard]
@@ -131,7 +131,7 @@ class Canaries:
     def _agreed(self, model: str | None, route: Route) -> Trusted | None:
         agreed: tuple[Trusted, Judgement] | None = None
         for engine in self._engines.values():
-            if not engine.node.up or not (model is None or engine.node.serves(model)):
+            if not engine.in_ledger.up or not (model is None or engine.in_ledger.serves(model)):
                 continue
             judged = engine.run.judgements or {}
             if model is None and len(judged) != 1:
@@ -205,12 +205,12 @@ class Canaries:
         new = [
             engine
             for engine in self._engines.values()
-            if engine.node.up and (engine.run.judgements is None or self._has_new_names(engine.node))
+            if engine.in_ledger.up and (engine.run.judgements is None or self._has_new_names(engine.in_ledger))
         ]
         return all(await asyncio.gather(*(self._ask(engine) for engine in new)))
 
-    def _has_new_names(self, node: Node) -> bool:
-        return node.evidence is not None and not node.evidence.models <= self._bases.keys()
+    def _has_new_names(self, engine: LedgerEngine) -> bool:
+        return engine.evidence is not None and not engine.evidence.models <= self._bases.keys()
 
     async def _ask(self, engine: Engine) -> bool:
         run, url = engine.run, engine.url
@@ -241,9 +241,9 @@ class Canaries:
             agrees = False if judgement.agreement.differs else None if judgement.why else True
             self._observers.notify(TokenizerJudged(engine.url, model, agrees, judgement.why or "all canaries agree"))
 
-    async def _answers(self, engine: Engine) -> Answers | None:
+    async def _answers(self, engine: Engine) -> CanaryAnswers | None:
         """Return what an engine answers, without canaries if it was judged already; None: it is not known yet."""
-        answers = Answers(await self._admin.models(engine.url))
+        answers = CanaryAnswers(await self._admin.models(engine.url))
         if engine.run.judgements is None:
             for card in [one for one in answers.cards if one.parent is None][:MAX_BASES]:
                 answers.models[card.id] = await self._asked(engine.url, card)
@@ -254,7 +254,7 @@ class Canaries:
         self._bases |= {card.id: card.parent or card.id for card in cards}
         if len(self._bases) > MAX_NAMES:
             served = {card.id for card in cards}.union(
-                *(one.node.evidence.models for one in self._engines.values() if one.node.evidence is not None)
+                *(one.in_ledger.evidence.models for one in self._engines.values() if one.in_ledger.evidence is not None)
             )
             self._bases = {name: base for name, base in self._bases.items() if name in served}
 

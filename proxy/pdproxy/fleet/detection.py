@@ -18,7 +18,7 @@ from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.transfer import detect, registry
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Handle, HeldByPrefill
 from pdproxy.transfer.detect import Observation
-from pdproxy.transfer.signs import Ask
+from pdproxy.transfer.signs import SignQuestion
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Route, parse
@@ -35,7 +35,7 @@ _PROMPT = "x"
 _NO_KEY = (401, 403)
 
 
-class Asked(msgspec.Struct, frozen=True):
+class AskedEngine(msgspec.Struct, frozen=True):
     """An engine that could be asked. `model` is one that it serves, `answer` a prefill answer that holds KV."""
 
     seen: Observation
@@ -71,7 +71,7 @@ class Detection:
         self._seconds = seconds
         self._bootstraps = bootstraps or {}
         self._kv_hosts = kv_hosts or {}
-        self.asked: dict[str, Asked] = {}
+        self.asked: dict[str, AskedEngine] = {}
         """What is known of the engines that have answered, by URL."""
         self.troubles: dict[str, str] = {}
         """Why the others have not, by URL."""
@@ -101,7 +101,9 @@ class Detection:
         decodes = [url for url in decodes if url in self.asked]
         await asyncio.gather(*(self._release(contract, holder, one, decodes) for one in self.asked.values()))
 
-    async def _release(self, contract: Contract, holder: HeldByPrefill, asked: Asked, decodes: Sequence[str]) -> None:
+    async def _release(
+        self, contract: Contract, holder: HeldByPrefill, asked: AskedEngine, decodes: Sequence[str]
+    ) -> None:
         if asked.answer is None:
             return
         handle = contract.handle(parse(Route.COMPLETIONS, _body(asked.model, None)), asked.answer, NO_DISPATCH)
@@ -141,7 +143,7 @@ class Detection:
             self.troubles.pop(url, None)
             return
 
-    async def _ask(self, url: str, role: str) -> Asked:
+    async def _ask(self, url: str, role: str) -> AskedEngine:
         admin = self._admin
         models = await admin.models(url)  # an engine that loads its model answers nothing yet
         model = next((card.id for card in models if card.parent is None), None)
@@ -155,14 +157,14 @@ class Detection:
         )
         asks = detect.question(seen)
         if asks is None:
-            return Asked(seen, model)
+            return AskedEngine(seen, model)
         try:
             answer = await self._answer(url, model, asks)
         except EngineRefusedError as error:
-            return Asked(msgspec.structs.replace(seen, refusal=error.message), model)
+            return AskedEngine(msgspec.structs.replace(seen, refusal=error.message), model)
         if answer is None:
-            return Asked(msgspec.structs.replace(seen, refusal="something else than a completion"), model)
-        return Asked(msgspec.structs.replace(seen, answer=bytes(answer.kv_transfer_params)), model, answer)
+            return AskedEngine(msgspec.structs.replace(seen, refusal="something else than a completion"), model)
+        return AskedEngine(msgspec.structs.replace(seen, answer=bytes(answer.kv_transfer_params)), model, answer)
 
     async def _metrics(self, url: str) -> frozenset[str] | None:
         try:
@@ -174,7 +176,7 @@ class Detection:
         where = self._bootstraps.get(url) if detect.has_bootstrap() else None
         return await self._others.answers(where, "/query") if where is not None else None
 
-    async def _answer(self, url: str, model: str | None, asks: Ask) -> PrefillAnswer | None:
+    async def _answer(self, url: str, model: str | None, asks: SignQuestion) -> PrefillAnswer | None:
         body = _body(model, asks.params)
         path, seconds = Route.COMPLETIONS.value, self._seconds
         return prefill_answer(await self._admin.post(url, path, body, timeout=seconds, max_bytes=MAX_ANSWER))

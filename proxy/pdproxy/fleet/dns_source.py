@@ -9,11 +9,11 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from pdproxy.fleet.sources import Answer
+from pdproxy.fleet.sources import SourceAnswer
 from pdproxy.kit.errors import Wait
 from pdproxy.settings.dns import Dns, DnsName, dns_name
 from pdproxy.settings.schema import Settings
-from pdproxy.upstream.resolver import LookupFailedError, Records, Resolver
+from pdproxy.upstream.resolver import DnsRecords, LookupFailedError, Resolver
 
 MISSING = 2
 """In how many answers in a row an engine must be missing."""
@@ -22,7 +22,7 @@ RETRY, LONGEST_RETRY = 1.0, 30.0
 JITTER = 0.1
 """The share by which times are changed at random: many proxies begin at the same time."""
 Place = tuple[str, int | None]
-LookUp = Callable[[DnsName], Awaitable[Mapping[str, Records | LookupFailedError]]]
+LookUp = Callable[[DnsName], Awaitable[Mapping[str, DnsRecords | LookupFailedError]]]
 
 
 def source(url: str, settings: Settings) -> DnsSource:
@@ -46,32 +46,32 @@ class DnsSource:
     def __repr__(self) -> str:
         return f"<DnsSource {self._name.url}>"
 
-    async def run(self, answered: Callable[[Answer], None]) -> None:
+    async def run(self, answered: Callable[[SourceAnswer], None]) -> None:
         """See `EngineSource`."""
         while True:
             answer, pause = await self.look()
             answered(answer)
             await asyncio.sleep(pause)
 
-    async def look(self) -> tuple[Answer, float]:
+    async def look(self) -> tuple[SourceAnswer, float]:
         """Ask once. Return what is known now, and in how many seconds to ask again."""
         found = await self._look_up(self._name)
         failures = {kind: one for kind, one in found.items() if isinstance(one, LookupFailedError)}
-        records = {kind: one for kind, one in found.items() if isinstance(one, Records)}
+        records = {kind: one for kind, one in found.items() if isinstance(one, DnsRecords)}
         passed = Wait.DNS if any(one.late for one in failures.values()) else None
         # A server that knows nothing of one family of addresses fails for it for ever: only what has had records is missed.
         wrong = next((str(one) for kind, one in failures.items() if self._known.get(kind) or not records), None)
         if not records:
             self._failures += 1
             pause = min(RETRY * 2 ** min(self._failures - 1, 10), LONGEST_RETRY)
-            return Answer(None, wrong, passed), jittered(pause, self._chance)
+            return SourceAnswer(None, wrong, passed), jittered(pause, self._chance)
         self._failures = 0
         for kind, one in records.items():
             self._take(kind, one.places)
         urls = [self._name.engine(*place) for places in self._known.values() for place in places]
         ttl = min(one.ttl for one in records.values())
         pause = min(max(ttl, self._dns.min_ttl), self._dns.max_ttl)
-        return Answer(urls, wrong, passed), jittered(pause, self._chance)
+        return SourceAnswer(urls, wrong, passed), jittered(pause, self._chance)
 
     def _take(self, kind: str, places: Sequence[Place]) -> None:
         known = self._known.setdefault(kind, {})

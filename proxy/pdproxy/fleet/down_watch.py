@@ -35,7 +35,7 @@ class DownWatch:
         now, most = self._clock.now(), self._longest()
         for engine in list(self._engines.known.values()):
             silent = [leg for leg in engine.open_legs.legs if leg.in_silence]
-            if silent and engine.node.down_for(now) >= most:
+            if silent and engine.in_ledger.down_for(now) >= most:
                 for leg in silent:
                     text = f"{engine.url} has been down for {most:g} s"
                     leg.fail(EngineTimeoutError(text, wait=Wait.BETWEEN_TOKENS))

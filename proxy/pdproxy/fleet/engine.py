@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.fleet.peers import Peers
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.tokens.canaries import Agreement, CanaryIds
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Receiver
@@ -40,7 +40,7 @@ class ProbeState:
 
 
 @dataclass(slots=True)
-class Account:
+class AuditAccount:
     """The audit of one run of a decode engine, in prompt tokens. Written by the `Auditor`.
 
     `loading` is under way; `expected` has shown data; `due` is what `expected` was two scrapes before, so that an engine has
@@ -66,7 +66,7 @@ class Account:
 class AuditState:
     """Written by the `Auditor`. `account` is None until the first scrape; `blind`: the engine's metrics show no sources."""
 
-    account: Account | None = None
+    account: AuditAccount | None = None
     blind: bool = False
 
 
@@ -114,13 +114,13 @@ class EngineRun:
 class Engine:
     """One engine. Made by `EngineRegistry.add`.
 
-    - `node`: the ledger's entry.
+    - `in_ledger`: the engine as the ledger has it.
     - `client`, `credentials`: how legs are sent to it.
     - `block_size`: tokens in a KV block, as configured. None: as its metrics show.
     - `receiver`: where it receives KV that is pushed; `buffer`: its bounded receive buffer. None where there is none.
     - `ranks`: its data-parallel size: how many ranks answer at its URL, 1 without data parallelism. A leg goes to a rank of the
       engine's choice unless it has the header `X-data-parallel-rank` (`transfer.peers.Peer.headers`).
-    - `tp_size`: its tensor-parallel size: how many workers one rank has. None: not known.
+    - `tp_size`: its tensor-parallel size: how many GPUs one data-parallel rank has. None: not known.
     - `kv_host`: the host at which other engines reach its KV. None: the one that it names itself.
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
     - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
@@ -130,7 +130,7 @@ class Engine:
     - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove themselves.
     """
 
-    node: Node
+    in_ledger: LedgerEngine
     client: EngineClient
     credentials: EngineCredentials = EngineCredentials()
     block_size: int | None = None
@@ -151,11 +151,11 @@ class Engine:
     @property
     def url(self) -> str:
         """The engine's identity."""
-        return self.node.spec.url
+        return self.in_ledger.spec.url
 
     @property
     def run(self) -> EngineRun:
         """What was learned of the engine's present run."""
-        if self._run is None or self._run.number != self.node.run_number:
-            self._run = EngineRun(self.node.run_number, Peers(self.ranks))
+        if self._run is None or self._run.number != self.in_ledger.run_number:
+            self._run = EngineRun(self.in_ledger.run_number, Peers(self.ranks))
         return self._run

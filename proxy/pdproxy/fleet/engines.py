@@ -12,7 +12,7 @@ from typing import Protocol
 from pdproxy.fleet.engine import Engine, EngineCredentials, ReceiveBuffer
 from pdproxy.kit.errors import EngineError
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import NodeSpec
+from pdproxy.scheduling.ledger_engine import EngineSpec
 from pdproxy.transfer.contract import Receiver
 from pdproxy.upstream.client import EngineClient
 
@@ -80,7 +80,7 @@ class EngineRegistry(Mapping[str, Engine]):
 
     def add(
         self,
-        spec: NodeSpec,
+        spec: EngineSpec,
         client: EngineClient,
         credentials: EngineCredentials | None = None,
         *,
@@ -144,7 +144,7 @@ class EngineRegistry(Mapping[str, Engine]):
 
     def lists(self, model: str) -> bool:
         """Return whether any engine lists a model."""
-        return any(engine.node.serves(model) for engine in self._engines.values())
+        return any(engine.in_ledger.serves(model) for engine in self._engines.values())
 
     def key(self, url: str) -> str | None:
         """Return an engine's bearer token, None where it needs none. Raises EngineError if the engine was removed."""
@@ -185,4 +185,4 @@ class EngineRegistry(Mapping[str, Engine]):
     @staticmethod
     def _is_needed(engine: Engine, named: Collection[str]) -> bool:
         held = engine.buffer.taken if engine.buffer is not None else 0
-        return bool(engine.node.requests or held or engine.url in named)
+        return bool(engine.in_ledger.requests or held or engine.url in named)

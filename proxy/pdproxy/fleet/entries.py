@@ -19,7 +19,7 @@ from pdproxy.fleet.member import Member, MemberState, UnknownMemberError
 from pdproxy.fleet.membership import Membership
 from pdproxy.kit.text import truncate
 from pdproxy.scheduling.compatibility import may_share
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.settings.engines import engine_url
 from pdproxy.settings.errors import SettingsError
 
@@ -123,12 +123,12 @@ class PoolEngines(NamedTuple):
     membership: Membership
     engines: EngineRegistry
 
-    def nodes(self) -> list[Node]:
+    def ledger_engines(self) -> list[LedgerEngine]:
         """Return what the ledger knows of them."""
-        return [engine.node for engine in self.engines.values()]
+        return [engine.in_ledger for engine in self.engines.values()]
 
 
-class Entries:
+class EngineEntries:
     """The entries of all pools' members. An engine is in one pool at a time. `now`: monotonic seconds."""
 
     def __init__(self, pools: Sequence[PoolEngines], now: Callable[[], float]) -> None:
@@ -165,8 +165,8 @@ class Entries:
         """
         for pool in self.pools:
             if url in pool.membership.members:
-                nodes = pool.nodes() if pairs else ()
-                found = _pairs(pool.engines[url].node, nodes, len(nodes)) if pairs else None
+                ledger_engines = pool.ledger_engines() if pairs else ()
+                found = _pairs(pool.engines[url].in_ledger, ledger_engines, len(ledger_engines)) if pairs else None
                 return self._entry(pool, url, found)
         raise UnknownMemberError(f"{url} is no engine of {self._here()}")
 
@@ -177,58 +177,58 @@ class Entries:
         """
         compared = 0
         for pool in self.pools if of is None else [of]:
-            nodes = pool.nodes()
-            compare = pairs and len(nodes) <= MAX_WITH_PAIRS
+            ledger_engines = pool.ledger_engines()
+            compare = pairs and len(ledger_engines) <= MAX_WITH_PAIRS
             for url in list(pool.membership.members):
-                compared += len(nodes) if compare else 1
+                compared += len(ledger_engines) if compare else 1
                 if compared >= AT_ONCE:
                     compared = 0
                     await asyncio.sleep(0)
                 if url in pool.membership.members:
-                    found = _pairs(pool.engines[url].node, nodes, MAX_NOT_PAIRED) if compare else None
+                    found = _pairs(pool.engines[url].in_ledger, ledger_engines, MAX_NOT_PAIRED) if compare else None
                     yield self._entry(pool, url, found)
 
     def plain(self) -> list[str]:
         """Return the URLs of the engines that serve, and that no entry says more of."""
         now = self._now()
         every = [(pool, url, member) for pool in self.pools for url, member in pool.membership.members.items()]
-        return [url for pool, url, member in every if _is_plain(member, pool.engines[url].node, now)]
+        return [url for pool, url, member in every if _is_plain(member, pool.engines[url].in_ledger, now)]
 
     def _entry(self, pool: PoolEngines, url: str, pairs: EnginePairs | None) -> EngineEntry:
         now, member, engine = self._now(), pool.membership.members[url], pool.engines[url]
-        node = engine.node
-        evidence = node.evidence
+        ledger_engine = engine.in_ledger
+        evidence = ledger_engine.evidence
         return EngineEntry(
             id=engine_id(url),
             url=url,
             pool=pool.name,
-            role=node.role.value,
+            role=ledger_engine.role.value,
             source=member.source,
             also_wanted_by=list(member.heirs),
-            state=member.state(node).value,
+            state=member.state(ledger_engine).value,
             since_s=round(now - member.since, 1),
-            health=EngineHealth(node.state(now), _why(node, now)),
+            health=EngineHealth(ledger_engine.state(now), _why(ledger_engine, now)),
             models=[] if evidence is None else [truncate(name) for name in sorted(evidence.models)[:MAX_MODELS]],
             version=None if evidence is None else evidence.version or None,
             block_size=None if evidence is None else evidence.block_size,
-            load=EngineLoad(*node.known_load, node.window),
+            load=EngineLoad(*ledger_engine.known_load, ledger_engine.window),
             breaker=EngineBreaker(
-                node.failures,
-                round(max(0.0, node.open_until - now), 1),
-                node.excluded_because if now < node.open_until else None,
-                node.trial_places or None,
+                ledger_engine.failures,
+                round(max(0.0, ledger_engine.open_until - now), 1),
+                ledger_engine.excluded_because if now < ledger_engine.open_until else None,
+                ledger_engine.trial_places or None,
             ),
             pairs=pairs,
-            drain=self._drain(member, node, now),
+            drain=self._drain(member, ledger_engine, now),
             labels=dict(member.settings.labels),
         )
 
-    def _drain(self, member: Member, node: Node, now: float) -> EngineDrain | None:
+    def _drain(self, member: Member, engine: LedgerEngine, now: float) -> EngineDrain | None:
         if (drain := member.drain) is None:
             return None
         left = max(0.0, drain.deadline - now)
-        waits_for = "requests" if node.requests else "kv"
-        over = member.state(node) is MemberState.DRAINED
+        waits_for = "requests" if engine.requests else "kv"
+        over = member.state(engine) is MemberState.DRAINED
         return EngineDrain(
             drain.by,
             round(now - drain.since, 1),
@@ -238,28 +238,28 @@ class Entries:
         )
 
 
-def _is_plain(member: Member, node: Node, now: float) -> bool:
-    return member.state(node) is MemberState.SERVING and node.state(now) == "up" and not node.failures
+def _is_plain(member: Member, engine: LedgerEngine, now: float) -> bool:
+    return member.state(engine) is MemberState.SERVING and engine.state(now) == "up" and not engine.failures
 
 
-def _why(node: Node, now: float) -> str | None:
+def _why(engine: LedgerEngine, now: float) -> str | None:
     """Return why an engine is not up."""
-    found = node.down_because or node.draining or node.stalled or node.asleep
+    found = engine.down_because or engine.draining or engine.stalled or engine.asleep
     if found is not None:
         return truncate(found, 1000)
-    if now < node.open_until:
-        return node.excluded_because or f"failed {node.failures} times in a row"
-    if node.half_open(now):
+    if now < engine.open_until:
+        return engine.excluded_because or f"failed {engine.failures} times in a row"
+    if engine.half_open(now):
         return "gets one request at a time until one shows that it serves again"
-    faults = [] if node.transfers is None else node.transfers.of(node.url)
+    faults = [] if engine.transfers is None else engine.transfers.of(engine.url)
     return "; ".join(fault.tells(now) for fault in faults) or None
 
 
-def _pairs(node: Node, nodes: Sequence[Node], shown: int) -> EnginePairs:
+def _pairs(engine: LedgerEngine, ledger_engines: Sequence[LedgerEngine], shown: int) -> EnginePairs:
     """Compare an engine with those that could share a prompt with it by their roles."""
     paired, count, wrong = 0, 0, list[NotPaired]()
-    for other in nodes:
-        why = _difference(node, other)
+    for other in ledger_engines:
+        why = _difference(engine, other)
         if why is None:
             paired += 1
         elif why:
@@ -269,12 +269,12 @@ def _pairs(node: Node, nodes: Sequence[Node], shown: int) -> EnginePairs:
     return EnginePairs(paired, wrong, count)
 
 
-def _difference(node: Node, other: Node) -> str | None:
+def _difference(engine: LedgerEngine, other: LedgerEngine) -> str | None:
     """Return why two engines share no prompt, None if they do, "" if their roles are not for that."""
-    if node is other:
+    if engine is other:
         return ""
     found: str | None = ""
-    for prefill, decode in ((node, other), (other, node)):
+    for prefill, decode in ((engine, other), (other, engine)):
         if Role.PREFILL in prefill.uses and Role.DECODE in decode.uses:
             found = may_share(prefill, decode)
             if found is None:

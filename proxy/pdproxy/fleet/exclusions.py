@@ -13,7 +13,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.description import NODE, Label, Samples, counter
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.outliers import Counted, Outliers
 from pdproxy.settings.health import OutlierSettings
 
@@ -90,13 +90,13 @@ class Exclusions:
         """Compare engines once, and exclude outliers. `elsewhere`: what other workers have counted."""
         groups: dict[Role, list[str]] = {}
         for url, engine in self._engines.items():
-            if engine.node.available:
-                groups.setdefault(engine.node.role, []).append(url)
+            if engine.in_ledger.available:
+                groups.setdefault(engine.in_ledger.role, []).append(url)
         now = self._now()
         for found in self._outliers.judge(now, groups.values(), elsewhere):
             if self._ledger.exclude(found.url, found.why, now + found.seconds, now):
                 self._counts[found.url][found.reason] += 1
-                role = self._engines[found.url].node.role.value
+                role = self._engines[found.url].in_ledger.role.value
                 reason = f"{found.why}: excluded for {found.seconds:g} s"
                 self._observers.notify(NodeChanged(found.url, role, up=False, reason=reason, state="excluded"))
 

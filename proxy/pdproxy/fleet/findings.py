@@ -15,16 +15,16 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.fleet.engine import Account, Engine
+from pdproxy.fleet.engine import AuditAccount, Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.shared_audit import SharedAuditor
 from pdproxy.fleet.stalls import Stalls
+from pdproxy.fleet.worker_audit import WorkerAuditor
 from pdproxy.kit.leading import Leading
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
-from pdproxy.scheduling.nodes import Evidence
+from pdproxy.scheduling.ledger_engine import Evidence
 from pdproxy.scheduling.outliers import Outliers
-from pdproxy.scheduling.shared_ledger import SharedLedger
+from pdproxy.scheduling.worker_ledger import WorkerLedger
 from pdproxy.upstream.metrics_page import Scrape
 
 AGAIN = 0.1
@@ -33,7 +33,7 @@ ASK_EVERY = 1.0
 """Seconds until a worker asks again for engines of which it knows nothing, and between two wishes to have an engine probed."""
 
 
-class Finding(msgspec.Struct, array_like=True):
+class HealthFinding(msgspec.Struct, array_like=True):
     """An engine's state. `down`, `stalled`, `excluded`: why, None if it is not. `left_out`: see `Outliers.left_out`.
 
     `ejected`: engines with which it is not paired. Of the leader: `scrape`, its last metrics, and the audit's `account`, `base`
@@ -49,7 +49,7 @@ class Finding(msgspec.Struct, array_like=True):
     left_out: tuple[float, int] | None
     ejected: list[str]
     scrape: Scrape | None = None
-    account: Account | None = None
+    account: AuditAccount | None = None
     base: int = 0
     blind: bool = False
 
@@ -58,7 +58,7 @@ class _Told(msgspec.Struct, array_like=True):
     """A message. `leads`: whether its sender does. `unknown`: engines of which it knows nothing; `wanted`: those to be probed."""
 
     leads: bool
-    findings: list[Finding] = []
+    findings: list[HealthFinding] = []
     unknown: list[str] = []
     wanted: list[str] = []
 
@@ -82,8 +82,8 @@ class Findings:
         lead: Leading,
         tell: Callable[[bytes], None],
         engines: EngineRegistry,
-        ledger: SharedLedger,
-        auditor: SharedAuditor,
+        ledger: WorkerLedger,
+        auditor: WorkerAuditor,
         outliers: Outliers,
         stalls: Stalls,
         reader: Reported,
@@ -151,7 +151,7 @@ class Findings:
 
     async def _ask(self) -> None:
         while True:
-            unknown = [url for url, engine in self._engines.items() if not engine.node.probed]
+            unknown = [url for url, engine in self._engines.items() if not engine.in_ledger.probed]
             if unknown and not self._lead.leads:
                 self._send(unknown=unknown)
             await asyncio.sleep(ASK_EVERY)
@@ -176,21 +176,21 @@ class Findings:
             asyncio.get_running_loop().call_later(AGAIN, self._send_due)
             return
         urls, self._due = list(self._due), {}
-        known = [engine for url in urls if (engine := self._engines.get(url)) is not None and engine.node.probed]
+        known = [engine for url in urls if (engine := self._engines.get(url)) is not None and engine.in_ledger.probed]
         if known:
             self._send(findings=[self._finding(engine) for engine in known])
 
-    def _finding(self, engine: Engine) -> Finding:
-        node, url = engine.node, engine.url
-        made = Finding(
+    def _finding(self, engine: Engine) -> HealthFinding:
+        ledger_engine, url = engine.in_ledger, engine.url
+        made = HealthFinding(
             url,
             self._versions.get(url, 0),
-            node.evidence,
-            node.down_because,
-            node.stalled,
-            node.excluded_because,
+            ledger_engine.evidence,
+            ledger_engine.down_because,
+            ledger_engine.stalled,
+            ledger_engine.excluded_because,
             self._outliers.left_out(url),
-            sorted(node.ejected),
+            sorted(ledger_engine.ejected),
         )
         if self._lead.leads:
             made.scrape = self._scrapes.get(url)
@@ -198,7 +198,10 @@ class Findings:
         return made
 
     def _send(
-        self, findings: list[Finding] | None = None, unknown: list[str] | None = None, wanted: list[str] | None = None
+        self,
+        findings: list[HealthFinding] | None = None,
+        unknown: list[str] | None = None,
+        wanted: list[str] | None = None,
     ) -> None:
         self._tell(_encode(_Told(self._lead.leads, findings or [], unknown or [], wanted or [])))
 
@@ -225,19 +228,19 @@ class Findings:
             if (engine := self._engines.get(url)) is not None:
                 self._probe(engine)
 
-    def _counts(self, finding: Finding, *, leaders: bool) -> bool:
+    def _counts(self, finding: HealthFinding, *, leaders: bool) -> bool:
         have = self._versions.get(finding.url, 0)
         return finding.version > have or (finding.version == have and leaders and not self._lead.leads)
 
-    def _take(self, engine: Engine, finding: Finding, *, leaders: bool) -> None:
+    def _take(self, engine: Engine, finding: HealthFinding, *, leaders: bool) -> None:
         url = engine.url
         self._versions[url] = finding.version
-        was_stalled = engine.node.stalled is not None
-        with self._ledger.following(engine.node):
+        was_stalled = engine.in_ledger.stalled is not None
+        with self._ledger.following(engine.in_ledger):
             self._note(engine, finding)
-        if engine.node.stalled is not None and not was_stalled:
+        if engine.in_ledger.stalled is not None and not was_stalled:
             self._stalls.found(url)  # legs end: what they show is found here
-        self._ledger.breakers.explain(engine.node, finding.excluded)
+        self._ledger.breakers.explain(engine.in_ledger, finding.excluded)
         if finding.left_out is not None:
             self._outliers.follow(url, *finding.left_out)
         if leaders:
@@ -248,9 +251,9 @@ class Findings:
         if self._lead.leads:
             self._post(url)
 
-    def _note(self, engine: Engine, finding: Finding) -> None:
-        node, url, now = engine.node, engine.url, self._now()
-        is_first = not node.probed
+    def _note(self, engine: Engine, finding: HealthFinding) -> None:
+        ledger_engine, url, now = engine.in_ledger, engine.url, self._now()
+        is_first = not ledger_engine.probed
         if finding.down is not None:
             if self._ledger.mark_down(url, finding.down, now) or is_first:
                 self._changed(engine, up=False, reason=finding.down)
@@ -258,7 +261,7 @@ class Findings:
         if finding.evidence is not None and self._ledger.mark_up(url, finding.evidence):
             self._changed(engine, up=True, reason="it is up")
         for other in finding.ejected:
-            if other not in node.ejected:
+            if other not in ledger_engine.ejected:
                 self._ledger.eject(url, other)
         if finding.stalled is None:
             if self._ledger.let_in(url, now):
@@ -267,4 +270,6 @@ class Findings:
             self._changed(engine, up=False, reason=finding.stalled)
 
     def _changed(self, engine: Engine, *, up: bool, reason: str) -> None:
-        self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=up, reason=reason, elsewhere=True))
+        self._observers.notify(
+            NodeChanged(engine.url, engine.in_ledger.role.value, up=up, reason=reason, elsewhere=True)
+        )

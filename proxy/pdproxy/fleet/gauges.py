@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.observe.description import NODE, ROLE, Label, Rule, Samples, gauge
+from pdproxy.observe.description import NODE, ROLE, Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
-from pdproxy.scheduling.nodes import STATES
+from pdproxy.scheduling.ledger_engine import STATES
 
 NODE_INFO = gauge(
     "pdproxy_node_info",
@@ -18,16 +18,16 @@ NODE_INFO = gauge(
     NODE,
     ROLE,
     Label("pool", text="the name of its pool"),
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
-NODE_INFLIGHT = gauge("pdproxy_node_inflight", "legs", "Legs in flight on an engine", NODE, ROLE, workers=Rule.SUM)
+NODE_INFLIGHT = gauge("pdproxy_node_inflight", "legs", "Legs in flight on an engine", NODE, ROLE, workers=MergeRule.SUM)
 NODE_UP = gauge(
     "pdproxy_node_up",
     "bool",
     "Whether an engine may be used: probes find it up, it does not stand still, and its breaker is closed",
     NODE,
     ROLE,
-    workers=Rule.MEAN,  # the part of the workers that see it so
+    workers=MergeRule.MEAN,  # the part of the workers that see it so
 )
 NODE_STATE = gauge(
     "pdproxy_node_state",
@@ -51,7 +51,7 @@ NODE_STATE = gauge(
             ("slow_start", "it gets more and more requests (health.slow_start)"),
         ),
     ),
-    workers=Rule.MEAN,  # the part of the workers that see it so
+    workers=MergeRule.MEAN,  # the part of the workers that see it so
 )
 
 
@@ -63,7 +63,7 @@ class MetricsOfEngines:
 
     def added(self, engine: Engine) -> None:
         """Count an engine by its URL."""
-        self._metrics.add_node(engine.url, engine.node.role.value)
+        self._metrics.add_node(engine.url, engine.in_ledger.role.value)
 
     def removed(self, engine: Engine) -> None:
         """Drop its counts."""
@@ -74,22 +74,25 @@ def show_engines(observers: Observers, engines: EngineRegistry, now: Callable[[]
     """Show the gauges of all engines of a pool. `pool`: its name."""
 
     def inflight() -> Samples:
-        return [((url, one.node.role.value), one.node.requests - one.node.elsewhere[0]) for url, one in engines.items()]
+        return [
+            ((url, one.in_ledger.role.value), one.in_ledger.requests - one.in_ledger.elsewhere[0])
+            for url, one in engines.items()
+        ]
 
     def up() -> Samples:
         at = now()
-        return [((url, one.node.role.value), float(one.node.usable(at))) for url, one in engines.items()]
+        return [((url, one.in_ledger.role.value), float(one.in_ledger.usable(at))) for url, one in engines.items()]
 
     def states() -> Samples:
         at = now()
         found = []
         for url, one in engines.items():
-            is_in = one.node.state(at)
+            is_in = one.in_ledger.state(at)
             found += [((url, state), float(state == is_in)) for state in STATES]
         return found
 
     def infos() -> Samples:
-        return [((url, one.node.role.value, pool), 1) for url, one in engines.items()]
+        return [((url, one.in_ledger.role.value, pool), 1) for url, one in engines.items()]
 
     observers.show(NODE_INFO, infos)
     observers.show(NODE_INFLIGHT, inflight)

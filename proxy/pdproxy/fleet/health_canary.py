@@ -38,15 +38,15 @@ class HealthCanary:
 
     def may_ask(self, engine: Engine) -> bool:
         """Return whether an engine may be asked: its role allows it, and a model of it is known."""
-        evidence = engine.node.evidence
-        return engine.node.role.value in self._roles and evidence is not None and bool(evidence.models)
+        evidence = engine.in_ledger.evidence
+        return engine.in_ledger.role.value in self._roles and evidence is not None and bool(evidence.models)
 
     async def works(self, engine: Engine, rank: int | None) -> bool | None:
         """Return whether an engine has answered with a token, None if it refuses such requests, or has no place for one now.
 
         `rank`: the data-parallel one that is to serve it, None: any.
         """
-        evidence = engine.node.evidence
+        evidence = engine.in_ledger.evidence
         assert evidence is not None
         model = min(evidence.models - evidence.adapters or evidence.models)
         ids = next((ids for ids in evidence.canary if ids), (1,))[:_IDS]

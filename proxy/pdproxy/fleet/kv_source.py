@@ -87,8 +87,8 @@ class _Pass(enum.Enum):
     OTHER_RUN = enum.auto()
 
 
-class Source:
-    """The events of `place`. `node`: the engine's URL; `open_replay` connects to where lost messages can be had, None: nowhere.
+class KvEventReader:
+    """The events of `place`. `engine`: the engine's URL; `open_replay` connects to where lost messages can be had, None: nowhere.
 
     `resume` is called when `wanted` has become true again. `counts`: its own ones, in place of those of all sources.
     """
@@ -97,13 +97,13 @@ class Source:
         self,
         parts: SourceParts,
         place: int,
-        node: str,
+        engine: str,
         open_replay: Callable[[], Replay] | None,
         resume: Callable[[], None] = lambda: None,
         counts: SourceCounts | None = None,
     ) -> None:
         self._parts = parts
-        self._node = node
+        self._engine = engine
         self._open_replay = open_replay
         self._resume = resume
         self._room = asyncio.Event()
@@ -133,7 +133,7 @@ class Source:
 
     def __repr__(self) -> str:
         state = "replaying" if self._replaying is not None else f"next {self._next}"
-        return f"<Source of {self._node}, place {self._backlog.place}, {state}>"
+        return f"<Source of {self._engine}, place {self._backlog.place}, {state}>"
 
     @property
     def place(self) -> int:
@@ -201,7 +201,7 @@ class Source:
         now = self._parts.clock.now()
         if now - self._logged >= LOG_S:
             self._logged = now
-            logger.info("%s publishes KV events from the beginning: it has started again", self._node)
+            logger.info("%s publishes KV events from the beginning: it has started again", self._engine)
 
     def close(self) -> None:
         """Take nothing more, and drop what waits."""
@@ -278,7 +278,7 @@ class Source:
 
     def _ask(self) -> None:
         if self._open_replay is not None and self._may_ask() and self._replaying is None and self._next is not None:
-            self._replaying = self._parts.tasks.spawn(self._replay(self._open_replay), f"KV events of {self._node}")
+            self._replaying = self._parts.tasks.spawn(self._replay(self._open_replay), f"KV events of {self._engine}")
 
     def _end_replay(self) -> None:
         if self._replaying is not None:
@@ -298,10 +298,10 @@ class Source:
                     self._again = False
                     result = await self._replayed(open_replay, end)
             except TimeoutError:
-                parts.observers.notify(DeadlinePassed(Wait.KV_REPLAY.value, self._node))
+                parts.observers.notify(DeadlinePassed(Wait.KV_REPLAY.value, self._engine))
                 result = ReplayResult.UNANSWERED
             except Exception as error:  # an answer that can't be read, an address that can't be used
-                logger.warning("a replay of KV events of %s failed: %s", self._node, frames(error))
+                logger.warning("a replay of KV events of %s failed: %s", self._engine, frames(error))
                 result = ReplayResult.FAILED
         self._replaying = None
         if result in (ReplayResult.COMPLETE, ReplayResult.TOO_OLD):
@@ -313,7 +313,7 @@ class Source:
             self._not_before = parts.clock.now() + self._pause
             logger.warning(
                 "a replay of KV events of %s was %s: what it has cached is not known until it reports it",
-                self._node,
+                self._engine,
                 result.value,
             )
             self._give_up(result.value)
@@ -392,7 +392,7 @@ class Source:
     # -- counts
 
     def _count(self, how: str) -> None:
-        self._counts.messages[self._node, how] += 1
+        self._counts.messages[self._engine, how] += 1
 
     def _count_gap(self, cause: str) -> None:
-        self._counts.gaps[self._node, cause] += 1
+        self._counts.gaps[self._engine, cause] += 1

@@ -17,16 +17,16 @@ from urllib.parse import urlsplit
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.kv_events import Feed, Index, SourceCounts
-from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceParts
+from pdproxy.fleet.kv_source import MAX_REPLAYS, KvEventReader, SourceParts
 from pdproxy.kit.addresses import read_address
 from pdproxy.kit.clock import Clock, sleep
 from pdproxy.kit.engine_networks import USUAL, EngineNetworks
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
-from pdproxy.observe.description import NODE, Description, Label, Rule, Samples, counter, gauge
+from pdproxy.observe.description import NODE, Description, Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
-from pdproxy.settings.kv import KvEvents, NodeKvEvents
+from pdproxy.settings.kv import EngineKvEvents, KvEvents
 from pdproxy.settings.limits import Deadlines
 from pdproxy.upstream.addresses import Resolve, by_system
 from pdproxy.upstream.kv_events import KvEventSockets, Replay, Subscription
@@ -112,25 +112,25 @@ KV_EVENT_SOURCES = gauge(
     "sources",
     "Data-parallel ranks of engines whose KV events are read",
     Label("state", (("connected", "there is a connection"), ("not_connected", "there is none"))),
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 KV_EVENT_AGE = gauge(
     "pdproxy_kv_event_age_seconds",
     "seconds",
     "Time since the last message of an engine's ranks, once there was one. An idle engine sends none",
     NODE,
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 KV_EVENT_BACKLOG = gauge(
     "pdproxy_kv_event_backlog_bytes",
     "bytes",
     "KV events that were received and are not indexed yet",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class PublisherAddress:
     """Where one rank publishes: ZMQ addresses. `port`: of ours, to which the engine connects; None: it is connected to."""
 
     publishes: str
@@ -141,8 +141,8 @@ class Address:
 
 @dataclass(slots=True)
 class _Rank:
-    address: Address
-    source: Source
+    address: PublisherAddress
+    source: KvEventReader
     subscription: Subscription | None
 
 
@@ -159,7 +159,7 @@ class _Entry:
 class KvEventSources:
     """The sources of a pool's engines. A watcher of engines and an observer. It feeds `index`.
 
-    `own`: the pool's settings, `of_node`: those of one engine by its URL. `ask(url)` asks an engine, and raises EngineError.
+    `own`: the pool's settings, `of_engine`: those of one engine by its URL. `ask(url)` asks an engine, and raises EngineError.
     `ports`: at which engines may connect, none without `own.host`. `deadlines`: that of the answer of a replay. `networks`:
     those of engines: what they name elsewhere is not connected to. `resolved` returns the addresses of a name.
     """
@@ -173,7 +173,7 @@ class KvEventSources:
         engines: EngineRegistry,
         index: Index,
         own: KvEvents,
-        of_node: Callable[[str], NodeKvEvents],
+        of_engine: Callable[[str], EngineKvEvents],
         ask: Callable[[str], Awaitable[wire.Sources]],
         observers: Observers,
         clock: Clock,
@@ -185,7 +185,7 @@ class KvEventSources:
         resolved: Resolve = by_system,
     ) -> None:
         self._networks, self._resolved = networks, resolved
-        self._engines, self._index, self._own, self._of_node = engines, index, own, of_node
+        self._engines, self._index, self._own, self._of_engine = engines, index, own, of_engine
         self._ask, self._observers, self._clock, self._tasks = ask, observers, clock, tasks
         self.counts = SourceCounts()
         failures = tasks.watch("KV events")
@@ -196,7 +196,7 @@ class KvEventSources:
         self._sockets = KvEventSockets()
         self._entries: dict[Engine, _Entry] = {}
         self._places: dict[tuple[str, int], int] = {}
-        self._topics: dict[Key, Source] = {}
+        self._topics: dict[Key, KvEventReader] = {}
         made = partial(Subscription, unreadable=self._unreadable, failed=self._failed, leave_after=self.leave_after)
         self.bound: Mapping[int, Subscription] = {port: made(partial(self._received, port)) for port in ports}
         """The sockets to which engines connect, by port. They are bound by their owner."""
@@ -244,19 +244,19 @@ class KvEventSources:
         entry = self._entries.get(engine)
         if entry is None:
             return
-        if not engine.node.up:
+        if not engine.in_ledger.up:
             entry.run = None
             for one in entry.ranks.values():
                 one.source.restarted(ask=False)
-        elif entry.run != engine.node.run_number:
-            entry.run = engine.node.run_number
+        elif entry.run != engine.in_ledger.run_number:
+            entry.run = engine.in_ledger.run_number
             if entry.task is not None:
                 entry.task.cancel()
             entry.task = self._tasks.spawn(self._find(engine, entry, entry.run), f"KV event sources {engine.url}")
 
     async def _find(self, engine: Engine, entry: _Entry, run: int) -> None:
         """Find the sources of an engine's run."""
-        override, pause = self._of_node(engine.url), SOON
+        override, pause = self._of_engine(engine.url), SOON
         endpoint = override.endpoint or self._own.endpoint
         while entry.run == run:
             try:
@@ -283,24 +283,24 @@ class KvEventSources:
             return
 
     async def _places_of(
-        self, engine: Engine, found: wire.Sources, override: NodeKvEvents
-    ) -> Mapping[int, Address | str]:
+        self, engine: Engine, found: wire.Sources, override: EngineKvEvents
+    ) -> Mapping[int, PublisherAddress | str]:
         """Return where each rank is read, or why it can't be."""
         host = urlsplit(engine.url).hostname or ""
         in_place = len(found) == engine.ranks  # a part of a larger group of ranks counts from another number
-        wanted: dict[int, Address | str] = {}
+        wanted: dict[int, PublisherAddress | str] = {}
         for place, (rank, config) in enumerate(sorted(found.items())):
             offset = place if in_place else rank
             replay = _offset(override.replay_endpoint or self._own.replay_endpoint, offset)
             topic = override.topic if override.topic is not None else self._own.topic
-            config = wire.Source(
+            config = wire.EventPublisher(
                 config.endpoint, replay or config.replay_endpoint, topic if topic is not None else config.topic
             )
             address = resolve(config, host, self.bound)
             wanted[offset] = address if isinstance(address, str) else await self._allowed(address)
         return wanted
 
-    async def _allowed(self, address: Address) -> Address | str:
+    async def _allowed(self, address: PublisherAddress) -> PublisherAddress | str:
         """Return what an engine has named with addresses in place of names, or why the proxy does not connect there.
 
         ZMQ would resolve names itself, at each connection: nobody could look at what it finds.
@@ -324,7 +324,9 @@ class KvEventSources:
         publishes, replays = found
         return replace(address, publishes=publishes or address.publishes, replays=replays)
 
-    def _apply(self, engine: Engine, entry: _Entry, found: wire.Sources, places: Mapping[int, Address | str]) -> None:
+    def _apply(
+        self, engine: Engine, entry: _Entry, found: wire.Sources, places: Mapping[int, PublisherAddress | str]
+    ) -> None:
         """Subscribe to what was found, and to nothing else."""
         entry.trouble = next((one for one in places.values() if isinstance(one, str)), None if found else NONE)
         wanted = {rank: one for rank, one in places.items() if not isinstance(one, str)}
@@ -342,7 +344,7 @@ class KvEventSources:
         for key in [key for key in self._places if key[0] == engine.url and key[1] not in entry.ranks]:
             self._index.remove_place(self._places.pop(key))
 
-    def _open(self, engine: Engine, entry: _Entry, rank: int, address: Address) -> None:
+    def _open(self, engine: Engine, entry: _Entry, rank: int, address: PublisherAddress) -> None:
         place = self._places.get((engine.url, rank))
         if place is None:
             place = self._places[engine.url, rank] = self._index.add_place()
@@ -371,7 +373,7 @@ class KvEventSources:
             def resume() -> None:
                 subscription.resume()
 
-            source = Source(self.parts, place, engine.url, replays, resume)
+            source = KvEventReader(self.parts, place, engine.url, replays, resume)
             subscription = Subscription(
                 received,
                 self._unreadable,
@@ -394,9 +396,9 @@ class KvEventSources:
             f"replays from {truncate(address.replays, 128)}" if address.replays else "no replays: a gap forgets all",
         )
 
-    def _connecting(self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None) -> Source:
+    def _connecting(self, key: Key, place: int, url: str, replays: Callable[[], Replay] | None) -> KvEventReader:
         """Return the source of a rank that connects."""
-        return Source(self.parts, place, url, replays)
+        return KvEventReader(self.parts, place, url, replays)
 
     def _drop(self, engine: Engine, entry: _Entry, rank: int) -> None:
         one = entry.ranks.pop(rank)
@@ -452,10 +454,10 @@ class KvEventSources:
         found = [
             f"{engine.url} {entry.trouble}"
             for engine, entry in self._entries.items()
-            if engine.node.up and entry.trouble is not None
+            if engine.in_ledger.up and entry.trouble is not None
         ]
         for engine, one in self._sources():
-            if engine.node.up and not one.source.connected and one.address.port is None:
+            if engine.in_ledger.up and not one.source.connected and one.address.port is None:
                 where = truncate(one.address.publishes, 128)
                 found.append(f"{engine.url}: no connection to {where}, where it publishes KV events")
         return found
@@ -492,7 +494,7 @@ class KvEventSources:
         show(KV_EVENT_BACKLOG, lambda: [((), self._feed.bytes)])
 
 
-def resolve(config: wire.Source, host: str, ports: Collection[int]) -> Address | str:
+def resolve(config: wire.EventPublisher, host: str, ports: Collection[int]) -> PublisherAddress | str:
     """Return where a rank is read, or why it can't be, as what follows an engine's name.
 
     `host`: the engine's own; `ports`: ours, to which engines may connect.
@@ -508,12 +510,12 @@ def resolve(config: wire.Source, host: str, ports: Collection[int]) -> Address |
         replays = wire.zmq_address(place[0], place[1])
     name, port, wildcard = found
     connects = not wildcard and port in ports
-    return Address(wire.zmq_address(name, port), replays, config.topic, port if connects else None)
+    return PublisherAddress(wire.zmq_address(name, port), replays, config.topic, port if connects else None)
 
 
 def _configured(endpoint: str, ranks: int) -> wire.Sources:
     """Return the sources that the settings name: further ranks take the ports after the first one's, as in vLLM."""
-    return {rank: wire.Source(_offset(endpoint, rank) or "") for rank in range(ranks)}
+    return {rank: wire.EventPublisher(_offset(endpoint, rank) or "") for rank in range(ranks)}
 
 
 def _offset(endpoint: str | None, rank: int) -> str | None:

@@ -1,6 +1,6 @@
 """One engine's membership in a pool: who wants it there, and on which way in or out it is. Pure: `now` is passed in.
 
-Membership is not health: an engine that is down stays a member. What can be read from the engine's node is not kept here.
+Membership is not health: an engine that is down stays a member. What can be read from the engine's engine is not kept here.
 
     joining --a probe ended--> probing --a probe was good--> warming --its slow start is over--> serving
        |                         |                             |                                  |
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdproxy.kit.ordered_set import OrderedSet
-from pdproxy.scheduling.nodes import Node
-from pdproxy.settings.engines import Node as NodeSettings
+from pdproxy.scheduling.ledger_engine import LedgerEngine
+from pdproxy.settings.engines import ConfiguredEngine
 
 
 class MembershipError(Exception):
@@ -70,7 +70,7 @@ class Member:
     restarted while the proxy runs, and has had no request since; `warming`: whether it then came up while others served.
     """
 
-    settings: NodeSettings
+    settings: ConfiguredEngine
     source: str
     since: float
     heirs: OrderedSet[str] = field(default_factory=OrderedSet)
@@ -88,13 +88,13 @@ class Member:
         """Whether it is on its way out."""
         return self.drain is not None and self.drain.removes
 
-    def state(self, node: Node) -> MemberState:
-        """Return its state. `node`: the ledger's entry of the engine."""
+    def state(self, engine: LedgerEngine) -> MemberState:
+        """Return its state. `engine`: the ledger's entry of the engine."""
         if self.drain is not None:
             return MemberState.DRAINED if self.drain.over else MemberState.DRAINING
-        if node.evidence is None:
-            return MemberState.PROBING if node.probed else MemberState.JOINING
-        return MemberState.WARMING if self.warming and node.slow_until else MemberState.SERVING
+        if engine.evidence is None:
+            return MemberState.PROBING if engine.probed else MemberState.JOINING
+        return MemberState.WARMING if self.warming and engine.slow_until else MemberState.SERVING
 
     def begin_drain(self, drain: Drain) -> bool:
         """Begin to leave. Return whether it was not draining before.

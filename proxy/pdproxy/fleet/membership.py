@@ -17,11 +17,11 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.member import Drain, Member, MembershipError, MemberState, UnknownMemberError
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import Label, Rule, counter
+from pdproxy.observe.description import Label, MergeRule, counter
 from pdproxy.observe.events import DeadlinePassed, MemberChanged, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node
-from pdproxy.settings.engines import Node as NodeSettings
+from pdproxy.scheduling.ledger_engine import LedgerEngine
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.limits import Deadlines
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -48,7 +48,7 @@ MEMBER_CHANGES = counter(
     "changes",
     "Changes of the pool's engines while the proxy runs",
     Label("change", CHANGES),
-    workers=Rule.MOST,  # each follows the settings: one change is counted in all of them
+    workers=MergeRule.MOST,  # each follows the settings: one change is counted in all of them
     of=MemberChanged,
 )
 
@@ -56,13 +56,13 @@ MEMBER_CHANGES = counter(
 class Setup(Protocol):
     """Makes an engine with all that belongs to it, and takes it apart."""
 
-    def checked(self, node: NodeSettings) -> NodeSettings:
+    def checked(self, engine: ConfiguredEngine) -> ConfiguredEngine:
         """Return the settings of an engine that is to be added, in their normal spelling. Raises SettingsError."""
 
-    def checked_all(self, nodes: Sequence[NodeSettings]) -> list[NodeSettings]:
+    def checked_all(self, engines: Sequence[ConfiguredEngine]) -> list[ConfiguredEngine]:
         """Do so for engines that are to be added together. Raises SettingsError."""
 
-    def add(self, node: NodeSettings, *, is_checked: bool = False) -> Engine:
+    def add(self, engine: ConfiguredEngine, *, is_checked: bool = False) -> Engine:
         """Add an engine; `is_checked`: it was just checked. What fails changes nothing. Raises SettingsError, ValueError."""
 
     def remove(self, url: str) -> Engine:
@@ -113,7 +113,7 @@ class Membership:
 
     def state(self, url: str) -> MemberState:
         """Return the state of a member. Raises MembershipError for an unknown one."""
-        return self._member(url).state(self._engines[url].node)
+        return self._member(url).state(self._engines[url].in_ledger)
 
     def shortcomings(self) -> list[str]:
         """Return which engines get no requests since they are drained, a sentence each."""
@@ -122,58 +122,58 @@ class Membership:
             if (drain := member.drain) is None:
                 continue
             engine = self._engines[url]
-            name = f"{engine.node.role.value} {url}"
+            name = f"{engine.in_ledger.role.value} {url}"
             if drain.over:
                 found.append(f"{name} is drained (by {drain.by}): it gets no requests until it is undrained")
                 continue
             left = max(0.0, drain.deadline - self._now())
-            count = engine.node.requests
+            count = engine.in_ledger.requests
             rest = f"{count} requests are left" if count else "KV of it is still to be read or released"
             found.append(f"{name} is being drained (by {drain.by}): {rest}, for at most {left:.0f} s")
         return found
 
     # -- changes
 
-    def adopt(self, nodes: Iterable[NodeSettings], source: str = SETTINGS) -> None:
+    def adopt(self, engines: Iterable[ConfiguredEngine], source: str = SETTINGS) -> None:
         """Take in the engines that were added before anything was served."""
-        for node in nodes:
-            self._members[node.url] = Member(node, source, self._now(), is_new=False)
+        for engine in engines:
+            self._members[engine.url] = Member(engine, source, self._now(), is_new=False)
 
     def have_served(self) -> None:
         """Note that all members have served by other processes before this one began: none begins slowly."""
         for member in self._members.values():
             member.is_new = False
 
-    def add(self, node: NodeSettings, source: str) -> Member:
+    def add(self, engine: ConfiguredEngine, source: str) -> Member:
         """Add an engine for a source. One that is there already is kept, and used again if it was about to leave.
 
         Raises:
             SettingsError: it can't work in this pool.
             MembershipError: it is there with other settings, or there are too many.
         """
-        if (known := self._members.get(node.url)) is None or known.settings != node:
-            node = self._setup.checked(node)
-            known = self._members.get(node.url)
+        if (known := self._members.get(engine.url)) is None or known.settings != engine:
+            engine = self._setup.checked(engine)
+            known = self._members.get(engine.url)
         if known is not None:
-            self._add_again(known, node, source)
+            self._add_again(known, engine, source)
             return known
-        return self._add_new(node, source)
+        return self._add_new(engine, source)
 
-    def _add_new(self, node: NodeSettings, source: str) -> Member:
+    def _add_new(self, engine: ConfiguredEngine, source: str) -> Member:
         if len(self._members) >= MAX_MEMBERS:
             raise MembershipError(f"there are {MAX_MEMBERS} engines already")
-        self._setup.add(node, is_checked=True)
-        member = self._members[node.url] = Member(node, source, self._now())
+        self._setup.add(engine, is_checked=True)
+        member = self._members[engine.url] = Member(engine, source, self._now())
         self._report(member, "added", source)
         return member
 
-    def _add_again(self, known: Member, node: NodeSettings, source: str) -> None:
-        if known.settings != node and not known.leaves:
-            raise MembershipError(f"{node.url} was added by {known.source}, with other settings", known.source)
-        if known.settings != node:
-            self._replace(known, node)
+    def _add_again(self, known: Member, engine: ConfiguredEngine, source: str) -> None:
+        if known.settings != engine and not known.leaves:
+            raise MembershipError(f"{engine.url} was added by {known.source}, with other settings", known.source)
+        if known.settings != engine:
+            self._replace(known, engine)
         elif known.leaves:
-            self.undrain(node.url, source)
+            self.undrain(engine.url, source)
         else:
             known.claim(source)
             return
@@ -210,7 +210,7 @@ class Membership:
         if (task := self._ending.pop(member, None)) is not None:
             task.cancel()
         self._ledger.mark_draining(url, None)
-        if member.is_new and self._engines[url].node.up:  # it was restarted meanwhile
+        if member.is_new and self._engines[url].in_ledger.up:  # it was restarted meanwhile
             self._begin_slowly(member)
         self._report(member, "undrained", by)
 
@@ -231,7 +231,7 @@ class Membership:
             self.drain(url, source, seconds=seconds, removes=True)
         return True
 
-    def apply(self, source: str, wanted: Sequence[NodeSettings], *, are_new: bool = True) -> None:
+    def apply(self, source: str, wanted: Sequence[ConfiguredEngine], *, are_new: bool = True) -> None:
         """Have exactly these engines of a source. What fails changes nothing. `are_new`: those that are added begin slowly.
 
         An engine whose settings have changed is replaced at once: it is the same process, and legs to it go on.
@@ -240,21 +240,21 @@ class Membership:
             SettingsError: one of them can't work in this pool.
             MembershipError: another source has added one with other settings, or there are too many.
         """
-        by_url = {node.url: node for node in wanted}
+        by_url = {engine.url: engine for engine in wanted}
         changed = [member for url, member in self._members.items() if url in by_url and member.settings != by_url[url]]
         for member in changed:
             if member.source != source and not member.leaves:
                 raise MembershipError(f"{member.url} was added by {member.source}, with other settings", member.source)
         # Prefill engines first: decode engines may name them as sources.
         new = sorted(
-            (node for url, node in by_url.items() if url not in self._members), key=lambda one: not one.prefills
+            (engine for url, engine in by_url.items() if url not in self._members), key=lambda one: not one.prefills
         )
         new = self._setup.checked_all(new)
         added: list[str] = []
-        replaced: list[tuple[Member, NodeSettings, Drain | None]] = []
+        replaced: list[tuple[Member, ConfiguredEngine, Drain | None]] = []
         try:
-            for node in new:
-                member = self._add_new(node, source)
+            for engine in new:
+                member = self._add_new(engine, source)
                 member.is_new = are_new
                 added.append(member.url)
             for member in changed:
@@ -267,27 +267,27 @@ class Membership:
             for url in added:
                 self._remove(self._members[url], source)
             raise
-        for node in by_url.values():  # from here nothing fails: those that were to leave stay
-            member = self._members[node.url]
+        for engine in by_url.values():  # from here nothing fails: those that were to leave stay
+            member = self._members[engine.url]
             if member in changed:
                 member.source = source
                 member.heirs.discard(source)
             else:
-                self.add(node, source)
+                self.add(engine, source)
         for url, member in list(self._members.items()):
             if url not in by_url and member.is_wanted_by(source):
                 self.remove(url, source)
 
-    def _replace(self, member: Member, node: NodeSettings) -> None:
+    def _replace(self, member: Member, engine: ConfiguredEngine) -> None:
         """Make an engine anew, with other settings. If that fails, it is as it was.
 
         It is the same process, of which a probe has shown what it is: it serves on at once.
         """
-        self._setup.checked(node)
-        self._engines.replaced, before = member.url, copy.copy(self._engines[member.url].node)
+        self._setup.checked(engine)
+        self._engines.replaced, before = member.url, copy.copy(self._engines[member.url].in_ledger)
         drain, old = member.drain, self._setup.remove(member.url)
         try:
-            self._made_again(self._setup.add(node), old, before)
+            self._made_again(self._setup.add(engine), old, before)
         except Exception:
             self._made_again(self._setup.add(member.settings), old, before)
             self._members[member.url] = member
@@ -299,12 +299,12 @@ class Membership:
         self._members[member.url] = member
         if drain is not None and not drain.removes:  # an operator works on it
             self._drain_again(member, drain)
-        member.settings = node
+        member.settings = engine
         self._report(member, "replaced", member.source)
 
-    def _put_back(self, member: Member, node: NodeSettings, drain: Drain | None) -> None:
+    def _put_back(self, member: Member, engine: ConfiguredEngine, drain: Drain | None) -> None:
         try:
-            self._replace(member, node)
+            self._replace(member, engine)
         except Exception as error:  # its key file was deleted, for example: it serves on as it is
             logger.error("%s keeps its new settings: %s", member.url, error)  # noqa: TRY400
         if drain is not None and member.drain is None:
@@ -314,18 +314,18 @@ class Membership:
         left = max(0.0, drain.deadline - self._now())
         self.drain(member.url, drain.by, seconds=left if drain.removes else None, removes=drain.removes)
 
-    def _made_again(self, engine: Engine, old: Engine, before: Node) -> None:
+    def _made_again(self, engine: Engine, old: Engine, before: LedgerEngine) -> None:
         if old.buffer is not None and engine.buffer is not None:  # what is in it is still there
             old.buffer.capacity = engine.buffer.capacity
             engine.buffer, old.buffer = old.buffer, None  # or it would be needed for as long as the new one is used
-        if old.node.up and old.node.evidence is not None:
-            self._ledger.mark_up(engine.url, old.node.evidence)
-            engine.node.run_number = old.node.run_number  # what waits there for KV still does
+        if old.in_ledger.up and old.in_ledger.evidence is not None:
+            self._ledger.mark_up(engine.url, old.in_ledger.evidence)
+            engine.in_ledger.run_number = old.in_ledger.run_number  # what waits there for KV still does
             reason = "its settings have changed"
-            self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
-        if engine.node.role is before.role:
-            engine.node.window = before.window
-            self._ledger.breakers.take_over(engine.node, before)
+            self._observers.notify(NodeChanged(engine.url, engine.in_ledger.role.value, up=True, reason=reason))
+        if engine.in_ledger.role is before.role:
+            engine.in_ledger.window = before.window
+            self._ledger.breakers.take_over(engine.in_ledger, before)
 
     def _remove(self, member: Member, by: str) -> None:
         self._report(member, "removed", by)
@@ -359,10 +359,10 @@ class Membership:
     def _begin_slowly(self, member: Member) -> None:
         member.is_new = False
         engine = self._engines[member.url]
-        others = (other.node for other in self._engines.values() if other is not engine)
-        if any(node.available and node.role is engine.node.role for node in others):
+        others = (other.in_ledger for other in self._engines.values() if other is not engine)
+        if any(ledger_engine.available and ledger_engine.role is engine.in_ledger.role for ledger_engine in others):
             member.warming = True
-            self._ledger.breakers.warm_up(engine.node, self._now())
+            self._ledger.breakers.warm_up(engine.in_ledger, self._now())
 
     # -- on the way out
 

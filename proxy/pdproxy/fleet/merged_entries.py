@@ -15,7 +15,7 @@ _HEALTH = ("up", "slow_start", "kv_failing", "half_open", "excluded", "asleep", 
 _WAITS = ("requests", "kv", None)
 
 
-class View(msgspec.Struct, array_like=True, frozen=True):
+class WorkerView(msgspec.Struct, array_like=True, frozen=True):
     """What a worker has: the URLs of engines that serve, and the entries of all others."""
 
     plain: list[str]
@@ -27,7 +27,7 @@ class View(msgspec.Struct, array_like=True, frozen=True):
 
 
 def merged(
-    own: Sequence[EngineEntry], number: int, views: Mapping[int, View], pools: Sequence[str]
+    own: Sequence[EngineEntry], number: int, views: Mapping[int, WorkerView], pools: Sequence[str]
 ) -> list[EngineEntry]:
     """Return the engines of all workers, pool by pool. `number`: of the worker whose entries are `own`."""
     others = {worker: view.of() for worker, view in views.items()}

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.kit.errors import EngineError, OverloadedError, Reason
-from pdproxy.scheduling.nodes import Role
+from pdproxy.kit.errors import EngineError, OverloadedError, RefusalReason
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.upstream.admin import EngineAdmin
 
 _PREFILL = frozenset({Role.PREFILL})
@@ -48,10 +48,10 @@ async def cards_of(
     failed: EngineError | None = None
     at = now()
     for url, engine in list(engines.items()):
-        node = engine.node
-        if node.uses == _PREFILL or not node.usable(at) or node.evidence is None:
+        ledger_engine = engine.in_ledger
+        if ledger_engine.uses == _PREFILL or not ledger_engine.usable(at) or ledger_engine.evidence is None:
             continue
-        if node.evidence.models <= cards.keys():
+        if ledger_engine.evidence.models <= cards.keys():
             continue
         try:
             listed = msgspec.json.decode(await admin.models_body(url, own), type=_ModelList)
@@ -65,7 +65,7 @@ async def cards_of(
         for name, card in named:
             cards.setdefault(name, card)
     if not cards:
-        raise failed or OverloadedError("no engine is up: see /ready", Reason.NO_ENGINE)
+        raise failed or OverloadedError("no engine is up: see /ready", RefusalReason.NO_ENGINE)
     return cards
 
 

@@ -22,7 +22,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Evidence
+from pdproxy.scheduling.ledger_engine import Evidence
 from pdproxy.settings.health import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.upstream.derenders import derenders
@@ -145,7 +145,7 @@ class Prober:
             self._pass_on(engine.url)
 
     async def _watch_removed(self, engine: Engine) -> None:
-        while engine.node.requests:
+        while engine.in_ledger.requests:
             await self._logged(engine, self._probe_removed(engine))
             await asyncio.sleep(MIN_GAP)
 
@@ -160,30 +160,30 @@ class Prober:
 
     async def probe(self, engine: Engine, *, scrape: bool) -> None:
         """Ask one engine how it is, once, and write the answer to the ledger. `scrape`: read its metrics, too."""
-        node = engine.node
+        ledger_engine = engine.in_ledger
         if (failure := await self._health(engine)) is not None:
-            if not node.up or engine.probes.late >= MAX_LATE:
+            if not ledger_engine.up or engine.probes.late >= MAX_LATE:
                 self._lost(engine, failure)
             return
-        if not scrape and node.up:
+        if not scrape and ledger_engine.up:
             return
         try:
             metrics = await self._scraped(engine)
             evidence = await self._evidence(engine, metrics)
         except EngineError as error:
             self._count_late(engine, error)
-            if not node.up:  # a healthy engine keeps what is known of it until it has time to answer
+            if not ledger_engine.up:  # a healthy engine keeps what is known of it until it has time to answer
                 self._lost(engine, error)
             return
         if self._ledger.mark_up(engine.url, evidence):
             reason = f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
-            self._observers.notify(NodeChanged(engine.url, node.role.value, up=True, reason=reason))
+            self._observers.notify(NodeChanged(engine.url, ledger_engine.role.value, up=True, reason=reason))
         self._auditor.scraped(engine, metrics)
 
     async def _probe_removed(self, engine: Engine) -> None:
         failure = await self._health(engine)
         if failure is None or engine.probes.late >= MAX_LATE:
-            self._ledger.mark_removed(engine.node, failure.message if failure is not None else None, self._now())
+            self._ledger.mark_removed(engine.in_ledger, failure.message if failure is not None else None, self._now())
 
     async def _health(self, engine: Engine) -> EngineError | None:
         """Ask an engine for its health; return the failure, None if it is healthy."""
@@ -203,10 +203,10 @@ class Prober:
 
     def _lost(self, engine: Engine, error: EngineError) -> None:
         first = (
-            not engine.node.probed
+            not engine.in_ledger.probed
         )  # an engine that was never up has not changed, but the log must say why it is not used
         if self._ledger.mark_down(engine.url, error.message, self._now()) or first:
-            role = engine.node.role.value
+            role = engine.in_ledger.role.value
             self._observers.notify(NodeChanged(engine.url, role, up=False, reason=error.message))
 
     async def _scraped(self, engine: Engine) -> Scrape:
@@ -214,7 +214,7 @@ class Prober:
         return await self._or_default(self._admin.scrape(engine.url), NO_METRICS)
 
     async def _evidence(self, engine: Engine, metrics: Scrape) -> Evidence:
-        known = engine.node.evidence if engine.node.up else None  # one that was down may be another one now
+        known = engine.in_ledger.evidence if engine.in_ledger.up else None  # one that was down may be another one now
         cards = await self._admin.models(engine.url)
         names = frozenset(card.id for card in cards)
         if known is not None and known.started == metrics.started and known.models == names:

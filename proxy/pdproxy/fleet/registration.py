@@ -25,7 +25,7 @@ from pdproxy.kit.clock import Clock, Timer
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.transfer.peers import Peer
 from pdproxy.wire.registrations import Registration, place
 
@@ -81,7 +81,7 @@ class _Unknown:
 
 
 @dataclass(slots=True)
-class Entry:
+class RegisteredEngine:
     """One engine of the registry."""
 
     engine: Engine
@@ -121,7 +121,7 @@ class Registrations:
         self._observers = observers
         self._clock = clock
         self._timeout = timeout
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RegisteredEngine] = {}
         """By the address that an engine registers, `host:port`."""
         self._unknown: dict[str, _Unknown] = {}
         engines.watch(self)
@@ -138,8 +138,8 @@ class Registrations:
 
     def added(self, engine: Engine) -> None:
         """Expect one more engine. Aggregated engines take part in no KV transfer: they need not register."""
-        if engine.node.role in _ROLES:
-            entry = self._entries[engine.registered_as] = Entry(engine)
+        if engine.in_ledger.role in _ROLES:
+            entry = self._entries[engine.registered_as] = RegisteredEngine(engine)
             self._apply(entry)
 
     def removed(self, engine: Engine) -> None:
@@ -167,7 +167,7 @@ class Registrations:
         else:
             self._take(entry, registration, connection, address)
 
-    def _take(self, entry: Entry, registration: Registration, connection: bytes, address: str) -> None:
+    def _take(self, entry: RegisteredEngine, registration: Registration, connection: bytes, address: str) -> None:
         """Take a heartbeat for an engine of the registry."""
         owned = entry.owned
         if owned is None:
@@ -190,7 +190,7 @@ class Registrations:
     def _seen(self, result: str) -> None:
         self._observers.count(REGISTRATIONS, result)
 
-    def _contest(self, entry: Entry, owned: Owned, address: str) -> None:
+    def _contest(self, entry: RegisteredEngine, owned: Owned, address: str) -> None:
         """Take note of a heartbeat that contradicts the engine's registration."""
         self._seen("contested")
         if address != owned.address:
@@ -202,20 +202,20 @@ class Registrations:
         entry.contests += 1
         self._apply(entry)
 
-    def _until_silent(self, entry: Entry) -> Timer:
+    def _until_silent(self, entry: RegisteredEngine) -> Timer:
         return self._clock.after(self._timeout, lambda: self._silent(entry))
 
-    def _until_alone(self, entry: Entry) -> Timer:
+    def _until_alone(self, entry: RegisteredEngine) -> Timer:
         return self._clock.after(self._timeout, lambda: self._alone_again(entry))
 
-    def _alone_again(self, entry: Entry) -> None:
+    def _alone_again(self, entry: RegisteredEngine) -> None:
         """The other process on the owner's machine is silent."""
         if entry.owned is not None and entry.owned.rival is not None:
             entry.owned.rival.cancel()
             entry.owned.rival = None
             self._apply(entry)
 
-    def _silent(self, entry: Entry) -> None:
+    def _silent(self, entry: RegisteredEngine) -> None:
         """The engine's heartbeats have stopped: any sender may register it now."""
         if entry.owned is not None:
             cancel(entry.owned)
@@ -223,7 +223,7 @@ class Registrations:
         self._seen("expired")
         self._apply(entry, owned=True)
 
-    def _apply(self, entry: Entry, *, owned: bool = False) -> None:
+    def _apply(self, entry: RegisteredEngine, *, owned: bool = False) -> None:
         """Write to the engine's run and to the ledger what is known now. `owned`: it was registered before."""
         engine = entry.engine
         found = self._judge(entry)
@@ -245,12 +245,12 @@ class Registrations:
         elif changed and (owned or entry.owned is not None):
             logger.warning("%s takes part in no KV transfer: it %s", engine.url, entry.wrong)
 
-    def _judge(self, entry: Entry) -> tuple[Peer, ...] | str:
-        owned, expected = entry.owned, _ROLES[entry.engine.node.role]
+    def _judge(self, entry: RegisteredEngine) -> tuple[Peer, ...] | str:
+        owned, expected = entry.owned, _ROLES[entry.engine.in_ledger.role]
         if owned is None:
             return NOT_REGISTERED
         if owned.registration.role != expected:
-            role = entry.engine.node.role.value
+            role = entry.engine.in_ledger.role.value
             return f'registers as "{owned.registration.role}", but is configured as {role}: that needs "{expected}"'
         if owned.rival is not None:
             return "is registered by two processes with different contents: it is used once one of them is silent"
@@ -273,7 +273,7 @@ class Registrations:
     def shortcomings(self) -> list[str]:
         """Return what is wrong with registrations, a sentence each."""
         found = [
-            f"{entry.engine.node.role.value} {entry.engine.url} {entry.wrong}"
+            f"{entry.engine.in_ledger.role.value} {entry.engine.url} {entry.wrong}"
             + (f" (expected from {where})" if entry.wrong == NOT_REGISTERED else "")
             for where, entry in self._entries.items()
             if entry.wrong is not None

@@ -10,7 +10,7 @@ from pdproxy.fleet.dns_source import LONGEST_RETRY, MISSING, RETRY, LookUp, jitt
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.settings.dns import Dns, DnsName
-from pdproxy.upstream.resolver import LookupFailedError, Records
+from pdproxy.upstream.resolver import DnsRecords, LookupFailedError
 
 logger = logging.getLogger("pdproxy.fleet")
 
@@ -68,7 +68,7 @@ class ReplicaCount:
         """Ask once, and use what is answered. Return in how many seconds to ask again."""
         found = await self._look_up(self._name)
         failures = [one for one in found.values() if isinstance(one, LookupFailedError)]
-        records = [one for one in found.values() if isinstance(one, Records)]
+        records = [one for one in found.values() if isinstance(one, DnsRecords)]
         if any(one.late for one in failures):
             self._observers.notify(DeadlinePassed(Wait.DNS.value))
         count = max((len(one.places) for one in records), default=0)

@@ -21,14 +21,14 @@ from pdproxy.fleet.membership import Membership
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.settings.engines import Node, engine_url
+from pdproxy.settings.engines import ConfiguredEngine, engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings, source_kind
 from pdproxy.settings.sources import MAX_ENGINES
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SourceAnswer:
     """What a source has found. `urls`: of all its engines; None: it could not find out, and the last answer stays in use.
 
     `problem`: what is wrong, in a few words, None if nothing is. `passed`: the deadline that has ended the wait for it.
@@ -42,7 +42,7 @@ class Answer:
 class EngineSource(Protocol):
     """Finds engines."""
 
-    async def run(self, answered: Callable[[Answer], None]) -> None:
+    async def run(self, answered: Callable[[SourceAnswer], None]) -> None:
         """Say what is found, at the start and whenever it may have changed, until cancelled.
 
         `answered` ends the task of a source that was given up. One that fails is started again after a pause; its engines stay.
@@ -50,7 +50,7 @@ class EngineSource(Protocol):
 
 
 def source_of(url: str, settings: Settings) -> EngineSource:
-    """Return the source that the URL of a node names.
+    """Return the source that the URL of a engine names.
 
     It is made by the function `source` of the module `pdproxy.fleet.KIND_source`, with the same arguments. The module is imported
     here: only a proxy with such engines needs what it imports.
@@ -68,7 +68,7 @@ def nowhere(url: str) -> str | None:
 
 
 class FoundEngines:
-    """The engines of one source in one pool. `node`: their settings, whose URL is the source's.
+    """The engines of one source in one pool. `engine`: their settings, whose URL is the source's.
 
     `elsewhere`: returns the name of another pool that has an engine, None if none has it. `are_new`: the engines of the first
     answer begin slowly, too: others serve already.
@@ -76,7 +76,7 @@ class FoundEngines:
 
     def __init__(
         self,
-        node: Node,
+        engine: ConfiguredEngine,
         membership: Membership,
         observers: Observers,
         now: Callable[[], float],
@@ -84,15 +84,15 @@ class FoundEngines:
         *,
         are_new: bool = False,
     ) -> None:
-        self.name, self.kind = node.url, source_kind(node.url) or ""
-        self.node = node
+        self.name, self.kind = engine.url, source_kind(engine.url) or ""
+        self.in_ledger = engine
         self._membership = membership
         self._observers = observers
         self._now = now
         self._elsewhere = elsewhere
         self._are_new = are_new
         self._logger = logging.getLogger(f"pdproxy.{self.kind}")
-        self._had: dict[str, Node] | None = None
+        self._had: dict[str, ConfiguredEngine] | None = None
         """The engines that the pool has of it, None before the first answer that could be used."""
         self._problem: str | None = None
         self._problem_since = 0.0
@@ -118,19 +118,19 @@ class FoundEngines:
             found.append(f"{self.name}: has not been answered yet")
         return found + [f"{self.name}: {text}" for text in self._left_out]
 
-    def use(self, node: Node) -> None:
+    def use(self, engine: ConfiguredEngine) -> None:
         """Have its engines with other settings from now on. What fails changes nothing.
 
         Raises:
             SettingsError: an engine can't work with them.
             MembershipError: as there.
         """
-        before, self.node = self.node, node
+        before, self.in_ledger = self.in_ledger, engine
         try:
             if self._had is not None:
                 self._have()
         except Exception:
-            self.node = before
+            self.in_ledger = before
             raise
 
     def give_up(self) -> None:
@@ -138,7 +138,7 @@ class FoundEngines:
         self._is_over = True
         self._membership.apply(self.name, ())
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: SourceAnswer) -> None:
         """Have the engines of an answer.
 
         Raises:
@@ -171,17 +171,17 @@ class FoundEngines:
         self.counts["empty" if not had else "same" if before == had else "changed"] += 1
         return None
 
-    def _have(self) -> dict[str, Node]:
+    def _have(self) -> dict[str, ConfiguredEngine]:
         """Have the engines of the last answer, and return them: all but those that others have."""
-        wanted, left_out = dict[str, Node](), list[str]()
+        wanted, left_out = dict[str, ConfiguredEngine](), list[str]()
         for url in self.urls:
-            node, member = msgspec.structs.replace(self.node, url=url), self._membership.members.get(url)
+            engine, member = msgspec.structs.replace(self.in_ledger, url=url), self._membership.members.get(url)
             if not _is_usable(url):
                 left_out.append(f"{truncate(url)} can't be an engine's URL")
             elif (pool := self._elsewhere(url)) is not None:
                 left_out.append(f"{url} is an engine of pool {pool}")
-            elif member is None or member.leaves or member.source == self.name or member.settings == node:
-                wanted[url] = node
+            elif member is None or member.leaves or member.source == self.name or member.settings == engine:
+                wanted[url] = engine
             else:  # it must not keep the others out
                 left_out.append(f"{url} was added by {member.source}, with other settings")
         are_new = self._are_new or self._had is not None

@@ -29,7 +29,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.health_canary import Enquiry
 from pdproxy.fleet.open_legs import OpenLeg
 from pdproxy.kit.errors import StandstillError
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.pace import LARGE, Pace
 from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines
@@ -111,7 +111,7 @@ class StallWatch:
 
     def _begin(self, now: float) -> None:
         """Begin with a run of which nothing is known."""
-        self._run = self.engine.node.run_number
+        self._run = self.engine.in_ledger.run_number
         self._life = self.engine.open_legs.life = now
         self.engine.open_legs.shows_nothing = self.engine.open_legs.waits_out = False
         self._suspected: float | None = None
@@ -144,11 +144,11 @@ class StallWatch:
 
     def look(self, now: float) -> None:
         """Look at it once."""
-        node = self.engine.node
-        if not node.up or node.run_number != self._run:
+        engine = self.engine.in_ledger
+        if not engine.up or engine.run_number != self._run:
             self.close()
             self._begin(now)
-        elif node.stalled is not None:
+        elif engine.stalled is not None:
             self._look_at_stalled(now)
         else:
             if self._stalled_at is not None:
@@ -193,10 +193,10 @@ class StallWatch:
 
         One without metrics may be full, for minutes, of answers that are not streamed: then a canary waits, too.
         """
-        node = self.engine.node
+        engine = self.engine.in_ledger
         # The number of blocks comes from the same metrics, at an earlier time: it may not answer now.
-        has_metrics = enquiry.shows_progress or (node.evidence is not None and node.evidence.kv_blocks is not None)
-        if node.role is Role.PREFILL and not has_metrics:  # one long step of an engine of which no pace is known
+        has_metrics = enquiry.shows_progress or (engine.evidence is not None and engine.evidence.kv_blocks is not None)
+        if engine.role is Role.PREFILL and not has_metrics:  # one long step of an engine of which no pace is known
             return self.engine.open_legs.pace.knows_large or all(leg.prompt_bytes < LARGE for leg in legs)
         return has_metrics or any(leg.last_sign() > leg.since for leg in legs)
 
@@ -236,7 +236,7 @@ class StallWatch:
 
     def _stall(self, legs: list[OpenLeg], silence: float, now: float) -> None:
         # Without a prefill engine, the others compute prompts themselves.
-        answers = self.engine.node.role is not Role.PREFILL
+        answers = self.engine.in_ledger.role is not Role.PREFILL
         if (answers or not self._can_ask) and self._verdicts.is_last(self.engine):
             return  # silence alone takes no role its last engine: requests wait for it, each until its own deadline
         why = f"stands still: no sign of its core for {silence:.1f} s"

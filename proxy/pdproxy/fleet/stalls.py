@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.health_canary import Enquiry, HealthCanary
+from pdproxy.fleet.life_signs import LifeSigns
 from pdproxy.fleet.open_legs import OpenLeg
-from pdproxy.fleet.shared_signs import Signs
 from pdproxy.fleet.stall_watch import LOOKS, StallWatch
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.leading import ALWAYS, Lead
@@ -60,7 +60,7 @@ class Stalls:
         health: Health,
         deadlines: Deadlines,
         lead: Lead = ALWAYS,
-        signs: Signs | None = None,
+        signs: LifeSigns | None = None,
     ) -> None:
         self._lead = lead
         self._signs = signs
@@ -164,21 +164,25 @@ class Stalls:
 
     def is_last(self, engine: Engine) -> bool:
         """Return whether no other engine of its role can get requests."""
-        nodes = (other.node for other in self._engines.values() if other is not engine)
-        return not any(node.available for node in nodes if node.role is engine.node.role)
+        engines = (other.in_ledger for other in self._engines.values() if other is not engine)
+        return not any(
+            ledger_engine.available for ledger_engine in engines if ledger_engine.role is engine.in_ledger.role
+        )
 
     def stalled(self, engine: Engine, why: str) -> bool:
         """Take an engine out of use. Return whether it was in use."""
         if not self._ledger.mark_stalled(engine.url, why):
             return False
-        self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=False, reason=why, state="stalled"))
+        self._observers.notify(
+            NodeChanged(engine.url, engine.in_ledger.role.value, up=False, reason=why, state="stalled")
+        )
         return True
 
     def let_in(self, engine: Engine) -> None:
         """Let an engine show by one request that it works again."""
         if self._ledger.let_in(engine.url, self._clock.now()):
             reason = "it has shown a sign, and gets one request at first"
-            self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
+            self._observers.notify(NodeChanged(engine.url, engine.in_ledger.role.value, up=True, reason=reason))
 
     def legs_waiting_for(self, url: str) -> Iterator[OpenLeg]:
         """Return the legs at other engines that wait for KV of this one."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
+from pdproxy.observe.description import Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import Event, KvCounted, Observers, TransferFaultSeen
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.transfer_faults import KINDS, TransferFault, TransferFaults
@@ -28,7 +28,7 @@ TRANSFER_FAULTS = gauge(
     "faults",
     "Engines and links with which no prompt is split since KV does not move; GET /ready names them",
     _FAULT,
-    workers=Rule.MOST,  # what one finds all know
+    workers=MergeRule.MOST,  # what one finds all know
 )
 TRANSFER_FAULTS_FOUND = counter(
     "pdproxy_kv_faults_found_total",

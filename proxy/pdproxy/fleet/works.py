@@ -66,8 +66,8 @@ class Works:
         return self._shows_work(engine) and not await self._has_lost(engine) and self._shows_work(engine)
 
     def _shows_work(self, engine: Engine) -> bool:
-        node = engine.node
-        return node.up and node.stalled is None and not engine.open_legs.shows_nothing
+        ledger_engine = engine.in_ledger
+        return ledger_engine.up and ledger_engine.stalled is None and not engine.open_legs.shows_nothing
 
     async def _has_lost(self, engine: Engine) -> bool:
         """Return whether an engine reports fewer requests than were sent to it, or reports nothing.

@@ -28,7 +28,7 @@ _UNICAST = _COMPATIBLE[0], _COMPATIBLE[1]
 """Addresses in that network that are IPv6's own: unspecified and loopback."""
 
 
-class Place(NamedTuple):
+class HostPort(NamedTuple):
     """A host, without brackets and in small letters, and its port; None: no port is named."""
 
     host: str
@@ -58,7 +58,7 @@ def read_address(text: str) -> Address | None:
     return found.ipv4_mapped or found
 
 
-def read_place(text: str) -> Place | None:
+def read_place(text: str) -> HostPort | None:
     """Return the host and the port of `HOST`, `HOST:PORT`, `[IPV6]`, `[IPV6]:PORT` or a bare IPv6 address; None for others.
 
     An address gets its usual spelling. A name is not looked up.
@@ -78,7 +78,7 @@ def read_place(text: str) -> Place | None:
         return None
     if has_port and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16):
         return None
-    return Place(str(address) if address is not None else host.lower(), int(port) if has_port else None)
+    return HostPort(str(address) if address is not None else host.lower(), int(port) if has_port else None)
 
 
 def usual_host(host: str) -> str:

@@ -1,7 +1,7 @@
 """Errors by fault, so that every failure has one meaning everywhere.
 
 Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited for (`Wait`), why it can't serve a request now
-(`Reason`), and the exceptions with these. What a client gets of each is decided in one place, `pdproxy.wire.errors`.
+(`RefusalReason`), and the exceptions with these. What a client gets of each is decided in one place, `pdproxy.wire.errors`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Wait(Enum):
     DNS = "dns"  # dns.timeout
 
 
-class Reason(Enum):
+class RefusalReason(Enum):
     """Why a request is refused now and may be served later. The value is the label of `pdproxy_refusals_total{reason}`, and the
     `reason` in the error's body."""
 
@@ -90,7 +90,7 @@ class PdproxyError(Exception):
     type = "InternalServerError"
     public: str | None = None
     """What a client gets in place of a message that it may not read; None: the message."""
-    reason: Reason | None = None
+    reason: RefusalReason | None = None
     """Why the request is refused for now; None for all other failures."""
     retry_after: float | None = None
     """In how many seconds the same request may succeed, None if that is not known."""
@@ -230,7 +230,7 @@ class OverloadedError(PdproxyError):
     status = 503
     type = "ServiceUnavailableError"
 
-    def __init__(self, message: str, reason: Reason, *, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, reason: RefusalReason, *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_after = retry_after
@@ -247,26 +247,26 @@ class TooLateError(OverloadedError):
     """No engine can serve the request within its objective, and the settings want such requests refused."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, Reason.OBJECTIVE)
+        super().__init__(message, RefusalReason.OBJECTIVE)
 
 
 class EnginesLostError(OverloadedError):
     """Engines disappeared under the request, which may be the cause: no other one is risked."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        super().__init__(message, Reason.ENGINES_LOST, retry_after=retry_after)
+        super().__init__(message, RefusalReason.ENGINES_LOST, retry_after=retry_after)
 
 
 class TooManyConnectionsError(OverloadedError):
     """`limits.max_connections` are open: a connection is refused, or one that idles is closed for another client."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, Reason.CONNECTIONS)
+        super().__init__(message, RefusalReason.CONNECTIONS)
 
 
 def no_more_files(error: OSError) -> OverloadedError:
     """Return the failure to open a connection because the process may open no more files."""
-    return OverloadedError(f"pdproxy can open no more connections: {error.strerror}", Reason.OPEN_FILES)
+    return OverloadedError(f"pdproxy can open no more connections: {error.strerror}", RefusalReason.OPEN_FILES)
 
 
 class EngineError(PdproxyError):
@@ -284,7 +284,7 @@ class AnswerBudgetError(EngineError):
     """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine. `held`: bytes of this answer so far."""
 
     held = 0
-    reason = Reason.ANSWERS
+    reason = RefusalReason.ANSWERS
     fault = Fault.CAPACITY
     status = 503
     type = "ServiceUnavailableError"

@@ -53,7 +53,7 @@ class Tenant(Generic[Ticket]):
         self.waiting_cost = 0.0
         self.turn = 0
         """Among tenants that have received equally much, the one with the smallest is next."""
-        self.entries: list[Entry[Ticket]] = []
+        self.entries: list[TenantRequest[Ticket]] = []
         """Its requests that wait, the next one first."""
 
     @property
@@ -66,12 +66,12 @@ class Tenant(Generic[Ticket]):
         """What it has received, with all that counts only as long as it is held."""
         return self.received + self.free_cost / self.weight if self.free_cost else self.received
 
-    def append(self, entry: Entry[Ticket]) -> None:
+    def append(self, entry: TenantRequest[Ticket]) -> None:
         """Let a request wait."""
         insort(self.entries, entry, key=_order)
         self.waiting_cost += entry.cost
 
-    def remove(self, entry: Entry[Ticket]) -> None:
+    def remove(self, entry: TenantRequest[Ticket]) -> None:
         """Remove a request that waits."""
         del self.entries[bisect_left(self.entries, entry.order, key=_order)]
         self.waiting_cost = self.waiting_cost - entry.cost if self.entries else 0.0
@@ -83,7 +83,7 @@ class Tenant(Generic[Ticket]):
         return self.waiting_cost if before == count else self.waiting_cost * before / count
 
 
-class Entry(msgspec.Struct, Generic[Ticket], eq=False):
+class TenantRequest(msgspec.Struct, Generic[Ticket], eq=False):
     """One request: it waits, has a place, or neither any more. `ticket` is the caller's.
 
     `cost`: what its tenant is charged. `size`: what it takes of `max_size` while it has a place. `order`: its priority, until
@@ -175,12 +175,14 @@ class FairQueue(Generic[Ticket]):
         self._places, self._max_size = places, max_size
         self.fill()
 
-    def take(self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int) -> Entry[Ticket] | None:
+    def take(
+        self, name: Hashable, weight: float, ticket: Ticket, cost: float, size: int
+    ) -> TenantRequest[Ticket] | None:
         """Take a place if one is free and nobody waits; None if not. Each success is matched by one `leave`."""
         if self.taken + self.taken_elsewhere >= self._places or self.waiting or not self._fits(size):
             return None
         tenant = self._tenant(name, weight)
-        entry = Entry(tenant, ticket, cost, size)
+        entry = TenantRequest(tenant, ticket, cost, size)
         if self._contended:
             self._contended -= 1
             self._lift(tenant, self._served, cost)
@@ -199,7 +201,7 @@ class FairQueue(Generic[Ticket]):
         size: int,
         priority: int = 0,
         until: float = math.inf,
-    ) -> Entry[Ticket]:
+    ) -> TenantRequest[Ticket]:
         """Let a request wait, after `take` has failed. It is matched by `stop_waiting`, or by `leave` once it has a place.
 
         `until`: the time at which the caller will call `stop_waiting`.
@@ -214,7 +216,7 @@ class FairQueue(Generic[Ticket]):
                 self._rest(tenant)
                 raise QueueFullError
         self._count += 1
-        entry = Entry(tenant, ticket, cost, size)
+        entry = TenantRequest(tenant, ticket, cost, size)
         entry.order = (priority, until, self._count)
         if not tenant.waiting:
             following = self._following()
@@ -229,14 +231,14 @@ class FairQueue(Generic[Ticket]):
             self._rest(loser)
         return entry
 
-    def stop_waiting(self, entry: Entry[Ticket]) -> None:
+    def stop_waiting(self, entry: TenantRequest[Ticket]) -> None:
         """Remove a request that waits. For another one this changes nothing."""
         if entry.waits:
             self._remove(entry)
             self._rest(entry.tenant)
             self.fill()  # it may have been the large one that the others waited for
 
-    def leave(self, entry: Entry[Ticket], cost: float | None = None) -> None:
+    def leave(self, entry: TenantRequest[Ticket], cost: float | None = None) -> None:
         """Release a place: it is granted to a request that waits, if there is one. `cost`: what it was in the end, if known."""
         tenant = entry.tenant
         entry.has_place = False
@@ -370,17 +372,17 @@ class FairQueue(Generic[Ticket]):
         return self.size + self.size_elsewhere + size <= self._max_size
 
     @staticmethod
-    def _charge(entry: Entry[Ticket]) -> None:
+    def _charge(entry: TenantRequest[Ticket]) -> None:
         entry.tenant.received += entry.cost / entry.tenant.weight
         entry.charged = True
 
-    def _give_place(self, entry: Entry[Ticket]) -> None:
+    def _give_place(self, entry: TenantRequest[Ticket]) -> None:
         entry.has_place = True
         entry.tenant.places += 1
         self.taken += 1
         self.size += entry.size
 
-    def _remove(self, entry: Entry[Ticket]) -> None:
+    def _remove(self, entry: TenantRequest[Ticket]) -> None:
         tenant = entry.tenant
         tenant.remove(entry)
         entry.waits = False

@@ -19,7 +19,7 @@ _KINDS = (
 )
 
 
-class UnreadableError(Exception):
+class UnusableFileError(Exception):
     """A file can't be used. Its text says why, without the name: "can't be read: ...", "is a FIFO, ...", "is larger than ...".
 
     `is_missing`: there is no such file.
@@ -44,11 +44,11 @@ def read_regular(path: str | Path, most: int) -> bytes:
             content = file.read(most + 1)
     except OSError as error:
         why = f"can't be read: {error.strerror or type(error).__name__}"
-        raise UnreadableError(why, is_missing=isinstance(error, FileNotFoundError)) from None
+        raise UnusableFileError(why, is_missing=isinstance(error, FileNotFoundError)) from None
     except ValueError as error:  # a null byte in the path
-        raise UnreadableError(f"can't be read: {error}") from None
+        raise UnusableFileError(f"can't be read: {error}") from None
     if len(content) > most:
-        raise UnreadableError(f"is larger than {most} bytes")
+        raise UnusableFileError(f"is larger than {most} bytes")
     return content
 
 
@@ -57,13 +57,13 @@ def check_regular(path: str | Path, most: int | None = None) -> None:
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError as error:
-        raise UnreadableError(f"can't be read: {error.strerror or type(error).__name__}") from None
+        raise UnusableFileError(f"can't be read: {error.strerror or type(error).__name__}") from None
     _check_kind(found.st_mode)
     if most is not None and found.st_size > most:
-        raise UnreadableError(f"is larger than {most} bytes")
+        raise UnusableFileError(f"is larger than {most} bytes")
 
 
 def _check_kind(mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
-        raise UnreadableError(f"is {kind}, not a regular file")
+        raise UnusableFileError(f"is {kind}, not a regular file")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from pdproxy.kit.regular_file import UnreadableError, read_regular
+from pdproxy.kit.regular_file import UnusableFileError, read_regular
 
 logger = logging.getLogger("pdproxy.files")
 
@@ -88,7 +88,7 @@ class ReloadingFile(Generic[T]):
                 continue
             try:
                 content = read_regular(path, found[2])
-            except UnreadableError as error:
+            except UnusableFileError as error:
                 raise ValueError(f"{self.name}: {path}: {error}") from None
             if content and not content.endswith((b"\n", b"\r")):
                 raise ValueError(

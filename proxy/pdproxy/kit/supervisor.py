@@ -39,7 +39,7 @@ _LONGEST_WAIT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class SupervisorTimes:
     """In seconds. `ping`: between two pings; `silent`: without an answer a worker is killed; `first`: the same for its start.
 
     `pauses`: before the first, second, ... start again within a short time, the last one for all later ones; a worker that has
@@ -108,7 +108,7 @@ class Supervisor:
         work: Callable[[int, socket.socket], int],
         watcher: Callable[[Supervisor], Watcher],
         ends_within: float,
-        times: Times | None = None,
+        times: SupervisorTimes | None = None,
         lingers: float = 0.0,
     ) -> None:
         self.workers = [WorkerProcess(number) for number in range(count)]
@@ -117,7 +117,7 @@ class Supervisor:
         """How often a worker was started again."""
         self._work = work
         self._ends_within = ends_within
-        self._lingers, self._lingers_until, self._times = lingers, 0.0, times or Times()
+        self._lingers, self._lingers_until, self._times = lingers, 0.0, times or SupervisorTimes()
         self._signals: list[int] = []
         self._wakes: socket.socket | None = None
         self._any_ready = False

@@ -18,7 +18,7 @@ ASK, REPLY, REPORT, TELL = "ask", "reply", "report", "tell"
 """What a worker sends: a question (`number`: its own of it), an answer to one (`number`: that of the question), its report, and
 what all others are to know."""
 QUESTION, ASKED, ANSWER, PAST, TOLD = "question", "asked", "answer", "past", "told"
-"""What the parent sends: a question, to whom a question went (`body`: `Asked`), an answer (`worker`: whose), what is left of the
+"""What the parent sends: a question, to whom a question went (`body`: `AskedWorkers`), an answer (`worker`: whose), what is left of the
 workers that have ended, and what a worker tells all (`worker`: which)."""
 PASS, PASSED = "pass", "passed"
 """What a worker sends for one worker (`worker`: which), and what the parent sends to that one. With `ALL`: for all of them, who
@@ -33,7 +33,7 @@ MAX_OPEN = 256
 """Questions that are not answered by all yet. The oldest is forgotten for one more."""
 
 
-class Asked(msgspec.Struct, array_like=True, frozen=True):
+class AskedWorkers(msgspec.Struct, array_like=True, frozen=True):
     """Whom a question went to, how often workers were started again, and which do not serve: they have ended, or begin."""
 
     workers: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Question:
 
 
 encode_asked = msgspec.msgpack.Encoder().encode
-decode_asked = msgspec.msgpack.Decoder(Asked).decode
+decode_asked = msgspec.msgpack.Decoder(AskedWorkers).decode
 
 
 class Switchboard:
@@ -115,7 +115,7 @@ class Switchboard:
         if len(self._questions) > MAX_OPEN:
             self._questions.popitem(last=False)
         absent = tuple(one.number for one in self._supervisor.workers if not one.ready and one is not worker)
-        asked = Asked(tuple(one.number for one in others), self._supervisor.restarts, absent)
+        asked = AskedWorkers(tuple(one.number for one in others), self._supervisor.restarts, absent)
         if self._past:  # first: with `ASKED` a worker without others has all that it waits for
             self._supervisor.send(worker, Message(PAST, message.number, body=self._past))
         self._supervisor.send(worker, Message(ASKED, message.number, body=encode_asked(asked)))

@@ -24,7 +24,7 @@ OTHER = "other"
 """The value of a label for all that have no value of their own."""
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """The type of a metric."""
 
     COUNTER = "counter"
@@ -32,7 +32,7 @@ class Kind(Enum):
     HISTOGRAM = "histogram"
 
 
-class Rule(Enum):
+class MergeRule(Enum):
     """How several numbers become one."""
 
     SUM = "sum"
@@ -46,8 +46,8 @@ class Rule(Enum):
         return _OF_TWO[self]
 
 
-_OF_TWO: Mapping[Rule, Callable[[float, float], float]] = MappingProxyType(
-    {Rule.SUM: add, Rule.MEAN: add, Rule.MOST: max, Rule.LEAST: min}
+_OF_TWO: Mapping[MergeRule, Callable[[float, float], float]] = MappingProxyType(
+    {MergeRule.SUM: add, MergeRule.MEAN: add, MergeRule.MOST: max, MergeRule.LEAST: min}
 )
 
 
@@ -86,14 +86,14 @@ class Description:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     text: str
     unit: str
     labels: tuple[Label, ...] = ()
     bounds: tuple[float, ...] = ()
     together: tuple[tuple[str, ...], ...] | None = None
-    workers: Rule = Rule.SUM
-    pools: Rule = Rule.SUM
+    workers: MergeRule = MergeRule.SUM
+    pools: MergeRule = MergeRule.SUM
     of: Of | None = None
 
     @property
@@ -137,7 +137,7 @@ def counter(
     text: str,
     *labels: Label,
     together: tuple[tuple[str, ...], ...] | None = None,
-    workers: Rule = Rule.SUM,
+    workers: MergeRule = MergeRule.SUM,
     of: type[E] | None = None,
     by: str | None = None,
     counts: Callable[[E], Samples] | None = None,
@@ -147,12 +147,14 @@ def counter(
     `by`: the field whose value is added; None: 1. ValueError: the event lacks such a field, or the name is in use.
     """
     found = None if of is None else _of(of, labels, by, counts)
-    return _noted(Description(name, Kind.COUNTER, text, unit, labels, (), together, workers, of=found))
+    return _noted(Description(name, MetricKind.COUNTER, text, unit, labels, (), together, workers, of=found))
 
 
-def gauge(name: str, unit: str, text: str, *labels: Label, workers: Rule, pools: Rule = Rule.SUM) -> Description:
+def gauge(
+    name: str, unit: str, text: str, *labels: Label, workers: MergeRule, pools: MergeRule = MergeRule.SUM
+) -> Description:
     """Declare a gauge. ValueError: the name is in use."""
-    return _noted(Description(name, Kind.GAUGE, text, unit, labels, workers=workers, pools=pools))
+    return _noted(Description(name, MetricKind.GAUGE, text, unit, labels, workers=workers, pools=pools))
 
 
 def histogram(
@@ -166,7 +168,7 @@ def histogram(
 ) -> Description:
     """Declare a histogram of seconds, with the upper `bounds` of its buckets; for the others see `counter`."""
     found = None if of is None else _of(of, labels, by, counts)
-    return _noted(Description(name, Kind.HISTOGRAM, text, "seconds", labels, bounds, of=found))
+    return _noted(Description(name, MetricKind.HISTOGRAM, text, "seconds", labels, bounds, of=found))
 
 
 def _noted(one: Description) -> Description:

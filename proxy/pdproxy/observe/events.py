@@ -61,7 +61,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
     `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the client asked for one, None if
     that is not known. `client`: its address; `key`: the name of its API key, None without keys. `reason`: why it was refused,
-    one of `kit.errors.Reason`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
+    one of `kit.errors.RefusalReason`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
     has a name.
     """
 
@@ -89,7 +89,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 class Refused(msgspec.Struct, frozen=True):
     """A request was refused before its body was complete, or for its key; or a connection was.
 
-    `reason`: as in pdproxy_early_refusals_total; `client`: the client's address. `overload`: one of `kit.errors.Reason`, None
+    `reason`: as in pdproxy_early_refusals_total; `client`: the client's address. `overload`: one of `kit.errors.RefusalReason`, None
     if the same request would be refused at any time.
     """
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from pdproxy.kit.errors import Reason
+from pdproxy.kit.errors import RefusalReason
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import (
     BootstrapAsked,
@@ -183,7 +183,9 @@ class LogObserver:
 
 def _has_no_key(event: RequestEnded) -> bool:
     """Return whether a request was refused since it had no valid key."""
-    return event.reason == Reason.WRONG_KEYS.value or (event.status == 401 and event.key is None and not event.legs)
+    return event.reason == RefusalReason.WRONG_KEYS.value or (
+        event.status == 401 and event.key is None and not event.legs
+    )
 
 
 _STATE_LINES: Mapping[str, str] = {

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import Metric
 
 from pdproxy.observe import requests
-from pdproxy.observe.description import NODE, OTHER, REMOVED, Description, Kind, Label, Samples, declared
+from pdproxy.observe.description import NODE, OTHER, REMOVED, Description, Label, MetricKind, Samples, declared
 from pdproxy.observe.events import Event, LegTimes, RequestEnded
 from pdproxy.observe.snapshot import Buckets, Series, Snapshot, families
 
@@ -80,9 +80,9 @@ class Metrics:
             return
         self._begun = len(metrics)
         for one in metrics:
-            if one.kind is Kind.HISTOGRAM:
+            if one.kind is MetricKind.HISTOGRAM:
                 self._histograms.setdefault(one.name, {labels: _Histogram(one.bounds) for labels in one.series})
-            elif one.kind is Kind.COUNTER and one not in _OF_LEGS:
+            elif one.kind is MetricKind.COUNTER and one not in _OF_LEGS:
                 self._counts.setdefault(one.name, dict.fromkeys(one.series, 0))
 
     def show(self, metric: Description, read: Callable[[], Samples]) -> None:
@@ -97,7 +97,7 @@ class Metrics:
         if metric.name not in self._counts and metric.name not in self._histograms:
             self._begin()
         values = self._bounded(metric, labels)
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             self._histogram(metric, *values).observe(by)
         else:
             self._count(metric, *values, by=by)
@@ -149,7 +149,7 @@ class Metrics:
                     self.count(one, *labels, by=value)
 
             return count
-        if one.kind is Kind.HISTOGRAM:
+        if one.kind is MetricKind.HISTOGRAM:
 
             def observe(event: Any) -> None:  # noqa: ANN401
                 for labels, value in found(event):

@@ -107,7 +107,7 @@ class SoFar(NamedTuple):
     legs: Sequence[LegTimes]
 
 
-class Runs(Protocol):
+class RunningRequest(Protocol):
     """A request that runs."""
 
     def so_far(self) -> SoFar:
@@ -128,7 +128,7 @@ class Recent:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self.running: OrderedSet[Runs] = OrderedSet()
+        self.running: OrderedSet[RunningRequest] = OrderedSet()
         """The requests that run, in the order in which they came: whoever serves them adds and removes them."""
         self._ended: deque[_Kept] = deque(maxlen=KEPT)
         self._failures: OrderedDict[str, list[tuple[float, LegFailed | StreamContinued]]] = OrderedDict()

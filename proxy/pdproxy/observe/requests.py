@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import Fault, Reason
+from pdproxy.kit.errors import Fault, RefusalReason
 from pdproxy.observe.description import NODE, Label, counter, histogram
 from pdproxy.observe.events import ITL_BOUNDS, LegFailed, Refused
 
@@ -42,27 +42,31 @@ _ROLE_PHASES = {
 _PATH = Label("path", (("split", "prefill and decode by two engines"), ("alone", "one engine")))
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
-    (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
-    (Reason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
-    (Reason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
-    (Reason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
-    (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
-    (Reason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
-    (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
-    (Reason.DEADLINE, _OURS, "it can't be served within its X-Request-Timeout"),
-    (Reason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
-    (Reason.RETRY_BUDGET, _OURS, "its engine has failed, and no place to try it again came free in deadlines.retry"),
-    (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
-    (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
-    (Reason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
-    (Reason.ENGINES_LOST, _OURS, "engines disappeared under it, and it may be the cause"),
-    (Reason.DRAINING, _OURS, "pdproxy is shutting down"),
-    (Reason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
-    (Reason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),
-    (Reason.ANSWERS, _OURS, "no space for an engine's answer: limits.max_buffered_answer_bytes"),
-    (Reason.SLOW_READER, _OURS, "its client reads too slowly and holds more than its share, while others wait"),
-    (Reason.CONNECTIONS, _OURS, "limits.max_connections are open"),
-    (Reason.OPEN_FILES, _OURS, "the process may open no more files (ulimit -n)"),
+    (RefusalReason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
+    (RefusalReason.KEY_TOKENS, _CLIENTS, "its key has too few tokens left of those that it may use per minute (tpm)"),
+    (RefusalReason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
+    (RefusalReason.WRONG_KEYS, _CLIENTS, "its address has sent too many wrong keys"),
+    (RefusalReason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
+    (RefusalReason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
+    (RefusalReason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
+    (RefusalReason.DEADLINE, _OURS, "it can't be served within its X-Request-Timeout"),
+    (RefusalReason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
+    (
+        RefusalReason.RETRY_BUDGET,
+        _OURS,
+        "its engine has failed, and no place to try it again came free in deadlines.retry",
+    ),
+    (RefusalReason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
+    (RefusalReason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
+    (RefusalReason.ALONE, _OURS, "it can't be split, and pools[].alone lets no decode engine serve it whole"),
+    (RefusalReason.ENGINES_LOST, _OURS, "engines disappeared under it, and it may be the cause"),
+    (RefusalReason.DRAINING, _OURS, "pdproxy is shutting down"),
+    (RefusalReason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
+    (RefusalReason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),
+    (RefusalReason.ANSWERS, _OURS, "no space for an engine's answer: limits.max_buffered_answer_bytes"),
+    (RefusalReason.SLOW_READER, _OURS, "its client reads too slowly and holds more than its share, while others wait"),
+    (RefusalReason.CONNECTIONS, _OURS, "limits.max_connections are open"),
+    (RefusalReason.OPEN_FILES, _OURS, "the process may open no more files (ulimit -n)"),
 )
 """Each reason with its status and its meaning."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}

@@ -12,16 +12,16 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pdproxy.observe.description import REMOVED, TASK, Description, Kind, Rule, declared, described
+from pdproxy.observe.description import REMOVED, TASK, Description, MergeRule, MetricKind, declared, described
 
 Series = dict[tuple[str, ...], float]
 """Values by those of their labels."""
 
 
 _OF_PROCESS = {
-    "process_start_time_seconds": Rule.LEAST,
-    "process_max_fds": Rule.LEAST,
-    "python_info": Rule.MOST,
+    "process_start_time_seconds": MergeRule.LEAST,
+    "process_max_fds": MergeRule.LEAST,
+    "python_info": MergeRule.MOST,
 }
 
 
@@ -51,7 +51,7 @@ class Snapshot(msgspec.Struct, array_like=True):
 
     def without_levels(self) -> Snapshot:
         """Return what counts on after the process is gone: sums of what has happened."""
-        counters = {one.name: self.values[one.name] for one in _of(self.values) if one.kind is Kind.COUNTER}
+        counters = {one.name: self.values[one.name] for one in _of(self.values) if one.kind is MetricKind.COUNTER}
         cpu = [one for one in self.process if one.kind == "counter"]
         return Snapshot(counters, self.histograms, cpu, 0)
 
@@ -92,9 +92,9 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
         found.workers += one.workers
         for name, series in one.values.items():
             known = described(name)
-            rule = Rule.SUM if known is None else known.workers
+            rule = MergeRule.SUM if known is None else known.workers
             _merge_series(found.values.setdefault(name, {}), series, rule)
-            if rule is Rule.MEAN:
+            if rule is MergeRule.MEAN:
                 counts = means.setdefault(name, {})
                 for labels in series:
                     counts[labels] = counts.get(labels, 0) + 1
@@ -116,7 +116,7 @@ def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
     return found
 
 
-def _merge_series(mine: Series, series: Series, rule: Rule) -> None:
+def _merge_series(mine: Series, series: Series, rule: MergeRule) -> None:
     pick = rule.of_two
     for labels, value in series.items():
         mine[labels] = pick(mine[labels], value) if labels in mine else value
@@ -127,7 +127,7 @@ def _merge_process(process: dict[str, OfProcess], metric: OfProcess) -> None:
     if had is None:
         process[metric.name] = metric
         return
-    pick = _OF_PROCESS.get(metric.name, Rule.SUM).of_two
+    pick = _OF_PROCESS.get(metric.name, MergeRule.SUM).of_two
     samples = {(name, tuple(sorted(labels.items()))): value for name, labels, value in had.samples}
     for name, labels, value in metric.samples:
         key = name, tuple(sorted(labels.items()))
@@ -157,13 +157,13 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     """Yield the metrics of pdproxy as `prometheus_client` shows them, by name."""
     for one in declared():
         names = one.label_names
-        if one.kind is Kind.HISTOGRAM:
+        if one.kind is MetricKind.HISTOGRAM:
             histogram = HistogramMetricFamily(one.name, one.text, labels=names)
             for labels, buckets in snapshot.histograms.get(one.name, {}).items():
                 histogram.add_metric(labels, _cumulative(one.bounds, buckets.counts), buckets.total)
             yield histogram
             continue
-        kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
+        kind = CounterMetricFamily if one.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = kind(one.name, one.text, labels=names)
         for labels, number in snapshot.values.get(one.name, {}).items():
             family.add_metric(labels, number)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.placement import Candidates
 from pdproxy.scheduling.policy import Ask
 
 _SPLIT = (Role.PREFILL, Role.DECODE)
 
 
-def spared(ask: Ask, nodes: Sequence[Node]) -> Sequence[Node]:
+def spared(ask: Ask, engines: Sequence[LedgerEngine]) -> Sequence[LedgerEngine]:
     """Return those of some engines that may serve a request whole, by what it asks."""
-    return [node for node in nodes if node.role is not Role.DECODE] if ask.spares_decode else nodes
+    return [engine for engine in engines if engine.role is not Role.DECODE] if ask.spares_decode else engines
 
 
 class Choice:
@@ -60,23 +60,25 @@ class Choice:
         if cached and (known := self._known.get(key)) is not None:
             return known
         ranked = self._eligibility.eligible
-        whole: dict[Node, None] = {}
+        whole: dict[LedgerEngine, None] = {}
         for role in self._alone:
             whole.update(dict.fromkeys(spared(ask, ranked(role, ask, without))))
-        serving = [node for node in whole if ask.model is None or node.serves(ask.model)]
+        serving = [engine for engine in whole if ask.model is None or engine.serves(ask.model)]
         fitting = serving or [*whole]  # of one role all breakers may be open, and not of another
-        prefill: tuple[Node, ...] = ()
-        decode: tuple[Node, ...] = ()
+        prefill: tuple[LedgerEngine, ...] = ()
+        decode: tuple[LedgerEngine, ...] = ()
         if split:
-            prefill, decode = (tuple(node for node in ranked(role, ask, without) if not node.full) for role in _SPLIT)
+            prefill, decode = (
+                tuple(engine for engine in ranked(role, ask, without) if not engine.full) for role in _SPLIT
+            )
         found = Candidates(tuple([n for n in fitting if n.takes(ask.now)] or fitting), prefill, decode, self._may_pair)
         if cached and serving:  # a client can name any number of models
             self._known[key] = found
         return found
 
-    def _may_pair(self, prefill: Node, decode: Node) -> bool:
+    def _may_pair(self, prefill: LedgerEngine, decode: LedgerEngine) -> bool:
         return self._compatibility.compatible(_SPLIT, (prefill, decode))
 
 
-def _are_possible(prefill: Node, decode: Node) -> bool:
+def _are_possible(prefill: LedgerEngine, decode: LedgerEngine) -> bool:
     return prefill_and_decode(prefill, decode) is None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
 
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 
 
-def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
+def prefill_and_decode(prefill: LedgerEngine, decode: LedgerEngine) -> str | None:
     """Return why a decode engine may not take a prefill engine's KV, None if it may."""
     if prefill is decode:
         return "the same engine"
@@ -16,9 +16,9 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
         return "not configured as a pair"
     if prefill.evidence is None or decode.evidence is None:
         return "not probed yet"
-    for node in (prefill, decode):
-        if node.kv_not_ready is not None:
-            return f"{node.url} {node.kv_not_ready}"
+    for engine in (prefill, decode):
+        if engine.kv_not_ready is not None:
+            return f"{engine.url} {engine.kv_not_ready}"
     if prefill.kv_mode != decode.kv_mode:
         return f"different transfer modes ({prefill.kv_mode} / {decode.kv_mode})"
     one, other = prefill.kv_tp_size, decode.kv_tp_size
@@ -29,7 +29,7 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
     return prefill.evidence.difference(decode.evidence)
 
 
-def may_share(prefill: Node, decode: Node) -> str | None:
+def may_share(prefill: LedgerEngine, decode: LedgerEngine) -> str | None:
     """Return why no prompt is split between two engines now, None if one may be: they may work together, and KV moves."""
     if (why := prefill_and_decode(prefill, decode)) is not None:
         return why
@@ -37,13 +37,13 @@ def may_share(prefill: Node, decode: Node) -> str | None:
     return None if fault is None else fault.why
 
 
-_RULES: dict[tuple[Role, Role], Callable[[Node, Node], str | None]] = {
+_RULES: dict[tuple[Role, Role], Callable[[LedgerEngine, LedgerEngine], str | None]] = {
     (Role.PREFILL, Role.DECODE): may_share,
 }
 """The rule for two roles. Engines of two roles without a rule exchange nothing, and are always compatible."""
 
 
-def _may_work_together(one: tuple[Role, Node], other: tuple[Role, Node]) -> bool:
+def _may_work_together(one: tuple[Role, LedgerEngine], other: tuple[Role, LedgerEngine]) -> bool:
     """Return whether two engines may serve one request in these roles."""
     (a, first), (b, second) = one, other
     if (rule := _RULES.get((a, b))) is not None:
@@ -57,26 +57,28 @@ class Compatibility:
     """Remembers which engines are compatible, until `changed`: every request asks."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Role, ...], dict[tuple[Node, ...], bool]] = {}
+        self._known: dict[tuple[Role, ...], dict[tuple[LedgerEngine, ...], bool]] = {}
 
-    def compatible(self, roles: tuple[Role, ...], nodes: tuple[Node, ...]) -> bool:
+    def compatible(self, roles: tuple[Role, ...], engines: tuple[LedgerEngine, ...]) -> bool:
         """Return whether every two of these engines may serve one request, each in its role."""
         try:
             known = self._known[roles]
         except KeyError:
             known = self._known[roles] = {}
-        compatible = known.get(nodes)
+        compatible = known.get(engines)
         if compatible is None:
-            pairs = combinations(zip(roles, nodes, strict=True), 2)
-            compatible = known[nodes] = all(_may_work_together(*pair) for pair in pairs)
+            pairs = combinations(zip(roles, engines, strict=True), 2)
+            compatible = known[engines] = all(_may_work_together(*pair) for pair in pairs)
         return compatible
 
-    def first(self, roles: tuple[Role, ...], ranked: Sequence[Sequence[Node]]) -> tuple[Node, ...] | None:
+    def first(
+        self, roles: tuple[Role, ...], ranked: Sequence[Sequence[LedgerEngine]]
+    ) -> tuple[LedgerEngine, ...] | None:
         """Return one engine of each ranking, all compatible, None if there are none.
 
         The first ranking counts most: its best engine that has compatible partners is taken.
         """
-        return next((nodes for nodes in product(*ranked) if self.compatible(roles, nodes)), None)
+        return next((engines for engines in product(*ranked) if self.compatible(roles, engines)), None)
 
     def changed(self) -> None:
         """Forget everything: an engine came up, went down or changed, or KV moves no more between some, or again."""

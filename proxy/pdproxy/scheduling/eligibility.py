@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 
@@ -14,11 +14,11 @@ class Eligibility:
     `nodes` is the ledger's view of its engines: it may change before a call of `changed`.
     """
 
-    def __init__(self, nodes: Collection[Node], policies: Mapping[Role, Policy]) -> None:
-        self._nodes = nodes
+    def __init__(self, engines: Collection[LedgerEngine], policies: Mapping[Role, Policy]) -> None:
+        self._engines = engines
         self._policies = policies
         self._best: dict[tuple[Role, str | None], Best] = {}
-        self._sets: list[tuple[Role, list[Node], Best]] = []
+        self._sets: list[tuple[Role, list[LedgerEngine], Best]] = []
 
     def best_of(self, role: Role, model: str | None) -> Best | None:
         """Return what chooses among the engines of a role that are up and serve a model, None if there are none.
@@ -27,7 +27,7 @@ class Eligibility:
         """
         return self._best.get((role, model)) or self._prepare(role, model)
 
-    def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
+    def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[LedgerEngine]:
         """Return the engines of a role that may serve a request, best first.
 
         A model that no engine serves, not even one of `without` or one that stands still, matches all but prefill engines: the
@@ -39,14 +39,14 @@ class Eligibility:
         if len(eligible) < 2:
             return eligible
         ranked = self._policies[role].rank(ask, eligible)
-        return sorted(ranked, key=_is_crowded) if any(node.crowded for node in ranked) else ranked
+        return sorted(ranked, key=_is_crowded) if any(engine.crowded for engine in ranked) else ranked
 
-    def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
+    def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[LedgerEngine]:
         """As `ranked`, in no order."""
-        up = [node for node in self._nodes if role in node.uses and node.available]
-        serving = [node for node in up if ask.model is None or node.serves(ask.model)]
+        up = [engine for engine in self._engines if role in engine.uses and engine.available]
+        serving = [engine for engine in up if ask.model is None or engine.serves(ask.model)]
         known = serving or (up if role is not Role.PREFILL and not self._may_serve_later(ask.model) else [])
-        fitting = [node for node in known if node.url not in without] if without else known
+        fitting = [engine for engine in known if engine.url not in without] if without else known
         now = ask.now
         return [n for n in fitting if n.takes(now)] or [n for n in fitting if n.usable(now)] or fitting
 
@@ -54,8 +54,8 @@ class Eligibility:
         """Return whether an engine that answers clients serves a model once it moves again."""
         if model is None:
             return False
-        stalled = [node for node in self._nodes if node.stalled is not None and node.returns]
-        return any(node.serves(model) and node.role is not Role.PREFILL for node in stalled)
+        stalled = [engine for engine in self._engines if engine.stalled is not None and engine.returns]
+        return any(engine.serves(model) and engine.role is not Role.PREFILL for engine in stalled)
 
     def changed(self) -> None:
         """Forget all preparations: an engine came up, went down or changed."""
@@ -65,21 +65,21 @@ class Eligibility:
             policy.engines_changed()
 
     def _prepare(self, role: Role, model: str | None) -> Best | None:
-        nodes = [
-            node
-            for node in self._nodes
-            if role in node.uses and node.available and (model is None or node.serves(model))
+        engines = [
+            engine
+            for engine in self._engines
+            if role in engine.uses and engine.available and (model is None or engine.serves(model))
         ]
-        if not nodes:
+        if not engines:
             return None  # not remembered: a client can name any number of models
         # Hundreds of adapters are mostly served by the same engines, and each set costs time whenever a load changes.
-        best = next((best for whose, same, best in self._sets if whose is role and same == nodes), None)
+        best = next((best for whose, same, best in self._sets if whose is role and same == engines), None)
         if best is None:
-            best = self._policies[role].best_of(nodes) if len(nodes) > 1 else lambda _: nodes[0]
-            self._sets.append((role, nodes, best))
+            best = self._policies[role].best_of(engines) if len(engines) > 1 else lambda _: engines[0]
+            self._sets.append((role, engines, best))
         self._best[role, model] = best
         return best
 
 
-def _is_crowded(node: Node) -> bool:
-    return node.crowded
+def _is_crowded(engine: LedgerEngine) -> bool:
+    return engine.crowded

@@ -7,7 +7,7 @@ from enum import Enum
 
 import msgspec
 
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 
 
 class Verdict(Enum):
@@ -32,7 +32,7 @@ class Lease(msgspec.Struct, eq=False):
     has passed it. `since`: when it was opened, in monotonic seconds.
     """
 
-    node: Node
+    engine: LedgerEngine
     role: Role
     prompt_bytes: int
     closed: bool = False

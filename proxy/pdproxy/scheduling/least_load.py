@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 
-def measure_of(role: Role) -> Callable[[Node], tuple[int, int]]:
+def measure_of(role: Role) -> Callable[[LedgerEngine], tuple[int, int]]:
     """Return the measure of an engine's load in a role: the engine with the least is the best."""
     return attrgetter(*(("prompt_bytes", "requests") if role is Role.PREFILL else ("requests", "prompt_bytes")))
 
@@ -33,35 +33,35 @@ class LeastLoad(Policy):
         self._ranked = 0
         """The turn of rankings, apart: they follow where the best engines of two roles can't work together. If each such request
         took two turns, it would be the same engine's turn for ever."""
-        self._places: dict[Node, list[tuple[list[int], int]]] = {}
+        self._places: dict[LedgerEngine, list[tuple[list[int], int]]] = {}
         """For each engine: the lists of loads that it is in, and its index in each."""
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`."""
         self._ranked += 1
-        turn = self._ranked % len(nodes)
-        ranked = [*nodes[turn:], *nodes[:turn]]
+        turn = self._ranked % len(engines)
+        ranked = [*engines[turn:], *engines[:turn]]
         ranked.sort(key=self._measures)
         return ranked
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`."""
-        count = len(nodes)
+        count = len(engines)
         loads = [0] * count
-        for at, node in enumerate(nodes):
-            self._places.setdefault(node, []).append((loads, at))
-            self.load_changed(node)
+        for at, engine in enumerate(engines):
+            self._places.setdefault(engine, []).append((loads, at))
+            self.load_changed(engine)
 
-        def best(ask: Ask) -> Node:
+        def best(ask: Ask) -> LedgerEngine:
             self._turn += 1
             turn = self._turn % count
             least = min(loads)
             if loads[turn] == least:
-                return nodes[turn]
+                return engines[turn]
             try:
-                return nodes[loads.index(least, turn)]
+                return engines[loads.index(least, turn)]
             except ValueError:
-                return nodes[loads.index(least)]
+                return engines[loads.index(least)]
 
         return best
 
@@ -72,18 +72,18 @@ class LeastLoad(Policy):
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
         if self._places:  # a placement chooses without it
-            self.load_changed(lease.node)
+            self.load_changed(lease.engine)
 
     def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
         """See `Policy`."""
         if self._places:
-            self.load_changed(lease.node)
+            self.load_changed(lease.engine)
 
-    def load_changed(self, node: Node) -> None:
+    def load_changed(self, engine: LedgerEngine) -> None:
         """See `Policy`."""
         if self._by_bytes:
-            load = (node.prompt_bytes << _LOAD_BITS) + node.requests
+            load = (engine.prompt_bytes << _LOAD_BITS) + engine.requests
         else:
-            load = (node.requests << _LOAD_BITS) + node.prompt_bytes
-        for loads, at in self._places.get(node, ()):
+            load = (engine.requests << _LOAD_BITS) + engine.prompt_bytes
+        for loads, at in self._places.get(engine, ()):
             loads[at] = load

@@ -1,6 +1,6 @@
 """The ledger: all engines of a pool and their load. It chooses the engines for each request.
 
-Owns every `Node` and every open `Lease`. Choosing and leasing are one synchronous step, so that two requests can't both
+Owns every `LedgerEngine` and every open `Lease`. Choosing and leasing are one synchronous step, so that two requests can't both
 see the same free engine. A lease is closed once. Only this changes the breaker, and reduces the load, of its engine.
 """
 
@@ -17,12 +17,12 @@ from pdproxy.scheduling.choice import Choice, spared
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import FAILED, GOOD, Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import DECODE, PREFILL, Evidence, Node, NodeSpec, Role, in_common
+from pdproxy.scheduling.ledger_engine import DECODE, PREFILL, EngineSpec, Evidence, LedgerEngine, Role, in_common
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import Policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
-from pdproxy.scheduling.releasing import Releasing
-from pdproxy.scheduling.runs import Runs
+from pdproxy.scheduling.releasing import ReleaserChoice
+from pdproxy.scheduling.runs import RunNumbers
 from pdproxy.scheduling.transfer_faults import TransferFault, TransferFaults
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
@@ -40,7 +40,7 @@ class LedgerOptions:
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
     roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
     it is split, and chooses its engines; None: it is split if it may be, and the policies choose. `windows`: whether engines may
-    have windows (`Node.window`); then those with room come first.
+    have windows (`LedgerEngine.window`); then those with room come first.
     """
 
     breaker_failures: int
@@ -59,7 +59,7 @@ class Ledger:
 
     def __init__(
         self,
-        specs: Iterable[NodeSpec],
+        specs: Iterable[EngineSpec],
         options: LedgerOptions,
         *,
         breakers: Callable[[int, float, float], Breakers] = Breakers,
@@ -68,12 +68,12 @@ class Ledger:
         self._alone = tuple(options.alone)
         self.alone_up_to: int | None = None
         """How many tokens a prompt may have that an engine of role decode serves whole; None: any number."""
-        self.runs = Runs()
+        self.runs = RunNumbers()
         self.transfers = TransferFaults(failures, cooldown)
         """Between which engines KV does not move. Written only here; read by those who show it."""
         self.when_forgiven: Callable[[TransferFault], None] = lambda _: None
         """Called with each fault that is over because its engine was removed or started again."""
-        self._nodes = {spec.url: self._node(spec) for spec in specs}
+        self._engines = {spec.url: self._engine(spec) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
         self.placement = options.placement
@@ -85,10 +85,10 @@ class Ledger:
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
         self.breakers = breakers(failures, cooldown, options.slow_start)
-        self._eligibility = Eligibility(self._nodes.values(), self._policies)
+        self._eligibility = Eligibility(self._engines.values(), self._policies)
         self._compatibility = Compatibility()
         self._choice = Choice(self._alone, self._eligibility, self._compatibility)
-        self.releasing = Releasing(self._nodes, self._eligibility, self.breakers)
+        self.releasing = ReleaserChoice(self._engines, self._eligibility, self.breakers)
         self._alone_roles: list[Role] = []
         """The roles of `_alone` with an engine that is up."""
         self.block_size: int | None = None
@@ -104,13 +104,15 @@ class Ledger:
         self._when_changed: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
+        busy = ", ".join(
+            f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._engines.values()
+        )
         return f"<Ledger {busy}>"
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
+    def engines(self) -> tuple[LedgerEngine, ...]:
         """All engines, in the order of the settings. Read only."""
-        return tuple(self._nodes.values())
+        return tuple(self._engines.values())
 
     def use_policies(self, policies: Mapping[Role, PolicyFactory]) -> None:
         """Have other policies rank engines from now on."""
@@ -133,22 +135,22 @@ class Ledger:
 
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
-        node = self._nodes[url]
-        was_down = node.down_because is not None
-        new = node.evidence != evidence or was_down
-        if node.evidence is not None and node.evidence != evidence:
-            self._pardon(node)
-        another_run = node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down)
-        started_again = another_run and node.evidence is not None
+        engine = self._engines[url]
+        was_down = engine.down_because is not None
+        new = engine.evidence != evidence or was_down
+        if engine.evidence is not None and engine.evidence != evidence:
+            self._pardon(engine)
+        another_run = engine.evidence is None or not engine.evidence.same_run(evidence, was_down=was_down)
+        started_again = another_run and engine.evidence is not None
         if another_run:
-            node.run_number = self.runs.of(node, evidence)
+            engine.run_number = self.runs.of(engine, evidence)
         if was_down:
-            self.breakers.reset(node)
+            self.breakers.reset(engine)
         if another_run and self.transfers.suspects:
             self._forgive(url)
         if was_down or started_again:
-            node.stalled = None
-        node.evidence, node.down_because, node.probed = evidence, None, True
+            engine.stalled = None
+        engine.evidence, engine.down_because, engine.probed = evidence, None, True
         if new:
             self._changed()
         if started_again:
@@ -159,12 +161,12 @@ class Ledger:
 
     def mark_down(self, url: str, reason: str, now: float) -> bool:
         """Note that an engine can't serve. Return whether it could before."""
-        if (node := self._nodes.get(url)) is None:
+        if (engine := self._engines.get(url)) is None:
             return False  # it was removed
-        was_up = node.down_because is None
-        if was_up or not node.probed:
-            node.down_since = now
-        node.down_because, node.probed = reason, True
+        was_up = engine.down_because is None
+        if was_up or not engine.probed:
+            engine.down_since = now
+        engine.down_because, engine.probed = reason, True
         self._changed()
         if was_up:
             self._when_lost(url)
@@ -172,54 +174,54 @@ class Ledger:
 
     def mark_stalled(self, url: str, why: str) -> bool:
         """Note that an engine stands still although it may answer probes. Return whether that is new."""
-        node = self._nodes.get(url)
-        if node is None or node.down_because is not None or node.stalled is not None:
+        engine = self._engines.get(url)
+        if engine is None or engine.down_because is not None or engine.stalled is not None:
             return False
-        node.stalled = why
+        engine.stalled = why
         self._changed()
         self._when_lost(url)
         return True
 
     def let_in(self, url: str, now: float) -> bool:
         """Note that an engine moves again: one request shows whether it serves. Return whether it was stalled before."""
-        node = self._nodes.get(url)
-        if node is None or node.stalled is None:
+        engine = self._engines.get(url)
+        if engine is None or engine.stalled is None:
             return False
-        node.stalled = None
-        self.breakers.let_in(node, now)
+        engine.stalled = None
+        self.breakers.let_in(engine, now)
         self._changed()
         return True
 
     def exclude(self, url: str, why: str, until: float, now: float) -> bool:
         """Have an engine get requests only if there is no other, until a time. Return whether it got some before."""
-        node = self._nodes.get(url)
-        if node is not None and (in_use := node.usable(now)):
-            self.breakers.exclude(node, why, until)
-        return node is not None and in_use
+        engine = self._engines.get(url)
+        if engine is not None and (in_use := engine.usable(now)):
+            self.breakers.exclude(engine, why, until)
+        return engine is not None and in_use
 
     def mark_asleep(self, url: str, how: str | None) -> bool:
         """Note how an engine sleeps; None: it is awake. Return whether that changed."""
-        node = self._nodes.get(url)
-        if node is None or node.asleep == how:
+        engine = self._engines.get(url)
+        if engine is None or engine.asleep == how:
             return False
-        node.asleep = how
+        engine.asleep = how
         self._changed()
         return True
 
     def lost_model(self, url: str, model: str) -> bool:
         """Note that an engine has refused a model that it does not have. Return whether it had listed that."""
-        node = self._nodes.get(url)
-        if node is None or node.evidence is None or not node.serves(model):
+        engine = self._engines.get(url)
+        if engine is None or engine.evidence is None or not engine.serves(model):
             return False
-        left, adapters = node.evidence.models - {model}, node.evidence.adapters - {model}
-        node.evidence = replace(node.evidence, models=left, adapters=adapters)
+        left, adapters = engine.evidence.models - {model}, engine.evidence.adapters - {model}
+        engine.evidence = replace(engine.evidence, models=left, adapters=adapters)
         self._changed()
         return True
 
     def mark_draining(self, url: str, why: str | None) -> None:
         """Note why an engine gets no more leases although it serves those that are open; None: it gets some again."""
-        if (node := self._nodes.get(url)) is not None:
-            node.draining = why
+        if (engine := self._engines.get(url)) is not None:
+            engine.draining = why
             self._changed()
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
@@ -228,34 +230,34 @@ class Ledger:
         `mode`: the direction of its transfers, which both engines of a pair must have; None: the connector has only one.
         `tp_size`: its tensor-parallel size, if the engine reports it.
         """
-        node = self._nodes.get(url)
-        if node is None or (node.kv_not_ready, node.kv_mode, node.kv_tp_size) == (not_ready, mode, tp_size):
+        engine = self._engines.get(url)
+        if engine is None or (engine.kv_not_ready, engine.kv_mode, engine.kv_tp_size) == (not_ready, mode, tp_size):
             return False
-        node.kv_not_ready, node.kv_mode, node.kv_tp_size = not_ready, mode, tp_size
+        engine.kv_not_ready, engine.kv_mode, engine.kv_tp_size = not_ready, mode, tp_size
         self._changed()
         return True
 
-    def mark_removed(self, node: Node, down_because: str | None, now: float) -> None:
+    def mark_removed(self, engine: LedgerEngine, down_because: str | None, now: float) -> None:
         """Note whether a removed engine is up, for the legs to it that are under way. `down_because` None: it is up."""
-        was_up = node.down_because is None
+        was_up = engine.down_because is None
         if was_up:
-            node.down_since = now
-        node.down_because = down_because
+            engine.down_since = now
+        engine.down_because = down_because
         if was_up and down_because is not None:
-            self._when_lost(node.url)
+            self._when_lost(engine.url)
 
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""
-        if prefill not in self._nodes or decode not in self._nodes:
+        if prefill not in self._engines or decode not in self._engines:
             return  # it was removed
-        self._nodes[prefill].ejected.add(decode)
-        self._nodes[decode].ejected.add(prefill)
+        self._engines[prefill].ejected.add(decode)
+        self._engines[decode].ejected.add(prefill)
         self._changed()
 
-    def _pardon(self, node: Node) -> None:
-        for url in node.ejected:
-            self._nodes[url].ejected.discard(node.url)
-        node.ejected.clear()
+    def _pardon(self, engine: LedgerEngine) -> None:
+        for url in engine.ejected:
+            self._engines[url].ejected.discard(engine.url)
+        engine.ejected.clear()
 
     # -- what legs and counters show of KV that moves
 
@@ -275,21 +277,23 @@ class Ledger:
     def _more(self, prefill: str, decode: str) -> tuple[bool, bool] | None:
         """Return whether a decode engine could be paired with other prefill engines, and whether the prefill engine could with
         other decode engines; None if one of the two was removed."""
-        p, d = self._nodes.get(prefill), self._nodes.get(decode)
+        p, d = self._engines.get(prefill), self._engines.get(decode)
         if p is None or d is None:
             return None
-        others = [node for node in self._nodes.values() if node is not p and node is not d and node.available]
-        more_prefills = any(PREFILL in node.uses and prefill_and_decode(node, d) is None for node in others)
-        more_decodes = any(DECODE in node.uses and prefill_and_decode(p, node) is None for node in others)
+        others = [
+            engine for engine in self._engines.values() if engine is not p and engine is not d and engine.available
+        ]
+        more_prefills = any(PREFILL in engine.uses and prefill_and_decode(engine, d) is None for engine in others)
+        more_decodes = any(DECODE in engine.uses and prefill_and_decode(p, engine) is None for engine in others)
         return more_prefills, more_decodes
 
     def other_decodes(self, url: str) -> list[str]:
         """Return the URLs of all decode engines but one."""
-        return [node.url for node in self._nodes.values() if DECODE in node.uses and node.url != url]
+        return [engine.url for engine in self._engines.values() if DECODE in engine.uses and engine.url != url]
 
     def kv_not_made(self, prefill: str, now: float) -> TransferFault | None:
         """Note that a prefill engine gave no KV that can be used, and no error. Return the fault that this shows."""
-        return self._noted(self.transfers.not_made(prefill, now)) if prefill in self._nodes else None
+        return self._noted(self.transfers.not_made(prefill, now)) if prefill in self._engines else None
 
     def transfer_loaded(self, prefill: str, decode: str, since: float) -> list[TransferFault]:
         """Note that KV was loaded for a prompt that was sent at `since`. Return the faults that are over."""
@@ -300,11 +304,11 @@ class Ledger:
 
     def transfers_counted(self, decode: str, moved: int, computed: int, now: float) -> TransferFault | None:
         """Note what a decode engine's counters show: see `TransferFaults.counted`."""
-        return self._noted(self.transfers.counted(decode, moved, computed, now)) if decode in self._nodes else None
+        return self._noted(self.transfers.counted(decode, moved, computed, now)) if decode in self._engines else None
 
     def follow_transfers(self, fault: TransferFault, *, over: bool) -> bool:
         """Note what another worker has found. Return whether it is new here."""
-        if any(url not in self._nodes for url in fault.key if url):
+        if any(url not in self._engines for url in fault.key if url):
             return False
         new = self.transfers.follow(fault, over=over)
         self._changed()
@@ -322,25 +326,25 @@ class Ledger:
 
     # -- engines come and go
 
-    def _node(self, spec: NodeSpec) -> Node:
-        return Node(spec, run_number=self.runs.next(), transfers=self.transfers)
+    def _engine(self, spec: EngineSpec) -> LedgerEngine:
+        return LedgerEngine(spec, run_number=self.runs.next(), transfers=self.transfers)
 
-    def add(self, spec: NodeSpec) -> Node:
+    def add(self, spec: EngineSpec) -> LedgerEngine:
         """Add an engine. Nothing is sent to it before it has answered a probe."""
-        node = self._nodes[spec.url] = self._node(spec)
+        engine = self._engines[spec.url] = self._engine(spec)
         self._changed()
-        return node
+        return engine
 
     def remove(self, url: str) -> None:
         """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
-        node = self._nodes.pop(url)
-        self.runs.removed(node)
-        self._pardon(node)
+        engine = self._engines.pop(url)
+        self.runs.removed(engine)
+        self._pardon(engine)
         self._forgive(url)
-        self.breakers.reset(node)
+        self.breakers.reset(engine)
         for policy in self._policies.values():
-            policy.forget(node)
-        node.open_until = math.inf  # so that legs which still run neither open nor close its breaker
+            policy.forget(engine)
+        engine.open_until = math.inf  # so that legs which still run neither open nor close its breaker
         self._changed()
 
     # -- what a request asks
@@ -352,31 +356,31 @@ class Ledger:
         that has compatible partners.
         """
         roles = tuple(roles)
-        nodes: Sequence[Node] | None = None
+        engines: Sequence[LedgerEngine] | None = None
         if ask.now >= self.transfers.due:
             self._try_transfers(ask.now)
         if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without:
-            nodes = self._best_of_each(roles, ask)
-        if nodes is None or (self._has_places and any(node.full or node.crowded for node in nodes)):
+            engines = self._best_of_each(roles, ask)
+        if engines is None or (self._has_places and any(engine.full or engine.crowded for engine in engines)):
             ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
             if self._has_places:
-                ranked = [[node for node in nodes if not node.full] for nodes in ranked]
-            nodes = self._compatibility.first(roles, ranked)
+                ranked = [[engine for engine in engines if not engine.full] for engines in ranked]
+            engines = self._compatibility.first(roles, ranked)
             if (
-                nodes is None
+                engines is None
                 and self.transfers.faults
                 and not self.serves_alone(ask.model, spares_decode=self._spares_decode(ask))
             ):
-                nodes = next((both for both in product(*ranked) if _are_possible(roles, both)), None)
-        if nodes is None:
+                engines = next((both for both in product(*ranked) if _are_possible(roles, both)), None)
+        if engines is None:
             return None
-        if self.transfers.faults and len(nodes) > 1:
-            self._tried(nodes, ask.now)
-        alone, size = len(nodes) == 1, ask.prompt_bytes
+        if self.transfers.faults and len(engines) > 1:
+            self._tried(engines, ask.now)
+        alone, size = len(engines) == 1, ask.prompt_bytes
         leases: list[Lease] = []
-        for role, node in zip(roles, nodes, strict=True):
+        for role, engine in zip(roles, engines, strict=True):
             # A decode engine that gets the prompt's KV has no work with the prompt.
-            leases.append(self._open(node, role, size if alone or role is not DECODE else 0, ask))
+            leases.append(self._open(engine, role, size if alone or role is not DECODE else 0, ask))
         return Assignment(tuple(leases))
 
     def place(
@@ -394,18 +398,18 @@ class Ledger:
         if self.placement is None:
             raise RuntimeError("the pool has no placement")
         if self._windows:
-            avoid = (*avoid, *[node.url for node in self._nodes.values() if node.crowded])
+            avoid = (*avoid, *[engine.url for engine in self._engines.values() if engine.crowded])
         if ask.now >= self.transfers.due:
             self._try_transfers(ask.now)
         candidates = self._choice.of(ask, split, without, avoid, cached=self._is_plain(ask.now))
         placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
             return None
-        if len(placed.nodes) == 1:
-            leases: tuple[Lease, ...] = (self._open(placed.nodes[0], Role.AGGREGATED, ask.prompt_bytes, ask),)
+        if len(placed.engines) == 1:
+            leases: tuple[Lease, ...] = (self._open(placed.engines[0], Role.AGGREGATED, ask.prompt_bytes, ask),)
         else:
-            prefill, decode = placed.nodes
-            self._tried(placed.nodes, ask.now)
+            prefill, decode = placed.engines
+            self._tried(placed.engines, ask.now)
             prefill_lease = self._open(prefill, Role.PREFILL, ask.prompt_bytes, ask)
             leases = (prefill_lease, self._open(decode, Role.DECODE, 0, ask))
         return Assignment(leases, placed.reason, placed.values)
@@ -420,21 +424,21 @@ class Ledger:
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
-        node: Node | None = None
+        engine: LedgerEngine | None = None
         if not (self.breakers.opened and self.breakers.any_left(ask.now)) and not without and not ask.spares_decode:
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
-                node, *_ = [choose(ask) for choose in choosers if choose is not None]
-        if node is None or node.crowded:
+                engine, *_ = [choose(ask) for choose in choosers if choose is not None]
+        if engine is None or engine.crowded:
             ranked = [spared(ask, self._eligibility.ranked(role, ask, without)) for role in self._alone]
             # First engines that serve the model; of these the ones whose breaker leaves a place; of these the ones with room.
-            node = min(
-                (nodes[0] for nodes in ranked if nodes),
+            engine = min(
+                (engines[0] for engines in ranked if engines),
                 key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.takes(ask.now), n.crowded),
                 default=None,
             )
-        return None if node is None else self._open(node, Role.AGGREGATED, ask.prompt_bytes, ask)
+        return None if engine is None else self._open(engine, Role.AGGREGATED, ask.prompt_bytes, ask)
 
     def began(self, lease: Lease, now: float) -> None:
         """Note that the engine that answers has made its first token: for trials, and for the placement."""
@@ -451,56 +455,56 @@ class Ledger:
         if lease.closed:
             return False
         lease.closed = True
-        node = lease.node
-        node.requests -= 1
-        node.prompt_bytes -= lease.prompt_bytes
+        engine = lease.engine
+        engine.requests -= 1
+        engine.prompt_bytes -= lease.prompt_bytes
         if lease.trial:
             self.breakers.over(lease)
-        for policy in self._interested[node.uses]:
+        for policy in self._interested[engine.uses]:
             policy.closed(lease, verdict, now)
         if self.placement is not None:
             self.placement.closed(lease, verdict, now, tokens)
         if verdict is GOOD:
-            if node.failures or node.trial_places:
+            if engine.failures or engine.trial_places:
                 self.breakers.good(lease, now)
         elif verdict is FAILED:
             return self.breakers.failed(lease, now)
-        elif (why := _DOWN.get(verdict)) is not None and self._nodes.get(node.url) is node:
-            return self.mark_down(node.url, why, now)
+        elif (why := _DOWN.get(verdict)) is not None and self._engines.get(engine.url) is engine:
+            return self.mark_down(engine.url, why, now)
         return False
 
     def failed(self, lease: Lease, now: float) -> bool:
         """Count a leg as failed whose lease is closed: only now it is known that its engine was the cause. Return as `close`."""
         return self.breakers.failed(lease, now)
 
-    def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:
+    def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[LedgerEngine, ...] | None:
         """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""
-        chosen: list[Node] = []
+        chosen: list[LedgerEngine] = []
         for role in roles:  # all roles choose, also behind one that has none: turns move on in the same way
             choose = self._eligibility.best_of(role, ask.model)
             if choose is not None:
                 chosen.append(choose(ask))
-        nodes = tuple(chosen)
-        return nodes if len(nodes) == len(roles) and self._compatibility.compatible(roles, nodes) else None
+        engines = tuple(chosen)
+        return engines if len(engines) == len(roles) and self._compatibility.compatible(roles, engines) else None
 
     def _try_transfers(self, now: float) -> None:
         """Let prompts be split again where KV did not move and the time for that is over."""
         if self.transfers.try_due(now):
             self._changed()
 
-    def _tried(self, nodes: Sequence[Node], now: float) -> None:
+    def _tried(self, engines: Sequence[LedgerEngine], now: float) -> None:
         """Note that a prompt is sent to a prefill and a decode engine, in this order."""
-        if self.transfers.faults and self.transfers.taken(nodes[0].url, nodes[-1].url, now):
+        if self.transfers.faults and self.transfers.taken(engines[0].url, engines[-1].url, now):
             self._changed()
 
     def serves_alone(self, model: str | None, *, spares_decode: bool) -> bool:
         """Return whether any engine can serve a request for a model whole. `spares_decode`: not those of role decode."""
         return any(
-            node.available
-            and not node.uses.isdisjoint(self._alone)
-            and not (spares_decode and node.role is DECODE)
-            and (model is None or node.serves(model))
-            for node in self._nodes.values()
+            engine.available
+            and not engine.uses.isdisjoint(self._alone)
+            and not (spares_decode and engine.role is DECODE)
+            and (model is None or engine.serves(model))
+            for engine in self._engines.values()
         )
 
     def _spares_decode(self, ask: Ask) -> bool:
@@ -511,17 +515,17 @@ class Ledger:
     def lists(self, model: str, without: Collection[str]) -> bool:
         """Return whether an engine outside of `without` that can answer clients lists a model."""
         return any(
-            node.available and node.serves(model) and node.uses != _ONLY_PREFILL and node.url not in without
-            for node in self._nodes.values()
+            engine.available and engine.serves(model) and engine.uses != _ONLY_PREFILL and engine.url not in without
+            for engine in self._engines.values()
         )
 
-    def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
-        node.requests += 1
-        node.prompt_bytes += prompt_bytes
-        lease = Lease(node, role, prompt_bytes, since=ask.now)
+    def _open(self, engine: LedgerEngine, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
+        engine.requests += 1
+        engine.prompt_bytes += prompt_bytes
+        lease = Lease(engine, role, prompt_bytes, since=ask.now)
         if self.breakers.opened:
             self.breakers.leased(lease)
-        for policy in self._interested[node.uses]:
+        for policy in self._interested[engine.uses]:
             policy.opened(lease, ask)
         if self.placement is not None:
             self.placement.opened(lease, ask)
@@ -534,12 +538,12 @@ class Ledger:
         self._choice.changed()
         self._not_paired = None
         if self.placement is not None:
-            self.placement.engines_changed(self.nodes)
-        nodes = self._nodes.values()
-        self._has_places = self._windows or any(node.spec.places is not None for node in nodes)
-        self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
-        self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
-        self.block_size, self.adapters, self.template_tokens = in_common(nodes)
+            self.placement.engines_changed(self.engines)
+        engines = self._engines.values()
+        self._has_places = self._windows or any(engine.spec.places is not None for engine in engines)
+        self._starting = self._starting and not (engines and all(engine.probed for engine in engines))
+        self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in engines)]
+        self.block_size, self.adapters, self.template_tokens = in_common(engines)
         for then in self._when_changed:
             then()
 
@@ -548,36 +552,36 @@ class Ledger:
     def not_ready(self) -> str | None:
         """Return why no request could be served, None if one could."""
         alone = [role for role in self._alone if role is not DECODE or self.alone_up_to != 0]
-        return readiness.not_ready(self.nodes, starting=self._starting, alone=alone)
+        return readiness.not_ready(self.engines, starting=self._starting, alone=alone)
 
     def why_degraded(self, now: float) -> str | None:
         """Return why no prompt can be split although the pool has prefill engines, None if one can be."""
-        why = readiness.why_degraded(self.nodes, now)
+        why = readiness.why_degraded(self.engines, now)
         return why if why is None or self.alone_up_to is None else f"{why}, if the pool's setting `alone` allows it"
 
     def decodes(self, model: str | None) -> bool:
         """Return whether an engine of role decode is up that serves a model."""
         return any(
-            n.role is DECODE and n.available and (model is None or n.serves(model)) for n in self._nodes.values()
+            n.role is DECODE and n.available and (model is None or n.serves(model)) for n in self._engines.values()
         )
 
     def may_return(self, model: str | None) -> bool:
         """Return whether a request could be served, if the engines moved again that stand still."""
-        return readiness.may_return(self.nodes, model, alone=self._alone)
+        return readiness.may_return(self.engines, model, alone=self._alone)
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
         told = [one.status() for one in (self.placement, *self._policies.values()) if one is not None]
         if self._not_paired is None:
-            self._not_paired = readiness.not_paired(self.nodes)
+            self._not_paired = readiness.not_paired(self.engines)
         return [
-            *readiness.shortcomings(self.nodes, now),
+            *readiness.shortcomings(self.engines, now),
             *readiness.not_moving(self.transfers.faults.values(), now),
             *self._not_paired,
             *dict.fromkeys(text for text in told if text is not None),
         ]
 
 
-def _are_possible(roles: tuple[Role, ...], nodes: tuple[Node, ...]) -> bool:
+def _are_possible(roles: tuple[Role, ...], engines: tuple[LedgerEngine, ...]) -> bool:
     """Return whether engines may serve one request although KV may not move between them: nobody else can serve it."""
-    return roles == _SPLIT and prefill_and_decode(*nodes) is None
+    return roles == _SPLIT and prefill_and_decode(*engines) is None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 
 WINDOW = 30.0
 """Seconds that are looked at, and at least half of them."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import Slo
 
@@ -28,16 +28,16 @@ class Candidates:
     an engine changed, so a placement can keep what it computes for one.
     """
 
-    whole: tuple[Node, ...]
-    prefill: tuple[Node, ...]
-    decode: tuple[Node, ...]
-    compatible: Callable[[Node, Node], bool]
+    whole: tuple[LedgerEngine, ...]
+    prefill: tuple[LedgerEngine, ...]
+    decode: tuple[LedgerEngine, ...]
+    compatible: Callable[[LedgerEngine, LedgerEngine], bool]
 
 
 class Placed(msgspec.Struct, frozen=True):
     """A decision: one engine, or a prefill and a decode engine. `reason` is one of a few words, `values` what it was based on."""
 
-    nodes: tuple[Node] | tuple[Node, Node]
+    engines: tuple[LedgerEngine] | tuple[LedgerEngine, LedgerEngine]
     reason: str
     values: Mapping[str, float] | None = None
 
@@ -76,8 +76,8 @@ class Placement(ABC):
         """A lease was closed. `tokens`: how many the client got from this engine, None where unknown."""
         return
 
-    def engines_changed(self, nodes: Sequence[Node]) -> None:
-        """An engine came up, went down or changed. `nodes`: all of the pool."""
+    def engines_changed(self, engines: Sequence[LedgerEngine]) -> None:
+        """An engine came up, went down or changed. `engines`: all of the pool."""
         return
 
     def configure(self, slo: Slo, *, refuses: bool) -> None:
@@ -97,7 +97,9 @@ class Placement(ABC):
         return None
 
 
-def pairs_of(candidates: Candidates, prefills: Sequence[Node], decodes: Sequence[Node]) -> list[tuple[Node, Node]]:
+def pairs_of(
+    candidates: Candidates, prefills: Sequence[LedgerEngine], decodes: Sequence[LedgerEngine]
+) -> list[tuple[LedgerEngine, LedgerEngine]]:
     """Return the pairs of these engines that may share the work."""
     compatible = candidates.compatible
     return [(p, d) for p in prefills for d in decodes if p is not d and compatible(p, d)]

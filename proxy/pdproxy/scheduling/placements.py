@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
-from pdproxy.scheduling.auto.shared import SharedAuto
+from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.auto.workers import AutoShare, WorkerAuto, WorkerReplicaAuto
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached, no_chance
 from pdproxy.scheduling.slo import NO_SLO, Slo
@@ -55,21 +55,21 @@ _GENERIC_CHUNK = 8192
 def auto(context: PlacementContext) -> Placement:
     """Return the placement `auto`."""
 
-    def times_of(node: Node) -> tuple[Hardware, int]:
-        return context.hardware(node.url) or GENERIC, context.chunk(node.url) or _GENERIC_CHUNK
+    def times_of(engine: LedgerEngine) -> tuple[Hardware, int]:
+        return context.hardware(engine.url) or GENERIC, context.chunk(engine.url) or _GENERIC_CHUNK
 
     options = AutoOptions(
         times_of=times_of,
         slo=context.slo,
         cached=context.cached,
-        assumed=lambda node: context.hardware(node.url) is None,
+        assumed=lambda engine: context.hardware(engine.url) is None,
         refuses=context.refuse_late,
     )
     share, replicas, chance = context.workers, context.replicas, context.chance
     if replicas is None:
         return Auto(options) if share is None else WorkerAuto(options, share)
     if share is None:
-        return SharedAuto(options, replicas=replicas, chance=chance)
+        return ReplicaAuto(options, replicas=replicas, chance=chance)
     return WorkerReplicaAuto(options, share, replicas=replicas, chance=chance)
 
 

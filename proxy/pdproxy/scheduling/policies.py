@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from pdproxy.kit.plugins import PluginError, plugins
 from pdproxy.scheduling.least_load import LeastLoad
-from pdproxy.scheduling.nodes import ALL_USES, Role
+from pdproxy.scheduling.ledger_engine import ALL_USES, Role
 from pdproxy.scheduling.policy import Cached, Policy, PolicyContext, PolicyFactory, no_chance
 from pdproxy.scheduling.power_of_two import PowerOfTwo
 from pdproxy.scheduling.prefix_policy import Prefix

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Node, Role
-from pdproxy.scheduling.prefix.prompts import Beginning
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
+from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.scheduling.slo import Slo
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed
@@ -41,11 +41,11 @@ class Ask(msgspec.Struct, frozen=True):
     keys: Sequence[int] = ()
     session: str | None = None
     slo: Slo | None = None
-    beginning: Beginning | None = None
+    beginning: PromptBeginning | None = None
     spares_decode: bool = False
 
 
-Best = Callable[[Ask], Node]
+Best = Callable[[Ask], LedgerEngine]
 """Returns the best of a fixed set of engines for a request."""
 
 
@@ -59,21 +59,21 @@ class Policy(ABC):
     """Whether it reads `Ask.tokens`, `keys`, `session` or `slo`: they are filled in only for those that do."""
 
     @abstractmethod
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
-        """Return `nodes`, two or more, with the best for this request first."""
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
+        """Return `engines`, two or more, with the best for this request first."""
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
-        """Return a function whose result is what `rank` would put first among `nodes`, two or more.
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
+        """Return a function whose result is what `rank` would put first among `engines`, two or more.
 
         It serves most requests, and is in use until `engines_changed`: a policy can prepare what makes it fast.
         """
-        return lambda ask: self.rank(ask, nodes)[0]
+        return lambda ask: self.rank(ask, engines)[0]
 
     def engines_changed(self) -> None:
         """An engine came up, went down or changed. No function that `best_of` returned before is called again."""
         return
 
-    def forget(self, node: Node) -> None:
+    def forget(self, engine: LedgerEngine) -> None:
         """An engine was removed: it gets no more leases. Those that are open are closed later."""
         return
 
@@ -85,7 +85,7 @@ class Policy(ABC):
         """A lease on an engine of this role was closed, at `now` in monotonic seconds."""
         return
 
-    def load_changed(self, node: Node) -> None:
+    def load_changed(self, engine: LedgerEngine) -> None:
         """The counters of an engine have changed otherwise: by the leases of another process."""
         return
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pdproxy.scheduling.least_load import measure_of
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 from pdproxy.scheduling.random_choice import shuffled
 
@@ -21,21 +21,21 @@ class PowerOfTwo(Policy):
         self._measure = measure_of(role)
         self._chance = chance
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`. Behind the two that were drawn, the others are in an order of chance."""
-        ranked = shuffled(nodes, self._chance)
+        ranked = shuffled(engines, self._chance)
         if self._measure(ranked[1]) < self._measure(ranked[0]):
             ranked[0], ranked[1] = ranked[1], ranked[0]
         return ranked
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`."""
-        count, chance, measure = len(nodes), self._chance, self._measure
+        count, chance, measure = len(engines), self._chance, self._measure
 
-        def best(ask: Ask) -> Node:
+        def best(ask: Ask) -> LedgerEngine:
             one = int(chance() * count)
             other = int(chance() * (count - 1))
-            first, second = nodes[one], nodes[other if other < one else other + 1]
+            first, second = engines[one], engines[other if other < one else other + 1]
             return second if measure(second) < measure(first) else first
 
         return best

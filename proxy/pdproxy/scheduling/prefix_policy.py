@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Cached, Policy
 
 
@@ -29,43 +29,43 @@ class Prefix(Policy):
         self._least_load = LeastLoad(role)
         self._turn = 0
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`. Engines with the same score are in the order of `least_load`."""
-        ranked = self._least_load.rank(ask, nodes)
+        ranked = self._least_load.rank(ask, engines)
         prompt = _tokens(ask)
         if self._cached is None or not prompt:
             return ranked
         matched = self._cached(ask)
         if not matched:
             return ranked
-        mean = sum([node.requests for node in ranked]) / len(ranked)
+        mean = sum([engine.requests for engine in ranked]) / len(ranked)
         unit = max(1.0, mean)
         return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt)
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`. Only engines that have a part of the prompt, and one with the fewest requests, can be the best."""
-        cached, least_loaded, count = self._cached, self._least_load.best_of(nodes), len(nodes)
-        places = {node.url: node for node in nodes}
+        cached, least_loaded, count = self._cached, self._least_load.best_of(engines), len(engines)
+        places = {engine.url: engine for engine in engines}
 
-        def best(ask: Ask) -> Node:
+        def best(ask: Ask) -> LedgerEngine:
             prompt = _tokens(ask)
             matched = {} if cached is None or not prompt else cached(ask)
             if not matched or not prompt:
                 return least_loaded(ask)
-            requests = [node.requests for node in nodes]
+            requests = [engine.requests for engine in engines]
             mean, fewest = sum(requests) / count, min(requests)
             self._turn += 1
             turn = self._turn % count
             at = requests.index(fewest, turn) if fewest in requests[turn:] else requests.index(fewest)
-            best, unit = nodes[at], max(1.0, mean)
+            best, unit = engines[at], max(1.0, mean)
             score = (fewest - mean) / unit
             for url, tokens in matched.items():
-                node = places.get(url)
-                if node is None:
+                engine = places.get(url)
+                if engine is None:
                     continue
-                of_node = (node.requests - mean) / unit - min(tokens, prompt) / prompt
-                if of_node < score:
-                    best, score = node, of_node
+                of_engine = (engine.requests - mean) / unit - min(tokens, prompt) / prompt
+                if of_engine < score:
+                    best, score = engine, of_engine
             return best
 
         return best
@@ -82,9 +82,9 @@ class Prefix(Policy):
         """See `Policy`."""
         self._least_load.closed(lease, verdict, now)
 
-    def load_changed(self, node: Node) -> None:
+    def load_changed(self, engine: LedgerEngine) -> None:
         """See `Policy`."""
-        self._least_load.load_changed(node)
+        self._least_load.load_changed(engine)
 
     def status(self) -> str | None:
         """See `Policy`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 
-def shuffled(nodes: Sequence[Node], chance: Callable[[], float]) -> list[Node]:
+def shuffled(engines: Sequence[LedgerEngine], chance: Callable[[], float]) -> list[LedgerEngine]:
     """Return the engines in an order of chance: all orders are as likely."""
-    ranked = list(nodes)
+    ranked = list(engines)
     for last in range(len(ranked) - 1, 0, -1):
         other = int(chance() * (last + 1))
         ranked[last], ranked[other] = ranked[other], ranked[last]
@@ -23,11 +23,11 @@ class RandomChoice(Policy):
     def __init__(self, chance: Callable[[], float]) -> None:
         self._chance = chance
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`."""
-        return shuffled(nodes, self._chance)
+        return shuffled(engines, self._chance)
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`."""
-        count, chance = len(nodes), self._chance
-        return lambda _: nodes[int(chance() * count)]
+        count, chance = len(engines), self._chance
+        return lambda _: engines[int(chance() * count)]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Node, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask
 
 MAX_REPLICAS = 256
@@ -51,16 +51,16 @@ class ReplicaLedger(Ledger):
     """
 
     def __init__(
-        self, specs: Iterable[NodeSpec], options: LedgerOptions, *, replicas: int, max_age: Callable[[], float]
+        self, specs: Iterable[EngineSpec], options: LedgerOptions, *, replicas: int, max_age: Callable[[], float]
     ) -> None:
         super().__init__([], options)
         self._begin(specs, replicas, max_age)
 
-    def _begin(self, specs: Iterable[NodeSpec], replicas: int, max_age: Callable[[], float]) -> None:
+    def _begin(self, specs: Iterable[EngineSpec], replicas: int, max_age: Callable[[], float]) -> None:
         self.replicas = replicas
         """Read only."""
         self._max_age = max_age
-        self._reports: dict[Node, _Report] = {}
+        self._reports: dict[LedgerEngine, _Report] = {}
         self._sizes = dict.fromkeys(Role, 0.0)
         """The mean prompt bytes of our leases, by the role of their engines."""
         for spec in specs:
@@ -71,21 +71,21 @@ class ReplicaLedger(Ledger):
         self.replicas = replicas
         if self.placement is not None:
             self.placement.use_replicas(replicas)
-        for node in self.nodes:
-            self._estimate(node)
+        for engine in self.engines:
+            self._estimate(engine)
 
     def reported(self, url: str, requests: float | None, now: float) -> None:
         """Note how many requests an engine has just reported, running ones and those that wait; None: it does not say."""
-        node = self._nodes.get(url)
-        if node is not None:
+        engine = self._engines.get(url)
+        if engine is not None:
             if requests is None:
-                self._reports.pop(node, None)
+                self._reports.pop(engine, None)
             else:
-                own = node.known_load[0]
+                own = engine.known_load[0]
                 # A sum of what an engine says may be no number.
                 count = min(requests, MAX_REPORTED) if requests >= 0 else 0
-                self._reports[node] = _Report(count, own, now, node.run_number)
-            self._estimate(node)
+                self._reports[engine] = _Report(count, own, now, engine.run_number)
+            self._estimate(engine)
         longest = self._max_age()
         for old in [one for one, report in self._reports.items() if now - report.at > longest]:
             del self._reports[old]
@@ -94,47 +94,47 @@ class ReplicaLedger(Ledger):
     def mark_draining(self, url: str, why: str | None) -> None:
         """See `Ledger`."""
         super().mark_draining(url, why)
-        if (node := self._nodes.get(url)) is not None:
-            self._estimate(node)
+        if (engine := self._engines.get(url)) is not None:
+            self._estimate(engine)
 
     def remove(self, url: str) -> None:
         """See `Ledger`. What is left of the engine's load is our own."""
-        node = self._nodes[url]
+        engine = self._engines[url]
         super().remove(url)
-        self._reports.pop(node, None)
-        self._suppose(node, 0)
+        self._reports.pop(engine, None)
+        self._suppose(engine, 0)
 
     def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
         """See `Ledger`."""
         if not lease.closed:
-            self._suppose(lease.node, self._of_replicas(lease.node, -1))
+            self._suppose(lease.engine, self._of_replicas(lease.engine, -1))
         return super().close(lease, verdict, now, tokens)
 
-    def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
-        self._sizes[node.role] += _GAIN * (prompt_bytes - self._sizes[node.role])
-        self._suppose(node, self._of_replicas(node, 1))
-        return super()._open(node, role, prompt_bytes, ask)
+    def _open(self, engine: LedgerEngine, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
+        self._sizes[engine.role] += _GAIN * (prompt_bytes - self._sizes[engine.role])
+        self._suppose(engine, self._of_replicas(engine, 1))
+        return super()._open(engine, role, prompt_bytes, ask)
 
-    def _of_replicas(self, node: Node, more: int) -> int:
+    def _of_replicas(self, engine: LedgerEngine, more: int) -> int:
         """Return what others have of an engine, when we have so many requests more."""
-        if node.draining is not None or self._nodes.get(node.url) is not node:
+        if engine.draining is not None or self._engines.get(engine.url) is not engine:
             return 0
-        own, report = node.known_load[0] + more, self._reports.get(node)
-        if report is None or report.run != node.run_number:
+        own, report = engine.known_load[0] + more, self._reports.get(engine)
+        if report is None or report.run != engine.run_number:
             return others(own, self.replicas)
         return others(own, self.replicas, report.requests, report.own)
 
-    def _estimate(self, node: Node) -> None:
+    def _estimate(self, engine: LedgerEngine) -> None:
         """Estimate anew what others have of an engine, and have the policies know it."""
-        before = node.of_replicas
-        self._suppose(node, self._of_replicas(node, 0))
-        if node.of_replicas != before:
-            for policy in self._interested[node.uses]:
-                policy.load_changed(node)
+        before = engine.of_replicas
+        self._suppose(engine, self._of_replicas(engine, 0))
+        if engine.of_replicas != before:
+            for policy in self._interested[engine.uses]:
+                policy.load_changed(engine)
 
-    def _suppose(self, node: Node, requests: int) -> None:
+    def _suppose(self, engine: LedgerEngine, requests: int) -> None:
         """Have an engine's counters hold so many requests of other replicas."""
-        size, before = requests * round(self._sizes[node.role]), node.of_replicas
-        node.requests += requests - before[0]
-        node.prompt_bytes += size - before[1]
-        node.of_replicas = requests, size
+        size, before = requests * round(self._sizes[engine.role]), engine.of_replicas
+        engine.requests += requests - before[0]
+        engine.prompt_bytes += size - before[1]
+        engine.of_replicas = requests, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdproxy.scheduling.leases import Lease
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 
@@ -19,32 +19,32 @@ class RoundRobin(Policy):
     def __init__(self, role: Role) -> None:
         self._role = role
         self._number = 0
-        self._turns: dict[Node, int] = {}
+        self._turns: dict[LedgerEngine, int] = {}
         """The number of each engine's last turn, the oldest one first."""
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`."""
-        return sorted(nodes, key=self._turn)
+        return sorted(engines, key=self._turn)
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`."""
         turn = self._turn
-        return lambda _: min(nodes, key=turn)
+        return lambda _: min(engines, key=turn)
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
         role = (
-            lease.role if lease.role in lease.node.uses else Role.DECODE
+            lease.role if lease.role in lease.engine.uses else Role.DECODE
         )  # a decode engine that serves whole is ranked as one
         if role is not self._role:
             return
         turns, self._number = self._turns, self._number + 1
-        turns.pop(lease.node, None)
-        turns[lease.node] = self._number
+        turns.pop(lease.engine, None)
+        turns[lease.engine] = self._number
 
-    def forget(self, node: Node) -> None:
+    def forget(self, engine: LedgerEngine) -> None:
         """See `Policy`."""
-        self._turns.pop(node, None)
+        self._turns.pop(engine, None)
 
-    def _turn(self, node: Node) -> int:
-        return self._turns.get(node, 0)
+    def _turn(self, engine: LedgerEngine) -> int:
+        return self._turns.get(engine, 0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from pdproxy.scheduling.nodes import Evidence, Node
+from pdproxy.scheduling.ledger_engine import Evidence, LedgerEngine
 
 MAX_REMOVED = 1024
 """Removed engines whose run is kept: the latest ones."""
 
 
-class Runs:
+class RunNumbers:
     """Gives each run of each engine a number of its own, later ones higher numbers."""
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Runs:
         """Return the number of a new run."""
         return next(self._numbers)
 
-    def removed(self, node: Node) -> None:
+    def removed(self, engine: LedgerEngine) -> None:
         """Keep the run of an engine that is removed, if the engine has said when it was started."""
-        if node.evidence is None or not node.evidence.started:
+        if engine.evidence is None or not engine.evidence.started:
             return  # if it has answered no probe since it was added, what was kept before still holds
-        self._removed.pop(node.url, None)
-        self._removed[node.url] = node.evidence.started, node.run_number
+        self._removed.pop(engine.url, None)
+        self._removed[engine.url] = engine.evidence.started, engine.run_number
         while len(self._removed) > MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
@@ -38,7 +38,7 @@ class Runs:
         """Forget a removed engine: nothing there waits for what its present process has."""
         self._removed.pop(url, None)
 
-    def of(self, node: Node, evidence: Evidence) -> int:
-        """Return the number of another run than `node` was in before, where `evidence` is the first that is known of it."""
-        started, number = self._removed.pop(node.url, (0.0, 0))
-        return number if node.evidence is None and started and started == evidence.started else self.next()
+    def of(self, engine: LedgerEngine, evidence: Evidence) -> int:
+        """Return the number of another run than `engine` was in before, where `evidence` is the first that is known of it."""
+        started, number = self._removed.pop(engine.url, (0.0, 0))
+        return number if engine.evidence is None and started and started == evidence.started else self.next()

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 BOUND = 1.25
@@ -34,29 +34,29 @@ class Session(Policy):
         self._seeds: dict[str, int] = {}
         """By an engine's URL."""
 
-    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+    def rank(self, ask: Ask, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         """See `Policy`. Engines over the bound come last, in the order of their scores."""
         if ask.session is None:
-            return self._least_load.rank(ask, nodes)
-        ranked = self._by_score(ask.session, nodes)
-        most = self._most(nodes)
+            return self._least_load.rank(ask, engines)
+        ranked = self._by_score(ask.session, engines)
+        most = self._most(engines)
         return [
-            *[node for node in ranked if node.requests < most],
-            *[node for node in ranked if node.requests >= most],
+            *[engine for engine in ranked if engine.requests < most],
+            *[engine for engine in ranked if engine.requests >= most],
         ]
 
-    def best_of(self, nodes: Sequence[Node]) -> Best:
+    def best_of(self, engines: Sequence[LedgerEngine]) -> Best:
         """See `Policy`."""
-        least_loaded = self._least_load.best_of(nodes)
-        seeds = [self._seed(node) for node in nodes]
+        least_loaded = self._least_load.best_of(engines)
+        seeds = [self._seed(engine) for engine in engines]
 
-        def best(ask: Ask) -> Node:
+        def best(ask: Ask) -> LedgerEngine:
             if ask.session is None:
                 return least_loaded(ask)
             key = _hash(ask.session)
             scores = [hash((key ^ seed, key)) for seed in seeds]
-            node = nodes[scores.index(max(scores))]
-            return node if node.requests < self._most(nodes) else self.rank(ask, nodes)[0]
+            engine = engines[scores.index(max(scores))]
+            return engine if engine.requests < self._most(engines) else self.rank(ask, engines)[0]
 
         return best
 
@@ -73,22 +73,22 @@ class Session(Policy):
         """See `Policy`."""
         self._least_load.closed(lease, verdict, now)
 
-    def load_changed(self, node: Node) -> None:
+    def load_changed(self, engine: LedgerEngine) -> None:
         """See `Policy`."""
-        self._least_load.load_changed(node)
+        self._least_load.load_changed(engine)
 
-    def _most(self, nodes: Sequence[Node]) -> float:
+    def _most(self, engines: Sequence[LedgerEngine]) -> float:
         """Return the number of requests from which on an engine gets no more: there is always an engine below it."""
-        return BOUND * max(1.0, (sum([node.requests for node in nodes]) + 1) / len(nodes))
+        return BOUND * max(1.0, (sum([engine.requests for engine in engines]) + 1) / len(engines))
 
-    def _by_score(self, session: str, nodes: Sequence[Node]) -> list[Node]:
+    def _by_score(self, session: str, engines: Sequence[LedgerEngine]) -> list[LedgerEngine]:
         key = _hash(session)
-        return sorted(nodes, key=lambda node: hash((key ^ self._seed(node), key)), reverse=True)
+        return sorted(engines, key=lambda engine: hash((key ^ self._seed(engine), key)), reverse=True)
 
-    def _seed(self, node: Node) -> int:
-        seed = self._seeds.get(node.url)
+    def _seed(self, engine: LedgerEngine) -> int:
+        seed = self._seeds.get(engine.url)
         if seed is None:
-            seed = self._seeds[node.url] = _hash(node.url)
+            seed = self._seeds[engine.url] = _hash(engine.url)
         return seed
 
 

@@ -28,7 +28,7 @@ _Change = tuple[KeyPath, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class SettingsChanges:
     """`used`: the settings to be used from now on: what differs and needs no restart is that of the new ones.
 
     `at_once`, `restart`: the names of settings that differ, and are used at once, or need a restart.
@@ -39,7 +39,7 @@ class Changes:
     restart: tuple[str, ...]
 
 
-def changes(old: Settings, new: Settings) -> Changes:
+def changes(old: Settings, new: Settings) -> SettingsChanges:
     """Return what differs. Both have the same sources but for the content of their files."""
     found = [*_differ(old, new, ())]
     if _is_list_of_pools(old.pools, new.pools, ("pools",)):
@@ -49,7 +49,7 @@ def changes(old: Settings, new: Settings) -> Changes:
     used = _merged(old, new, (), frozenset(restart))
     pools = [_kept(was, one) for was, one in zip(old.pools, used.pools, strict=True)]
     used = msgspec.structs.replace(used, pools=tuple(pools)) if pools != list(used.pools) else used
-    return Changes(used, tuple(map(spell_key, at_once)), tuple(map(spell_key, restart)))
+    return SettingsChanges(used, tuple(map(spell_key, at_once)), tuple(map(spell_key, restart)))
 
 
 def _by_what_runs(old: Sequence[Pool], new: Sequence[Pool], found: Sequence[_Change]) -> Iterator[_Change]:

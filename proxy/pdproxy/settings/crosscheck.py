@@ -13,8 +13,8 @@ from pdproxy.settings.conform import conform
 from pdproxy.settings.dns import check_replicas
 from pdproxy.settings.engines import (
     USER,
+    ConfiguredEngine,
     Facts,
-    Node,
     check_allowed,
     check_networks,
     engine_url,
@@ -90,7 +90,7 @@ def _spelled(url: str, path: KeyPath, found: Mistakes) -> str:
     return engine_url(url, path, where) if section is None else section.spelled(url, path, where)
 
 
-def _stand_in(node: Node) -> Node:
+def _stand_in(node: ConfiguredEngine) -> ConfiguredEngine:
     """Return an engine that stands for all that a source will find; an engine itself, if it is one."""
     section = source_section(node.url)
     return node if section is None else msgspec.structs.replace(node, url=section.stand_in(node.url))
@@ -98,7 +98,7 @@ def _stand_in(node: Node) -> Node:
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
     refuse_stray_files(pool.tls, (*path, "tls"), ("key",), found)
-    nodes: list[Node] = []
+    nodes: list[ConfiguredEngine] = []
     for index, node in enumerate(pool.nodes):
         here = (*path, "nodes", index)
         with found.collecting(*here):
@@ -124,12 +124,12 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
     return msgspec.structs.replace(pool, nodes=tuple(nodes))
 
 
-def _nobody(node: Node) -> Node:
+def _nobody(node: ConfiguredEngine) -> ConfiguredEngine:
     """Return a node in the place of another one, with which no rule compares others."""
     return msgspec.structs.replace(node, role="aggregated", facts=Facts(), sources=())
 
 
-def _check_kv_events(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def _check_kv_events(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     sections = [
         (node.facts.kv_events, node.facts.data_parallel_size, (*path, "nodes", at, "facts", "kv_events"))
         for at, node in enumerate(nodes)
@@ -137,7 +137,7 @@ def _check_kv_events(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mi
     check_kv_events(pool.kv_events, sections, (*path, "kv_events"), found)
 
 
-def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
+def checked_node(node: ConfiguredEngine, pool: Pool, others: Sequence[ConfiguredEngine]) -> ConfiguredEngine:
     """Return an engine that is added to `others` of a pool while the proxy runs, with its URLs in their normal spelling.
 
     It passes the checks that an engine of the settings passes. The others are not checked again: their sources may be gone.
@@ -151,7 +151,9 @@ def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
         raise SettingsError(f"{quote(USER.sub('//***@', str(node.url)))} can't be added: {error}") from None
 
 
-def checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node]) -> list[Node]:
+def checked_nodes(
+    new: Sequence[ConfiguredEngine], pool: Pool, others: Sequence[ConfiguredEngine]
+) -> list[ConfiguredEngine]:
     """Do as `checked_node` for several engines that are added together: that takes a time that grows with their number only.
 
     Raises:
@@ -167,12 +169,14 @@ def checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node]) -> li
     return [checked_node(node, pool, others) for node in new]
 
 
-def _checked_nodes(new: Sequence[Node], pool: Pool, others: Sequence[Node], path: KeyPath) -> list[Node]:
+def _checked_nodes(
+    new: Sequence[ConfiguredEngine], pool: Pool, others: Sequence[ConfiguredEngine], path: KeyPath
+) -> list[ConfiguredEngine]:
     found = Mistakes()
-    spelled: list[Node] = []
+    spelled: list[ConfiguredEngine] = []
     for at, node in enumerate(new, len(others)):
         here = (*path, "nodes", at)
-        conform(msgspec.to_builtins(node), Node, "", here)
+        conform(msgspec.to_builtins(node), ConfiguredEngine, "", here)
         spelled.append(msgspec.structs.replace(node, url=engine_url(node.url, (*here, "url"))))
         refuse_contradictions(spelled[-1], here, found)
     nodes = (*others, *spelled)

@@ -18,7 +18,7 @@ import msgspec
 from pdproxy.kit.addresses import read_address, read_network
 from pdproxy.kit.engine_networks import EngineNetworks
 from pdproxy.settings.errors import MASK, KeyPath, Mistakes, SettingsError, quote, spell_key
-from pdproxy.settings.kv import NodeKvEvents, Receiver
+from pdproxy.settings.kv import EngineKvEvents, ReceiverSettings
 from pdproxy.settings.section import Count, File, Host, Key, Seconds, Section, Text
 from pdproxy.settings.tls import EngineTls, refuse_stray_files
 from pdproxy.wire.kv_events import address_of
@@ -95,11 +95,11 @@ class Facts(Section, frozen=True):
     """A prefill engine's Mooncake bootstrap server, http://host:port, as the decode engines reach it, too. null: its own host, at
     the pool's bootstrap_port."""
 
-    kv_events: NodeKvEvents = NodeKvEvents()
+    kv_events: EngineKvEvents = EngineKvEvents()
     """Where it publishes KV events. Each value overrides that of the pool's kv_events."""
 
 
-class Node(Section, frozen=True):
+class ConfiguredEngine(Section, frozen=True):
     """One engine: a vLLM server with its own HTTP port."""
 
     url: str
@@ -122,7 +122,7 @@ class Node(Section, frozen=True):
     facts: Facts = Facts()
     """Known facts about the engine."""
 
-    receiver: Receiver = Receiver()
+    receiver: ReceiverSettings = ReceiverSettings()
     """Where it receives KV: only for decode engines of lmcache-pd. One port per tensor-parallel rank, in order."""
 
     api_key: Key | None = None
@@ -215,7 +215,9 @@ def both_schemes(url: str) -> list[str]:
     return [f"{scheme}://{rest}" for scheme in _PORTS]
 
 
-def with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> Node:
+def with_sources(
+    node: ConfiguredEngine, nodes: Iterable[ConfiguredEngine], path: KeyPath, found: Mistakes
+) -> ConfiguredEngine:
     """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
     if node.sources and not node.decodes:
         found.add(path, f"{spell_key(path)}: only a decode engine takes KV{found.source(path)}")
@@ -233,7 +235,7 @@ def with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistak
     return msgspec.structs.replace(node, sources=tuple(sources)) if sources else node
 
 
-def refuse_contradictions(node: Node, path: KeyPath, found: Mistakes, scheme: str | None = None) -> None:
+def refuse_contradictions(node: ConfiguredEngine, path: KeyPath, found: Mistakes, scheme: str | None = None) -> None:
     """Refuse settings of one engine that exclude each other. `path`: its own; `scheme`: of its URL, None: as it is there."""
     key, where = spell_key(path), found.source(path)
     if node.api_key == MASK:
@@ -250,7 +252,7 @@ def refuse_contradictions(node: Node, path: KeyPath, found: Mistakes, scheme: st
     refuse_stray_files(node.tls, (*path, "tls"), ("key",), found)
 
 
-def refuse_duplicates(nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> None:
+def refuse_duplicates(nodes: Iterable[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Refuse engines that are named twice, by URLs in their normal spelling. `path`: of their pool."""
     first: dict[str, int] = {}
     for index, node in enumerate(nodes):
@@ -272,7 +274,7 @@ def refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
         found.add(path, f"{key}: prefill engines, but no decode engine that could take what they compute")
 
 
-def check_networks(nodes: Iterable[Node], networks: EngineNetworks, path: KeyPath, found: Mistakes) -> None:
+def check_networks(nodes: Iterable[ConfiguredEngine], networks: EngineNetworks, path: KeyPath, found: Mistakes) -> None:
     """Check all addresses of engines. `path`: of their list. What a source finds is looked at when it is added."""
     for at, node in enumerate(nodes):
         for name, host, why in () if node.is_source else _refused(node, networks):
@@ -280,7 +282,7 @@ def check_networks(nodes: Iterable[Node], networks: EngineNetworks, path: KeyPat
             found.add(key, f"{spell_key(key)}: {host} is {why}{found.source(key)}")
 
 
-def refuse_networks(nodes: Sequence[Node], networks: EngineNetworks) -> None:
+def refuse_networks(nodes: Sequence[ConfiguredEngine], networks: EngineNetworks) -> None:
     """Refuse engines that are added while the proxy runs.
 
     Raises:
@@ -291,7 +293,7 @@ def refuse_networks(nodes: Sequence[Node], networks: EngineNetworks) -> None:
             raise SettingsError(f"{node.url} can't be added: {host} is {why}")
 
 
-def _refused(node: Node, networks: EngineNetworks) -> Iterator[tuple[KeyPath, str, str]]:
+def _refused(node: ConfiguredEngine, networks: EngineNetworks) -> Iterator[tuple[KeyPath, str, str]]:
     """Return the hosts that an engine's settings must not name, each with its setting and why."""
     own = urlsplit(node.url).hostname or ""
     for name, host in _of_proxy(node, own):
@@ -303,7 +305,7 @@ def _refused(node: Node, networks: EngineNetworks) -> Iterator[tuple[KeyPath, st
             yield name, host, why
 
 
-def _of_engines(node: Node) -> Iterator[tuple[KeyPath, str]]:
+def _of_engines(node: ConfiguredEngine) -> Iterator[tuple[KeyPath, str]]:
     """Return the hosts that other engines connect to."""
     facts = node.facts
     if facts.remote_host is not None:
@@ -314,7 +316,7 @@ def _of_engines(node: Node) -> Iterator[tuple[KeyPath, str]]:
         yield ("receiver", "host"), node.receiver.host
 
 
-def _of_proxy(node: Node, own: str) -> Iterator[tuple[KeyPath, str]]:
+def _of_proxy(node: ConfiguredEngine, own: str) -> Iterator[tuple[KeyPath, str]]:
     """Return the hosts that the proxy alone connects to. `own`: the host of the engine's URL."""
     yield ("url",), own
     for name in ("endpoint", "replay_endpoint"):

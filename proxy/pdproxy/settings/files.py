@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from pdproxy.kit.regular_file import UnreadableError, read_regular
+from pdproxy.kit.regular_file import UnusableFileError, read_regular
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.section import Key
 
@@ -44,7 +44,7 @@ def read_yaml(path: Path, found: Mistakes) -> object:
         return _construct(loader, root, name)
     except SettingsError:
         raise
-    except UnreadableError as error:
+    except UnusableFileError as error:
         raise SettingsError(f"{name}: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -179,7 +179,7 @@ def read_file(setting: str, path: str) -> bytes:
     name = spell_file(Path(path))
     try:
         return read_regular(path, _MAX_KEY_BYTES)
-    except UnreadableError as error:
+    except UnusableFileError as error:
         raise SettingsError(f"{setting}: {name}: {error}") from None
 
 

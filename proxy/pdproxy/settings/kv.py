@@ -132,7 +132,7 @@ class KvEvents(Section, frozen=True):
     """TCP port to bind. Further data-parallel ranks take the ports after it."""
 
 
-class NodeKvEvents(Section, frozen=True):
+class EngineKvEvents(Section, frozen=True):
     """One engine's KV events. What is set here overrides the pool's settings."""
 
     endpoint: Text | None = None
@@ -150,7 +150,7 @@ def _receivers() -> str:
     return f"only {names}: address where a decode engine receives KV, LMCache's pd_peer_host (default: its URL's host)"
 
 
-class Receiver(Section, frozen=True):
+class ReceiverSettings(Section, frozen=True):
     """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, one port per rank."""
 
     host: Annotated[Host | None, Option(_receivers, "HOST", "--receiver-host", "--nixl-peer-host")] = None
@@ -224,7 +224,7 @@ class KvReady(Section, frozen=True):
     lacks; fail: the request fails with 504."""
 
 
-class Registration(Section, frozen=True):
+class RegistrationSettings(Section, frozen=True):
     """The ZMQ socket at which engines register (moriio, p2p-nccl)."""
 
     host: Annotated[Host, Option(_registration, "HOST", "--registration-host")] = "127.0.0.1"
@@ -244,7 +244,7 @@ class Registration(Section, frozen=True):
 
 
 def check_kv_events(
-    own: KvEvents, nodes: Iterable[tuple[NodeKvEvents, int, KeyPath]], path: KeyPath, found: Mistakes
+    own: KvEvents, nodes: Iterable[tuple[EngineKvEvents, int, KeyPath]], path: KeyPath, found: Mistakes
 ) -> None:
     """Check the endpoints of a pool. `nodes`: each one's section, its number of ranks, and the key of the section."""
     of_nodes = list(nodes)

@@ -13,7 +13,7 @@ from msgspec import Meta
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.placements import AUTO, SPLIT
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import KeyPath, Mistakes, quote, spell_key
 from pdproxy.settings.kv import Cpu, KvEvents, LMCache, Prefixes, Turns
 from pdproxy.settings.section import (
@@ -235,16 +235,16 @@ class Pool(Section, frozen=True):
     """TLS to engines with an https:// URL. Files are read again when they change, like those of listen.tls. An engine whose
     certificate is not trusted counts as down; /ready and the log give the reason."""
 
-    nodes: AtOnce[tuple[Node, ...]] = ()
+    nodes: AtOnce[tuple[ConfiguredEngine, ...]] = ()
     """The engines; --prefill, --decode, --aggregated and --any add to these. Prefill engines need a decode engine."""
 
     @property
-    def fixed_nodes(self) -> tuple[Node, ...]:
+    def fixed_nodes(self) -> tuple[ConfiguredEngine, ...]:
         """The nodes that are an engine each: the settings have its URL."""
         return tuple(node for node in self.nodes if not node.is_source)
 
     @property
-    def source_nodes(self) -> tuple[Node, ...]:
+    def source_nodes(self) -> tuple[ConfiguredEngine, ...]:
         """The nodes that stand for all engines that a source finds."""
         return tuple(node for node in self.nodes if node.is_source)
 
@@ -274,7 +274,7 @@ class Pool(Section, frozen=True):
         return bool(asked) or self.placement in placements.ASK_THE_INDEX
 
 
-def check_placing(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def check_placing(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Check a pool's labels and profiles. Mistakes are added to `found`."""
     if pool.placement == SPLIT:
         useless = {

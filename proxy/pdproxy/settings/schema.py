@@ -16,7 +16,7 @@ from pdproxy.settings.dns import Dns, ReplicaSettings
 from pdproxy.settings.engines import EngineSettings
 from pdproxy.settings.health import Continuations, Health, OutlierSettings, Probes
 from pdproxy.settings.keys import Auth, TenantSettings
-from pdproxy.settings.kv import KvReady, Registration
+from pdproxy.settings.kv import KvReady, RegistrationSettings
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings, Overload, of_each
 from pdproxy.settings.listen import Listen, Observe
 from pdproxy.settings.pools import Pool
@@ -43,7 +43,7 @@ class Settings(Section, frozen=True):
     outliers: OutlierSettings = OutlierSettings()
     continuations: Continuations = Continuations()
     kv_ready: KvReady = KvReady()
-    registration: Registration = Registration()
+    registration: RegistrationSettings = RegistrationSettings()
     probes: Probes = Probes()
     dns: Dns = Dns()
     replicas: ReplicaSettings = ReplicaSettings()

@@ -214,14 +214,14 @@ class Reader:
         raise self._file.wrong(path, f"expected a stage's number or name, got {spell(path, value)}")
 
 
-class Pair(NamedTuple):
+class StagePair(NamedTuple):
     """A prefill stage and a decode stage that takes its KV."""
 
     prefill: Stage
     decode: Stage
 
 
-def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[Pair, ...]:
+def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[StagePair, ...]:
     """Return the pairs that decode stages name in `engine_input_source`, by a stage's id or, if no stage has it, by its index.
 
     No stage flagged: no pairs. A source that is no prefill stage has another meaning in vllm-omni, and is ignored.
@@ -232,13 +232,13 @@ def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[Pair, ...]:
     prefills = [stage for stage in stages if stage.role == "prefill"]
     places: dict[StageId, Stage] = {stage.index: stage for stage in prefills}
     named = places | {stage.id: stage for stage in prefills}
-    found: list[Pair] = []
+    found: list[StagePair] = []
     for decode in (stage for stage in stages if stage.role == "decode"):
         sources = dict.fromkeys(named[source].index for source in decode.sources if source in named)
         if not sources:
             known = ", ".join(str(stage.id) for stage in prefills) or "there is none"
             raise file.wrong((*decode.path, "engine_input_source"), f"names no prefill stage ({known})")
-        found += [Pair(places[index], decode) for index in sources]
+        found += [StagePair(places[index], decode) for index in sources]
     used = {pair.prefill.index for pair in found}
     for prefill in prefills:
         if prefill.index not in used:
@@ -246,7 +246,7 @@ def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[Pair, ...]:
     return tuple(found)
 
 
-def check(found: tuple[Pair, ...], file: ForeignFile, connector: str | None = None) -> str | None:
+def check(found: tuple[StagePair, ...], file: ForeignFile, connector: str | None = None) -> str | None:
     """Return the contract that can run all pairs, None without pairs. `connector` is the operator's choice, if any.
 
     Raises:
@@ -275,7 +275,7 @@ def bootstrap(prefill: Stage, engine_host: str, port: int) -> str:
     return f"http://{host}:{prefill.bootstrap_port or port}"
 
 
-def _same_connector(pair: Pair, file: ForeignFile) -> None:
+def _same_connector(pair: StagePair, file: ForeignFile) -> None:
     if pair.prefill.kv.connector != pair.decode.kv.connector:
         raise file.wrong(*_mismatch(pair, "kv_connector", pair.prefill.kv.connector, pair.decode.kv.connector))
 
@@ -297,14 +297,14 @@ def _contract(stages: list[Stage], file: ForeignFile, connector: str | None) -> 
     return connector or able[0]
 
 
-def _same_buffers(pair: Pair, file: ForeignFile) -> None:
+def _same_buffers(pair: StagePair, file: ForeignFile) -> None:
     for name in ("kv_buffer_device", "kv_buffer_size"):
         ours, theirs = (getattr(stage.kv, name.removeprefix("kv_")) for stage in pair)
         if ours is not None and theirs is not None and ours != theirs:
             raise file.wrong(*_mismatch(pair, name, ours, theirs))
 
 
-def _parallel_sizes(pair: Pair, file: ForeignFile, contract: str | None) -> None:
+def _parallel_sizes(pair: StagePair, file: ForeignFile, contract: str | None) -> None:
     sizes = [stage.tensor_parallel_size for stage in pair]
     smaller, larger = sorted(sizes)
     if smaller == larger or contract is None:
@@ -337,7 +337,7 @@ def _one_each(stages: Mapping[int, Stage], file: ForeignFile) -> None:
         ids[engine_id] = stage
 
 
-def _mismatch(pair: Pair, name: str, ours: object, theirs: object) -> tuple[tuple[str | int, ...], str]:
+def _mismatch(pair: StagePair, name: str, ours: object, theirs: object) -> tuple[tuple[str | int, ...], str]:
     other = spell_key((*pair.prefill.path, *_KV, name))
     return (*pair.decode.path, *_KV, name), f"{_plain(theirs)}, but {other} is {_plain(ours)}: a pair needs the same"
 
@@ -407,7 +407,7 @@ def _own_url(stage: Stage, file: ForeignFile) -> str:
 
 
 def _nodes(
-    stages: tuple[Stage, ...], found: tuple[Pair, ...], urls: dict[int, str], port: int | None, file: ForeignFile
+    stages: tuple[Stage, ...], found: tuple[StagePair, ...], urls: dict[int, str], port: int | None, file: ForeignFile
 ) -> list[dict[str, Any]]:
     """`port`: of bootstrap servers, None if the contract has none."""
     nodes, bound = [], dict[str, Stage]()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
-from pdproxy.settings.kv import Receiver
+from pdproxy.settings.kv import ReceiverSettings
 from pdproxy.settings.pools import Pool
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Capabilities
@@ -18,12 +18,12 @@ from pdproxy.transfer.peers import PeerSource
 from pdproxy.wire.registrations import place
 
 
-def receiver_host(node: Node) -> str:
+def receiver_host(node: ConfiguredEngine) -> str:
     """Return the host on which a decode engine receives KV."""
     return node.receiver.host or urlsplit(node.url).hostname or ""
 
 
-def bootstrap_address(node: Node, pool: Pool) -> str | None:
+def bootstrap_address(node: ConfiguredEngine, pool: Pool) -> str | None:
     """Return the address of an engine's bootstrap server, None if it has none that the pool's contract uses."""
     if not node.prefills or registry.entry_of(pool.connector).capabilities.peers_from is not PeerSource.BOOTSTRAP:
         return None
@@ -33,7 +33,7 @@ def bootstrap_address(node: Node, pool: Pool) -> str | None:
     return f"http://[{host}]:{pool.bootstrap_port}" if ":" in host else f"http://{host}:{pool.bootstrap_port}"
 
 
-def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def check_transfer(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Check a pool and its nodes against what its contract needs. Mistakes are added to `found`."""
     if pool.connector == registry.AUTO:
         return  # checked once the engines have been asked
@@ -62,7 +62,7 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):
         key = (*path, "nodes", index, "receiver")
-        if node.receiver != Receiver() and not (can.needs_receiver and node.role == "decode"):
+        if node.receiver != ReceiverSettings() and not (can.needs_receiver and node.role == "decode"):
             pushing = [entry.name for entry in registry.ENTRIES if entry.capabilities.needs_receiver]
             text = f"only a decode engine of connector {' or '.join(pushing)} has one"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
@@ -81,7 +81,9 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
             found.add(key, f"{spell_key(key)}.pd_buffer_size: {text}{where}")
 
 
-def _check_roles(pool: Pool, can: Capabilities, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def _check_roles(
+    pool: Pool, can: Capabilities, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes
+) -> None:
     """Check that the connector's engines can do what the settings want of each."""
     for index, node in enumerate(nodes):
         key = (*path, "nodes", index, "role")
@@ -95,7 +97,7 @@ def _check_roles(pool: Pool, can: Capabilities, nodes: Sequence[Node], path: Key
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
 
 
-def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def check_pairs(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Check which decode engines take the KV of each prefill engine, by sources in their normal spelling."""
     if pool.connector == registry.AUTO:
         return
@@ -114,7 +116,7 @@ def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistake
             found.add(key, f"{spell_key(key)}: {text}{where}")
 
 
-def pairs_to_try(pool: Pool) -> list[tuple[Node, Node]]:
+def pairs_to_try(pool: Pool) -> list[tuple[ConfiguredEngine, ConfiguredEngine]]:
     """Return the prefill and decode engines of a pool that are tried together: those that the settings let work together.
 
     Of engines for any role, each makes KV for the next one that may take it, and takes the KV of the nearest one before it that
@@ -142,7 +144,7 @@ def pairs_to_try(pool: Pool) -> list[tuple[Node, Node]]:
     ]
 
 
-def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def _check_parallel_sizes(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Check the tensor-parallel sizes of engines that work together, where both are given."""
     if pool.lmcache.first_rank_only:
         return  # the first rank has the KV of all
@@ -165,12 +167,12 @@ def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, foun
             found.add(key, f"{spell_key(key)}: {ours}, but {prefill.url} has {theirs}: {rule}{found.source(key)}")
 
 
-def within(node: Node, pool: Pool) -> tuple[tuple[str, str | None], ...]:
+def within(node: ConfiguredEngine, pool: Pool) -> tuple[tuple[str, str | None], ...]:
     """Return the labels that an engine must have in common with those that it shares work with."""
     return tuple((name, node.labels.get(name)) for name in pool.pair_within)
 
 
-def _takes(decode: Node, prefill: Node, pool: Pool) -> bool:
+def _takes(decode: ConfiguredEngine, prefill: ConfiguredEngine, pool: Pool) -> bool:
     return (not decode.sources or prefill.url in decode.sources) and within(decode, pool) == within(prefill, pool)
 
 
@@ -190,7 +192,7 @@ def _check_turns(pool: Pool, can: Capabilities, path: KeyPath, found: Mistakes) 
         found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
 
 
-def _check_bootstraps(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def _check_bootstraps(pool: Pool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Check that each prefill engine has a bootstrap server of its own, if it has one. Two engines can't share an answer."""
     taken: dict[str, str] = {}
     for index, node in enumerate(nodes):
@@ -218,7 +220,7 @@ def _is_address(text: str) -> bool:
     return plain and not rest and parts.scheme == "http" and bool(parts.hostname) and bool(port)
 
 
-def _check_addresses(registers: bool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+def _check_addresses(registers: bool, nodes: Sequence[ConfiguredEngine], path: KeyPath, found: Mistakes) -> None:
     """Check the addresses that engines register: each is one engine's, and none is set where engines do not register."""
     first: dict[str | None, str] = {}
     for index, node in enumerate(nodes):
@@ -236,7 +238,9 @@ def _check_addresses(registers: bool, nodes: Sequence[Node], path: KeyPath, foun
             first.setdefault(address, spell_key((*path, "nodes", index)))
 
 
-def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:
+def _check_receiver(
+    pool: Pool, node: ConfiguredEngine, key: str, taken: dict[tuple[str, int], str], where: str
+) -> None:
     receiver = node.receiver
     if not receiver.init_ports or not receiver.alloc_ports:
         raise SettingsError(

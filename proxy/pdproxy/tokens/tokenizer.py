@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdproxy.kit.regular_file import UnreadableError, check_regular
+from pdproxy.kit.regular_file import UnusableFileError, check_regular
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
@@ -171,7 +171,7 @@ def _check_files(folder: Path) -> None:
         if file.suffix in _READ:
             try:
                 check_regular(file, MAX_FILE)
-            except UnreadableError as error:
+            except UnusableFileError as error:
                 raise UnusableError(f"{file.name} {error}") from None
 
 

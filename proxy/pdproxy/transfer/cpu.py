@@ -28,7 +28,7 @@ from pdproxy.transfer.contract import (
 )
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import answered
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
@@ -45,7 +45,7 @@ class _Params(msgspec.Struct, frozen=True):
 _params_decoder = msgspec.json.Decoder(_Params)
 
 
-class Options(msgspec.Struct, frozen=True):
+class CpuOptions(msgspec.Struct, frozen=True):
     """`block_size`: tokens in a KV block of the decode engines."""
 
     block_size: int = 16
@@ -87,7 +87,7 @@ NAME = "cpu"
 CAPABILITIES = Capabilities(one_receiver=True)
 
 
-def cpu(options: Options) -> Contract:
+def cpu(options: CpuOptions) -> Contract:
     """Return the contract with these options."""
 
     def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
@@ -116,9 +116,9 @@ def cpu(options: Options) -> Contract:
 ENTRY = Entry(
     name=NAME,
     build=cpu,
-    options=Options,
+    options=CpuOptions,
     section="pool.cpu",
     capabilities=CAPABILITIES,
     kv_connectors=("CPUConnector",),
-    signs=Signs(last_version="0.10"),
+    signs=ContractSigns(last_version="0.10"),
 )

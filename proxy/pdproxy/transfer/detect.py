@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.transfer import registry
 from pdproxy.transfer.entry import Entry
-from pdproxy.transfer.signs import Ask
+from pdproxy.transfer.signs import SignQuestion
 
 NOTHING = "null"
 _MAX_SHOWN = 200  # characters of an answer's params
@@ -58,7 +58,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.role} {self.url}: {', '.join(said)}"
 
 
-class Found(msgspec.Struct, frozen=True):
+class DetectedContract(msgspec.Struct, frozen=True):
     """The contract of all engines. `lines`: what each engine showed."""
 
     contract: str
@@ -87,7 +87,7 @@ def has_bootstrap(entries: Sequence[Entry] | None = None) -> bool:
     return any(entry.signs.bootstrap for entry in _all(entries))
 
 
-def question(seen: Observation, entries: Sequence[Entry] | None = None) -> Ask | None:
+def question(seen: Observation, entries: Sequence[Entry] | None = None) -> SignQuestion | None:
     """Return what a prefill engine may be asked, None for nothing: it may be of a contract whose engines crash at it."""
     if seen.role != "prefill":
         return None
@@ -121,7 +121,7 @@ def _fits(entry: Entry, seen: Observation, claimed: frozenset[str]) -> bool:
     return True
 
 
-def decide(seen: Sequence[Observation], entries: Sequence[Entry] | None = None) -> Found | Undecided:
+def decide(seen: Sequence[Observation], entries: Sequence[Entry] | None = None) -> DetectedContract | Undecided:
     """Return the one contract that fits all engines, or why there is none. There is at least one engine."""
     lines = tuple(one.text() for one in seen)
     fitting = {one.url: [entry.name for entry in candidates(one, entries)] for one in seen}
@@ -130,7 +130,7 @@ def decide(seen: Sequence[Observation], entries: Sequence[Entry] | None = None) 
             return Undecided(_why_none(one), (), lines)
     common = [name for name in fitting[seen[0].url] if all(name in found for found in fitting.values())]
     if len(common) == 1:
-        return Found(common[0], lines)
+        return DetectedContract(common[0], lines)
     if common:
         nothing_shown = all(not one.metrics and one.kv_connector is None and not one.bootstrap for one in seen)
         names = _either(common) + (", or none" if nothing_shown else "")

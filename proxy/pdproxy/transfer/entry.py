@@ -9,7 +9,7 @@ import msgspec
 
 from pdproxy.transfer.contract import NO_CAPABILITIES, Capabilities, Contract
 from pdproxy.transfer.peers import Peer
-from pdproxy.transfer.signs import NO_SIGNS, Signs
+from pdproxy.transfer.signs import NO_SIGNS, ContractSigns
 from pdproxy.wire.registrations import Registration
 
 
@@ -48,7 +48,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     ignores_salt: bool = False
     """Whether KV may be found by a prompt's token ids alone, whatever its `cache_salt`, outside of the engines' own caches."""
 
-    signs: Signs = NO_SIGNS
+    signs: ContractSigns = NO_SIGNS
     """What engines of the contract show, for the connector that is found by asking them."""
 
     @classmethod
@@ -57,7 +57,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         contract: Contract,
         *,
         kv_connectors: tuple[str, ...],
-        signs: Signs = NO_SIGNS,
+        signs: ContractSigns = NO_SIGNS,
         registered: Callable[[Registration], tuple[Peer, ...] | str] | None = None,
         registration_port: int = 0,
         ignores_salt: bool = False,

@@ -18,7 +18,7 @@ from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import is_absent
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
@@ -85,4 +85,4 @@ def why_not_stored(answer: PrefillAnswer, ids: Sequence[int]) -> str | None:
 NAME = "kvstore-keys"
 CAPABILITIES = Capabilities(needs_ids=True, takes_ids=True)
 KVSTORE_KEYS = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES)
-ENTRY = Entry.of(KVSTORE_KEYS, kv_connectors=("MooncakeStoreConnector",), signs=Signs(last_version="0.9"))
+ENTRY = Entry.of(KVSTORE_KEYS, kv_connectors=("MooncakeStoreConnector",), signs=ContractSigns(last_version="0.9"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pdproxy.transfer.contract import Capabilities, Channel, Contract, Dispatch
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.shared import decode, handle, prefill
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 
 
 def _from_each_rank(_dispatch: Dispatch) -> int | None:
@@ -27,4 +27,4 @@ LMCACHE_MP = Contract(
     needs_leg_id=True,
     notices=_from_each_rank,
 )
-ENTRY = Entry.of(LMCACHE_MP, kv_connectors=("LMCacheMPConnector",), signs=Signs(metrics=("lmcache:",)))
+ENTRY = Entry.of(LMCACHE_MP, kv_connectors=("LMCacheMPConnector",), signs=ContractSigns(metrics=("lmcache:",)))

@@ -44,7 +44,7 @@ from pdproxy.transfer.contract import (
 )
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.continuable import NEUTRAL, PENALTIES, PROMPT_ONLY, SAME_IN_COMPLETIONS, limit_of
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
@@ -106,7 +106,7 @@ def _with(ids: bytes, token: int) -> bytes:
     return ids[: ids.rindex(b"]")] + b",%d]" % token
 
 
-class Options(msgspec.Struct, frozen=True):
+class LMCacheOptions(msgspec.Struct, frozen=True):
     """The configuration of LMCache's PD mode. Names and defaults are LMCache's.
 
     `first_token`: whose token is the answer's first, where it can be the prefill engine's. `chunk_size`: tokens in a chunk.
@@ -120,12 +120,12 @@ class Options(msgspec.Struct, frozen=True):
     first_rank_only: bool = False
 
 
-_DEFAULTS = Options()
+_DEFAULTS = LMCacheOptions()
 NAME = "lmcache-pd"
 CAPABILITIES = Capabilities(needs_ids=True, takes_ids=True, needs_receiver=True, notices_over=Channel.ZMQ)
 
 
-def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
+def lmcache_pd(options: LMCacheOptions = _DEFAULTS) -> Contract:
     """Return the contract with these options."""
     first_on_prefill = options.first_token == "prefill"  # noqa: S105 - a token of text
     chunk_size = options.chunk_size
@@ -226,10 +226,10 @@ def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
 ENTRY = Entry(
     name=NAME,
     build=lmcache_pd,
-    options=Options,
+    options=LMCacheOptions,
     section="pool.lmcache",
     capabilities=CAPABILITIES,
     kv_connectors=("LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"),
-    signs=Signs(metrics=("lmcache:",)),
+    signs=ContractSigns(metrics=("lmcache:",)),
     ignores_salt=True,
 )

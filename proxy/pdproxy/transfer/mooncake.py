@@ -35,7 +35,7 @@ from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import answered, promised
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.transfer.refusal import refusal_released, release_body
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -157,4 +157,4 @@ MOONCAKE = Contract(
 )
 
 
-ENTRY = Entry.of(MOONCAKE, kv_connectors=("MooncakeConnector",), signs=Signs(bootstrap=True))
+ENTRY = Entry.of(MOONCAKE, kv_connectors=("MooncakeConnector",), signs=ContractSigns(bootstrap=True))

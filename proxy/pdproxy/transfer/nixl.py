@@ -28,7 +28,7 @@ from pdproxy.transfer.contract import (
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import answered, holds_blocks
 from pdproxy.transfer.refusal import refusal_released, release_body
-from pdproxy.transfer.signs import Ask, Signs
+from pdproxy.transfer.signs import ContractSigns, SignQuestion
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
@@ -133,7 +133,7 @@ def at_host(given: Handle, host: str) -> Handle:
     return msgspec.structs.replace(given, params=msgspec.json.encode(fields))
 
 
-class Options(msgspec.Struct, frozen=True):
+class NixlOptions(msgspec.Struct, frozen=True):
     """`notifier`: the engines carry pdproxy's notifier, which reports handles and loads. `early`: use its handles at once."""
 
     notifier: bool = False
@@ -162,7 +162,7 @@ NIXL = Contract(
 )
 
 
-def nixl(options: Options) -> Contract:
+def nixl(options: NixlOptions) -> Contract:
     """Return the contract with these options."""
     return dataclasses.replace(
         NIXL,
@@ -172,16 +172,18 @@ def nixl(options: Options) -> Contract:
     )
 
 
-def signs(mode: str, first_version: str = "") -> Signs:
+def signs(mode: str, first_version: str = "") -> ContractSigns:
     """Return what NIXL's engines show. `mode`: their `transfer_mode`, which engines before vLLM 0.32.0 do not name."""
-    ask = Ask(params=bytes(_ASK), keys=("remote_engine_id", "remote_block_ids"), values=(("transfer_mode", mode),))
-    return Signs(metrics=("vllm:nixl_",), always=True, ask=ask, first_version=first_version)
+    ask = SignQuestion(
+        params=bytes(_ASK), keys=("remote_engine_id", "remote_block_ids"), values=(("transfer_mode", mode),)
+    )
+    return ContractSigns(metrics=("vllm:nixl_",), always=True, ask=ask, first_version=first_version)
 
 
 ENTRY = Entry(
     name=NAME,
     build=nixl,
-    options=Options,
+    options=NixlOptions,
     section="kv_ready",
     capabilities=CAPABILITIES,
     kv_connectors=("NixlConnector", "NixlPullConnector"),

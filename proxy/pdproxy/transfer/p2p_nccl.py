@@ -17,7 +17,7 @@ sent the KV. What follows from the source:
   no answer of P that shows it.
 - With `send_type: GET`, D fetches the KV from P, which drops the oldest when its buffer is full. D then computes with whatever
   its memory holds, silently: PUT_ASYNC, the default, or PUT must be used.
-- The workers of P and D are paired by rank: equal tensor-parallel sizes, and no data parallelism behind one URL.
+- P and D are paired rank by rank: equal tensor-parallel sizes, and no data parallelism behind one URL.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.peer_ids import addressed_id, fits_into_id
 from pdproxy.transfer.peers import Peer, PeerSource
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.registrations import Registration
@@ -108,7 +108,7 @@ P2P_NCCL = Contract(
 ENTRY = Entry.of(
     P2P_NCCL,
     kv_connectors=("P2pNcclConnector",),
-    signs=Signs(last_version="0.23"),
+    signs=ContractSigns(last_version="0.23"),
     registered=registered,
     registration_port=30001,
 )

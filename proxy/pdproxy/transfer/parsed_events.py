@@ -16,7 +16,7 @@ from pdproxy.transfer.chat_chunks import NULL, NotACompletionError, body_decoder
 from pdproxy.transfer.continued_events import ContinuedEvents
 from pdproxy.transfer.contract import raw
 from pdproxy.wire import sse
-from pdproxy.wire.continuable import Continuable, Reason
+from pdproxy.wire.continuable import Continuable, NotContinued
 from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.tool_calls import MAX_CALLS, MAX_ID
@@ -42,14 +42,14 @@ _NEUTRAL = {
     "bad_words": (b"[]",),
 }
 _REASONS = {
-    "structured_outputs": Reason.GRAMMAR,
-    "presence_penalty": Reason.PENALTY,
-    "frequency_penalty": Reason.PENALTY,
-    "repetition_penalty": Reason.PENALTY,
-    "bad_words": Reason.BAD_WORDS,
-    "seed": Reason.SEED,
-    "thinking_token_budget": Reason.THINKING_BUDGET,
-    "repetition_detection": Reason.REPETITION_DETECTION,
+    "structured_outputs": NotContinued.GRAMMAR,
+    "presence_penalty": NotContinued.PENALTY,
+    "frequency_penalty": NotContinued.PENALTY,
+    "repetition_penalty": NotContinued.PENALTY,
+    "bad_words": NotContinued.BAD_WORDS,
+    "seed": NotContinued.SEED,
+    "thinking_token_budget": NotContinued.THINKING_BUDGET,
+    "repetition_detection": NotContinued.REPETITION_DETECTION,
 }
 _ids_decoder = msgspec.json.Decoder(list[int] | None)
 _finish_decoder = msgspec.json.Decoder(str | None)
@@ -97,7 +97,7 @@ _rendered_decoder = msgspec.json.Decoder(_Rendered)
 _derendered_decoder = msgspec.json.Decoder(_Derendered)
 
 
-def why_not(rendered: bytes) -> Reason | None:
+def why_not(rendered: bytes) -> NotContinued | None:
     """Return why nobody can go on with a chat, from what an engine rendered of it; None if an engine can.
 
     It shows what the client did not ask for: a grammar of its tools, and defaults of the model's generation config.
@@ -105,11 +105,11 @@ def why_not(rendered: bytes) -> Reason | None:
     try:
         params = _rendered_decoder.decode(rendered).sampling_params
     except UNREADABLE:
-        return Reason.DERENDER
+        return NotContinued.DERENDER
     for name, value in params.items():
         text = bytes(value)
         if name not in _NOT_READ and text != b"null" and text not in _NEUTRAL.get(name, ()):
-            return _REASONS.get(name, Reason.UNKNOWN_FIELD)
+            return _REASONS.get(name, NotContinued.UNKNOWN_FIELD)
     return None
 
 

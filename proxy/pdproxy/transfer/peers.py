@@ -22,7 +22,7 @@ class Peer(msgspec.Struct, frozen=True):
     - `engine_id`: the name of the rank in its contract.
     - `host`, `port`: of its side channel.
     - `address`: an address in the contract's own form: a bootstrap server's URL, a ZMQ address.
-    - `tp_size`, `pp_size`: how many tensor-parallel and pipeline-parallel workers it has.
+    - `tp_size`, `pp_size`: how many tensor-parallel and pipeline-parallel ranks it has.
     - `mode`: the direction of transfers, in the contract's own words.
     """
 

@@ -11,7 +11,7 @@ from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
-from pdproxy.transfer.signs import Signs
+from pdproxy.transfer.signs import ContractSigns
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -44,6 +44,6 @@ ENTRY = Entry.of(
         "LMCacheConnectorV1Dynamic",
         "LMCacheMPConnector",
     ),
-    signs=Signs(metrics=("vllm:mooncake_store_", "lmcache:")),
+    signs=ContractSigns(metrics=("vllm:mooncake_store_", "lmcache:")),
     ignores_salt=True,  # ExampleConnector and LMCacheConnectorV1 do; MooncakeStoreConnector and LMCacheMPConnector do not
 )

@@ -19,7 +19,7 @@ def release(version: str) -> tuple[int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class SignQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """A question that all engines with a contract's metrics survive, and how an engine of this contract answers it.
 
     `params`: the `kv_transfer_params` of a completion of one token, as JSON. `keys`: fields that the answer's params have.
@@ -42,7 +42,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         return named and all(found.get(name) in (None, value) for name, value in self.values)
 
 
-class Signs(msgspec.Struct, frozen=True, kw_only=True):
+class ContractSigns(msgspec.Struct, frozen=True, kw_only=True):
     """The signs of a contract."""
 
     metrics: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     always: bool = False
     """All of its engines have such metrics."""
 
-    ask: Ask | None = None
+    ask: SignQuestion | None = None
     """A question for prefill engines that have these metrics."""
 
     bootstrap: bool = False
@@ -70,4 +70,4 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
         return found is None or ((first is None or first <= found) and (last is None or found <= last))
 
 
-NO_SIGNS = Signs()
+NO_SIGNS = ContractSigns()

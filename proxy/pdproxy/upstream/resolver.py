@@ -28,7 +28,7 @@ class LookupFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class DnsRecords:
     """What a name has of one type: hosts with their ports (None: that of the URL), and for how many seconds that holds."""
 
     places: tuple[tuple[str, int | None], ...]
@@ -44,12 +44,12 @@ class Resolver:
         self._networks = networks
         self._library: _Library | None = None
 
-    async def look_up(self, name: DnsName) -> Mapping[str, Records | LookupFailedError]:
+    async def look_up(self, name: DnsName) -> Mapping[str, DnsRecords | LookupFailedError]:
         """Return what a name has, by type: addresses of both families, or service records. Never raises LookupFailedError."""
         types = ("SRV",) if name.port is None else ("A", "AAAA")
         return dict(zip(types, await asyncio.gather(*(self._records(name.name, one) for one in types)), strict=True))
 
-    async def _records(self, name: str, kind: str) -> Records | LookupFailedError:
+    async def _records(self, name: str, kind: str) -> DnsRecords | LookupFailedError:
         try:
             async with asyncio.timeout(self._dns.timeout + 1.0):  # the library's own deadline is the first
                 return await self._ask(name, kind)
@@ -58,7 +58,7 @@ class Resolver:
         except TimeoutError:
             return LookupFailedError(f"no answer in {self._dns.timeout:g} s", late=True)
 
-    async def _ask(self, name: str, kind: str) -> Records:
+    async def _ask(self, name: str, kind: str) -> DnsRecords:
         # Imported here: only a proxy with such engines needs the library.
         from dns.exception import DNSException, Timeout
         from dns.resolver import NXDOMAIN, NoNameservers
@@ -87,7 +87,7 @@ class Resolver:
         places = tuple(sorted(set(found), key=str))
         if len(places) > MAX_ENGINES:
             raise LookupFailedError(f"names {len(places)} engines: {MAX_ENGINES} at most")
-        return Records(places, float(answer.chaining_result.minimum_ttl))
+        return DnsRecords(places, float(answer.chaining_result.minimum_ttl))
 
     def _usable(self, text: str) -> str | None:
         """Return an address in its normal spelling, None for one at which no engine can be."""

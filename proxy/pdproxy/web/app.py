@@ -32,7 +32,7 @@ _REPORTED = "pdproxy.reported"
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerMakers:
     """What the routes call to make their answers, once per request."""
 
     operation: Operation
@@ -45,7 +45,7 @@ class Answers:
     """Who may see what is for operators."""
 
 
-def create_app(answers: Answers) -> FastAPI:
+def create_app(answers: AnswerMakers) -> FastAPI:
     """Return the application."""
     app = FastAPI(
         title="pdproxy",
@@ -112,7 +112,7 @@ def create_app(answers: Answers) -> FastAPI:
     return app
 
 
-def _authorize(request: Request, answers: Answers, path: str) -> ValidKey | None:
+def _authorize(request: Request, answers: AnswerMakers, path: str) -> ValidKey | None:
     """Return the key of a request, None if no keys are wanted. `path`: in the table of routes.
 
     Raises:
@@ -126,7 +126,7 @@ def _authorize(request: Request, answers: Answers, path: str) -> ValidKey | None
     return found.key
 
 
-def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
+def _add(app: FastAPI, entry: RouteEntry, answers: AnswerMakers) -> None:
     async def passed(_: Request) -> Response:
         return PassthroughResponse(answers.passthrough, entry)
 

@@ -10,7 +10,7 @@ the space is reserved for clients that hold less than their share, so that compl
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import OverloadedError, Reason
+from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.observe.events import Evicted, Observers
 from pdproxy.serving.access.clients import Client
 
@@ -44,7 +44,9 @@ class BodyBudget:
         if not size:
             return  # an empty body holds nothing
         if self.held + size > self._common and not self._make_space(client, size):
-            raise OverloadedError(f"Bodies of {self.held} bytes are held: no space for {size} more", Reason.BODIES)
+            raise OverloadedError(
+                f"Bodies of {self.held} bytes are held: no space for {size} more", RefusalReason.BODIES
+            )
         self.held += size
         if not client.bytes:
             self._holders[client] = None
@@ -70,7 +72,9 @@ class BodyBudget:
                 return False
             self._observers.notify(Evicted("body"))
             next(iter(largest.bodies)).evict(
-                OverloadedError("The body came too slowly: others wait, and this client holds the most", Reason.BODIES)
+                OverloadedError(
+                    "The body came too slowly: others wait, and this client holds the most", RefusalReason.BODIES
+                )
             )
         return True
 

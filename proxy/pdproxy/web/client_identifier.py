@@ -23,7 +23,7 @@ from pdproxy.web.wrong_keys import WrongKeys
 from pdproxy.wire.cache_salt import TenantSalt
 
 
-class Found(NamedTuple):
+class IdentifiedClient(NamedTuple):
     """Who sends a request. `key`: None without one; `error`: why the request is refused, None if it is not."""
 
     address: str
@@ -32,7 +32,7 @@ class Found(NamedTuple):
 
 
 class Identified(NamedTuple):
-    """The client of one request; `salt`: of its tenant's caches, None where tenants share them. The rest is as in `Found`."""
+    """The client of one request; `salt`: of its tenant's caches, None where tenants share them. The rest is as in `IdentifiedClient`."""
 
     client: Client
     address: str
@@ -41,7 +41,7 @@ class Identified(NamedTuple):
     salt: TenantSalt | None = None
 
 
-class Peer(Protocol):
+class IdentifiedConnection(Protocol):
     """The connection of a request."""
 
     peer: Client
@@ -77,22 +77,22 @@ class ClientIdentifier:
             return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
         return self._entered(self._found(address, headers, path), headers)
 
-    def find(self, connection: Peer, headers: Headers, path: str) -> Found:
+    def find(self, connection: IdentifiedConnection, headers: Headers, path: str) -> IdentifiedClient:
         """Return who sends a request, before anything is held for its client. Arguments and reports as above."""
         address = self.address(connection, headers)
-        return self._found(address, headers, path) if self._keys.wanted else Found(address, None, None)
+        return self._found(address, headers, path) if self._keys.wanted else IdentifiedClient(address, None, None)
 
-    def enter(self, found: Found, connection: Peer, headers: Headers) -> Identified:
+    def enter(self, found: IdentifiedClient, connection: IdentifiedConnection, headers: Headers) -> Identified:
         """Return the client of a request whose sender was found."""
         if not self._keys.wanted:
             return self._without_keys(found.address, headers, peer_is_trusted=connection.peer_is_trusted)
         return self._entered(found, headers)
 
-    def refused(self, error: UnauthorizedError, connection: Peer, headers: Headers) -> PdproxyError:
+    def refused(self, error: UnauthorizedError, connection: IdentifiedConnection, headers: Headers) -> PdproxyError:
         """Report a request that another one has found to have no valid key. Return what it is answered with."""
         return self._refused(error, self.address(connection, headers))
 
-    def note_wrong(self, error: UnauthorizedError, connection: Peer, headers: Headers) -> None:
+    def note_wrong(self, error: UnauthorizedError, connection: IdentifiedConnection, headers: Headers) -> None:
         """Report a request that has no key of operators, and is answered without one. A client's key is no guess."""
         if error.code is None:
             return  # its header holds no key
@@ -110,7 +110,7 @@ class ClientIdentifier:
         check_route(rights, path)
         check_tenant(rights, self._tenants.named(headers))
 
-    def address(self, connection: Peer, headers: Headers) -> str:
+    def address(self, connection: IdentifiedConnection, headers: Headers) -> str:
         """Return the address of a request's client."""
         return self._address(connection.peer, headers, peer_is_trusted=connection.peer_is_trusted)
 
@@ -120,20 +120,20 @@ class ClientIdentifier:
             return Identified(client, address, None, None, salt)
         return Identified(self._clients.enter(address), address, None, None, self._tenants.salt(address))
 
-    def _found(self, address: str, headers: Headers, path: str) -> Found:
+    def _found(self, address: str, headers: Headers, path: str) -> IdentifiedClient:
         try:
             # If a header came twice, the first one counts.
             key = self._keys.verified(_first(headers, b"authorization"))
         except UnauthorizedError as error:
             drop_traceback(error)  # it refers to this frame, which refers to the error
-            return Found(address, None, self._refused(error, address))
+            return IdentifiedClient(address, None, self._refused(error, address))
         if key.rights is not None:
             try:
                 self.check_head(key.rights, headers, path)
             except ForbiddenError as error:
                 drop_traceback(error)
-                return Found(address, key, self._refused(error, address))
-        return Found(address, key, None)
+                return IdentifiedClient(address, key, self._refused(error, address))
+        return IdentifiedClient(address, key, None)
 
     def _refused(self, error: UnauthorizedError | ForbiddenError, address: str) -> PdproxyError:
         """Report a request that is refused for its key. Return what it is answered with."""
@@ -143,7 +143,7 @@ class ClientIdentifier:
         report_refusal(self._observers, answer, address)
         return answer
 
-    def _entered(self, found: Found, headers: Headers) -> Identified:
+    def _entered(self, found: IdentifiedClient, headers: Headers) -> Identified:
         address, key, error = found
         if key is None or error is not None:
             return Identified(self._clients.enter(address), address, key, error)

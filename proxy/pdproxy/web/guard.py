@@ -24,7 +24,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PathTooLongError,
     PdproxyError,
-    Reason,
+    RefusalReason,
     Wait,
 )
 from pdproxy.kit.frames import drop_traceback
@@ -183,7 +183,9 @@ class GuardedProtocol(WantedBodiesConnection):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise OverloadedError("too many requests wait on this connection", Reason.CONNECTIONS)  # stops the parser
+            raise OverloadedError(
+                "too many requests wait on this connection", RefusalReason.CONNECTIONS
+            )  # stops the parser
         self._begin_message()
         self._in_head = self._progress = True
         self._head_bytes = self._hosts = 0

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from pdproxy.kit.errors import Reason
+from pdproxy.kit.errors import RefusalReason
 from pdproxy.serving.access.routes import RouteEntry, RouteKind
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.request import Route
@@ -29,7 +29,7 @@ _FIELDS_OF_ERROR: Schema = {
     "param": {"type": ["string", "null"], "description": "The field that is wrong"},
     "code": {"type": ["integer", "string", "null"], "description": "The status, or OpenAI's word for the error"},
     "reason": {
-        "enum": [one.value for one in Reason],
+        "enum": [one.value for one in RefusalReason],
         "description": "Why the request is refused now, if it may be served later",
     },
 }

@@ -16,7 +16,7 @@ from pdproxy.web import openapi
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class State(Enum):
+class OperationState(Enum):
     """Whether requests can be served: yes, yes but no prompt can be split, no."""
 
     OK = "ok"
@@ -28,7 +28,7 @@ class State(Enum):
 class Readiness:
     """Whether a request could be served now. `reason`: why not, None if it could; `details`: everything that is wrong."""
 
-    state: State
+    state: OperationState
     reason: str | None
     details: list[str]
 
@@ -59,7 +59,7 @@ def add_operation(
 
     async def ready(request: Request) -> Response:
         state = await answers.readiness()
-        is_ready = state.state is not State.NOT_READY
+        is_ready = state.state is not OperationState.NOT_READY
         more = {"state": state.state.value, "reason": state.reason, "details": state.details}
         return JSONResponse({"ready": is_ready, **(more if shows_all(request) else {})}, 200 if is_ready else 503)
 

@@ -14,7 +14,7 @@ PIECE = 64 << 10
 """Bytes. From so many on the connection below takes no more."""
 
 
-class Writer(Protocol):
+class PiecewiseWriter(Protocol):
     """The protocol of such a transport."""
 
     def written_in_pieces(self) -> None:
@@ -44,4 +44,4 @@ class PiecewiseTransport:
                 return  # there was no space for more
             transport.write(view[at : at + PIECE])
         if not transport.is_closing():
-            cast("Writer", transport.get_protocol()).written_in_pieces()
+            cast("PiecewiseWriter", transport.get_protocol()).written_in_pieces()

@@ -14,7 +14,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PathTooLongError,
     PdproxyError,
-    Reason,
+    RefusalReason,
     RevokedError,
     TooManyConnectionsError,
     UnauthorizedError,
@@ -59,7 +59,7 @@ EARLY_REFUSALS = counter(
 
 def reason_of(error: PdproxyError) -> str:
     """Return the reason of a refusal: one of `REFUSED`."""
-    if error.reason is Reason.WRONG_KEYS:
+    if error.reason is RefusalReason.WRONG_KEYS:
         return "wrong_key"
     if isinstance(error, RevokedError) and error.what == "certificate":
         return "certificate"

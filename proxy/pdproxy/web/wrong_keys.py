@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdproxy.kit.errors import LimitError, PdproxyError, Reason, UnauthorizedError
+from pdproxy.kit.errors import LimitError, PdproxyError, RefusalReason, UnauthorizedError
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Observers
 
@@ -61,4 +61,4 @@ class WrongKeys:
         if not is_over:
             return error
         text = "Incorrect API keys come from this address too often."
-        return LimitError(text, Reason.WRONG_KEYS, retry_after=(1 - left) / PER_SECOND)
+        return LimitError(text, RefusalReason.WRONG_KEYS, retry_after=(1 - left) / PER_SECOND)

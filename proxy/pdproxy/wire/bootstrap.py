@@ -1,7 +1,7 @@
-"""What a prefill engine's Mooncake bootstrap server answers: which data-parallel ranks the engine has, and their workers.
+"""What a prefill engine's Mooncake bootstrap server answers: which data-parallel ranks the engine has, and where.
 
 Source: vLLM 0.32.0 `mooncake/mooncake_utils.py`. `GET /query` answers {"<rank>": {"engine_id", "worker_addr": {"<tensor-parallel
-rank>": {"<pipeline-parallel rank>": address}}}}, with the workers that have registered by now. Pure.
+rank>": {"<pipeline-parallel rank>": address}}}}, with the ranks that have registered by now. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.wire.engine import UNREADABLE
 
 MAX_ANSWER = 256 << 10
-"""Bytes of an answer. A worker has about 40."""
+"""Bytes of an answer. A rank has about 40."""
 MAX_RANKS = 1024
 MAX_ENGINE_ID = 256
 """Characters. vLLM's own are a UUID and a rank."""
@@ -25,8 +25,8 @@ class BootstrapAnswerError(Exception):
     """The text is not what a bootstrap server answers. `str()` gives the reason."""
 
 
-class RankWorkers(msgspec.Struct, frozen=True):
-    """One data-parallel rank: its engine id, and the address of each worker by tensor-parallel and pipeline-parallel rank."""
+class RankAddresses(msgspec.Struct, frozen=True):
+    """One data-parallel rank: its engine id, and the address of each of its processes by tensor-parallel and pipeline-parallel rank."""
 
     engine_id: str
     worker_addr: dict[int, dict[int, str]]
@@ -42,7 +42,7 @@ class RankWorkers(msgspec.Struct, frozen=True):
         return len(next(iter(self.worker_addr.values()), {}))
 
     def missing(self, tp_size: int | None) -> str | None:
-        """Return which workers have not registered, None if all have. `tp_size`: how many ranks there are, if that is known."""
+        """Return which ranks have not registered, None if all have. `tp_size`: how many ranks there are, if that is known."""
         expected = range(max(self.tp_size, 1) if tp_size is None else tp_size)
         for rank in expected:
             stages = self.worker_addr.get(rank)
@@ -51,14 +51,14 @@ class RankWorkers(msgspec.Struct, frozen=True):
         return None
 
 
-Ranks = Mapping[int, RankWorkers]
+Ranks = Mapping[int, RankAddresses]
 """By data-parallel rank."""
 
-_decoder = msgspec.json.Decoder(dict[int, RankWorkers])
+_decoder = msgspec.json.Decoder(dict[int, RankAddresses])
 
 
 def read_ranks(body: bytes) -> Ranks:
-    """Read an answer. It may have no ranks, or ranks with a part of their workers.
+    """Read an answer. It may have no ranks, or ranks of which a part is known.
 
     Raises:
         BootstrapAnswerError: it is something else, or names what no engine has.

@@ -93,7 +93,7 @@ _MAX_STOPS, _MAX_STOP = 64, 1024
 """Stop strings, and characters of one: all beginnings of all of them are compared where a stream is cut."""
 
 
-class Reason(Enum):
+class NotContinued(Enum):
     """Why nobody goes on with a stream. The value is a label of `pdproxy_continuations_total{reason}`."""
 
     N = "n"
@@ -129,25 +129,25 @@ class Reason(Enum):
 
 
 _BY_ALONE = {
-    Alone.N: Reason.N,
-    Alone.ECHO: Reason.ECHO,
-    Alone.PROMPT_LOGPROBS: Reason.PROMPT_LOGPROBS,
-    Alone.BEAM_SEARCH: Reason.BEAM,
-    Alone.NON_TEXT: Reason.MEDIA,
+    Alone.N: NotContinued.N,
+    Alone.ECHO: NotContinued.ECHO,
+    Alone.PROMPT_LOGPROBS: NotContinued.PROMPT_LOGPROBS,
+    Alone.BEAM_SEARCH: NotContinued.BEAM,
+    Alone.NON_TEXT: NotContinued.MEDIA,
 }
 _BY_FIELD = {
-    "logprobs": Reason.LOGPROBS,
-    "top_logprobs": Reason.LOGPROBS,
-    "response_format": Reason.GRAMMAR,
-    "structured_outputs": Reason.GRAMMAR,
-    "frequency_penalty": Reason.PENALTY,
-    "presence_penalty": Reason.PENALTY,
-    "repetition_penalty": Reason.PENALTY,
-    "bad_words": Reason.BAD_WORDS,
-    "thinking_token_budget": Reason.THINKING_BUDGET,
-    "repetition_detection": Reason.REPETITION_DETECTION,
-    "tools": Reason.TOOLS,
-    "tool_choice": Reason.TOOLS,
+    "logprobs": NotContinued.LOGPROBS,
+    "top_logprobs": NotContinued.LOGPROBS,
+    "response_format": NotContinued.GRAMMAR,
+    "structured_outputs": NotContinued.GRAMMAR,
+    "frequency_penalty": NotContinued.PENALTY,
+    "presence_penalty": NotContinued.PENALTY,
+    "repetition_penalty": NotContinued.PENALTY,
+    "bad_words": NotContinued.BAD_WORDS,
+    "thinking_token_budget": NotContinued.THINKING_BUDGET,
+    "repetition_detection": NotContinued.REPETITION_DETECTION,
+    "tools": NotContinued.TOOLS,
+    "tool_choice": NotContinued.TOOLS,
 }
 
 
@@ -184,7 +184,7 @@ _bool_decoder = msgspec.json.Decoder(bool | None)
 _stops_decoder = msgspec.json.Decoder(str | list[str] | None)
 
 
-def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
+def plan(parsed: Parsed, *, sampled: bool) -> Continuable | NotContinued:
     """Return what must be kept so that another engine can go on with a request's stream, or why none can.
 
     `sampled`: whether that is wanted for answers that are drawn by chance, which then are not those of one engine.
@@ -203,14 +203,14 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
         if name == "tool_choice" and text == b'"auto"' and parsed.derenders:
             continue
         if text != b"null" and text not in NEUTRAL.get(name, ()) and text not in _ALSO_NEUTRAL.get(name, ()):
-            return _BY_FIELD.get(name, Reason.UNKNOWN_FIELD)
+            return _BY_FIELD.get(name, NotContinued.UNKNOWN_FIELD)
     try:
         temperature = _number_decoder.decode(fields["temperature"]) if "temperature" in fields else None
         if temperature is None or temperature > 0:  # vLLM makes 0.01 of all between 0 and that
             if not is_absent(fields, "seed"):
-                return Reason.SEED
+                return NotContinued.SEED
             if not sampled:
-                return Reason.SAMPLED
+                return NotContinued.SAMPLED
         min_tokens = (_int_decoder.decode(fields["min_tokens"]) or 0) if "min_tokens" in fields else 0
         stops = _stops(fields)
         limit = limit_of(parsed)
@@ -218,11 +218,11 @@ def plan(parsed: Parsed, *, sampled: bool) -> Continuable | Reason:
             _bool_decoder.decode(fields["include_stop_str_in_output"])
         )
     except msgspec.MsgspecError:
-        return Reason.UNKNOWN_FIELD
+        return NotContinued.UNKNOWN_FIELD
     if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in stops):
-        return Reason.UNKNOWN_FIELD
+        return NotContinued.UNKNOWN_FIELD
     if limit is None and parsed.route is Route.COMPLETIONS:
-        return Reason.NO_LIMIT
+        return NotContinued.NO_LIMIT
     return Continuable(
         parsed.route,
         parsed.model,
@@ -274,10 +274,10 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(one for one in ((found,) if isinstance(found, str) else found) if one)
 
 
-def _why_no_ids(parsed: Parsed) -> Reason:
+def _why_no_ids(parsed: Parsed) -> NotContinued:
     """Return why an engine is not asked for the ids of an answer that nobody else sees."""
     if parsed.alone is not None:
-        return _BY_ALONE.get(parsed.alone, Reason.NO_IDS)
+        return _BY_ALONE.get(parsed.alone, NotContinued.NO_IDS)
     if "tools" in parsed.fields:
-        return Reason.TOOLS
-    return Reason.HIDDEN_REASONING if parsed.stream and parsed.starts_in_silence else Reason.NO_IDS
+        return NotContinued.TOOLS
+    return NotContinued.HIDDEN_REASONING if parsed.stream and parsed.starts_in_silence else NotContinued.NO_IDS

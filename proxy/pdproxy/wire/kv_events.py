@@ -161,7 +161,7 @@ class Unreadable(enum.Enum):
     UNDECODABLE = "undecodable"
 
 
-class Batch(msgspec.Struct, frozen=True):
+class EventBatch(msgspec.Struct, frozen=True):
     """A payload: the seconds since the epoch at which the engine published it, its events, each for `read_event`, its rank."""
 
     ts: float
@@ -181,13 +181,13 @@ _array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray).d
 _type = msgspec.msgpack.Decoder(_Type).decode
 
 
-def read_batch(payload: bytes) -> Batch | None:
+def read_batch(payload: bytes) -> EventBatch | None:
     """Return what a payload holds, None if it is none."""
     try:
         outer = _outer(payload)
         if _array_length(bytes(memoryview(outer.events)[:5])) > MAX_EVENTS:
             return None
-        return Batch(outer.ts, _raws(outer.events), outer.data_parallel_rank)
+        return EventBatch(outer.ts, _raws(outer.events), outer.data_parallel_rank)
     except _FAILURES:
         return None
 
@@ -255,7 +255,7 @@ def read_sequence(frame: bytes) -> int | None:
     return number if 0 <= number < 1 << 63 else None
 
 
-class Source(msgspec.Struct, frozen=True):
+class EventPublisher(msgspec.Struct, frozen=True):
     """Where one data-parallel rank of an engine publishes: vLLM's `KVEventsConfig`, as `GET /kv_event_sources` answers it.
 
     An endpoint with a wildcard as its host is bound by the engine; to any other the engine connects (or it was `tcp://*:0`: vLLM
@@ -269,11 +269,11 @@ class Source(msgspec.Struct, frozen=True):
     publisher: _Name | None = "zmq"
 
 
-Sources = dict[int, Source]
+Sources = dict[int, EventPublisher]
 """By data-parallel rank."""
 MAX_RANKS = 64
 """Ranks behind one URL whose events are read."""
-_sources = msgspec.json.Decoder(dict[Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)], Source]).decode
+_sources = msgspec.json.Decoder(dict[Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)], EventPublisher]).decode
 
 
 def read_sources(body: bytes) -> Sources | None:

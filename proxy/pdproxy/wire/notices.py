@@ -61,9 +61,9 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """"P" or "D": on which side of this transfer the sender is."""
     engine_id: str | None = None
     rank: int | None = None
-    """The sending worker; None if one notice is for all of them."""
+    """The sending rank; None if one notice is for all of them."""
     world: int | None = None
-    """How many workers send a notice each."""
+    """How many ranks send a notice each."""
     at: float | None = None
     """Monotonic seconds on the sender's machine: comparable only with those of the same engine."""
     tokens: int | None = None
@@ -75,15 +75,15 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     blocks: int | None = None
     """ready: blocks in the handle. loaded, failed: blocks in the handle that was pulled."""
     moved_bytes: int | None = None
-    """loaded: bytes over the network, of all workers together."""
+    """loaded: bytes over the network, of all ranks together."""
     seconds: float | None = None
-    """loaded: duration of the slowest worker's transfer. released, expired: seconds since ready."""
+    """loaded: duration of the slowest rank's transfer. released, expired: seconds since ready."""
     params: bytes | None = None
     """ready, kept: the answer's `kv_transfer_params`, a JSON object; absent if it is very long."""
     token_ids: bytes | None = None
     """ready: the prompt's token ids, a JSON array of integers; absent if it is very long."""
     reason: str | None = None
-    """failed: the status with which the request ended. expired: for how many workers the lease ended."""
+    """failed: the status with which the request ended. expired: for how many ranks the lease ended."""
     dropped: int = 0
     """Notices that this sender could not send since the one before."""
 

@@ -32,15 +32,15 @@ _BETWEEN = re.compile(rb"[ \t\n\r,]*+")
 """The bytes between two values of a list."""
 
 
-class Message(msgspec.Struct):
+class ChatMessage(msgspec.Struct):
     """A message of a chat."""
 
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
-Conversation = tuple[Span, list[Message]]
+Conversation = tuple[Span, list[ChatMessage]]
 """Where a conversation is in its list, and its messages."""
-_conversations_decoder = msgspec.json.Decoder(list[list[Message]])
+_conversations_decoder = msgspec.json.Decoder(list[list[ChatMessage]])
 _values_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 

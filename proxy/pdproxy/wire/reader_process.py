@@ -11,7 +11,7 @@ import re
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError, UnparsableError, UnreadableError
-from pdproxy.kit.worker import work
+from pdproxy.kit.pool_process import work
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import LARGE, Body, Bounds, check_values, count_items
 from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_handles
@@ -29,7 +29,7 @@ _HEAD = 4
 """Bytes of the size of the answer's head. Behind the head is what was encoded again."""
 
 
-class Question(msgspec.Struct, frozen=True, array_like=True):
+class BodyQuestion(msgspec.Struct, frozen=True, array_like=True):
     """How to read a body: as a generating request to `route`, or as one of a passed route if that is None."""
 
     bounds: Bounds
@@ -83,7 +83,7 @@ class _Answer(msgspec.Struct, frozen=True):
     refused: _Refused | None = None
 
 
-_questions = msgspec.msgpack.Decoder(Question)
+_questions = msgspec.msgpack.Decoder(BodyQuestion)
 _answers = msgspec.msgpack.Decoder(_Answer)
 
 
@@ -101,7 +101,7 @@ def answer(encoded_question: bytes, body: bytes) -> bytes:
     return b"".join([len(data).to_bytes(_HEAD, "big"), data, *encoded])
 
 
-def _answer(question: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
+def _answer(question: BodyQuestion, body: bytes) -> tuple[_Answer, list[bytes]]:
     items = count_items(body, question.bounds.items)
     fields = decode_fields(body)
     places: dict[str, Span] = {}

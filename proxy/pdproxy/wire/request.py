@@ -32,7 +32,7 @@ from pdproxy.wire.fields import (
 from pdproxy.wire.media import MEDIA_KWARGS, check_media
 from pdproxy.wire.model import model_name
 from pdproxy.wire.passthrough_body import check_lists
-from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, count_in, part, prompts_in
+from pdproxy.wire.prompt_lists import ChatMessage, Conversation, Span, conversations_in, count_in, part, prompts_in
 from pdproxy.wire.unusual import NotQuickError, UnusualError, check_unseen, content_of, wants_usage_event
 
 _HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
@@ -161,7 +161,7 @@ class Parsed(msgspec.Struct, frozen=True):
         )
 
 
-_messages_decoder = msgspec.json.Decoder(list[Message])
+_messages_decoder = msgspec.json.Decoder(list[ChatMessage])
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
 _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})

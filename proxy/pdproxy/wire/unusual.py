@@ -12,7 +12,7 @@ import msgspec
 from pdproxy.wire import lenient_json
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.fields import Fields, read_field
-from pdproxy.wire.prompt_lists import Message
+from pdproxy.wire.prompt_lists import ChatMessage
 
 UNSEEN_BY_PREFILL = (
     "stream_options",
@@ -73,7 +73,7 @@ def wants_usage_event(fields: Fields, stream: bool) -> bool:
     return options is not None and bool(options.include_usage)
 
 
-def content_of(messages: Sequence[Message]) -> tuple[int, bool]:
+def content_of(messages: Sequence[ChatMessage]) -> tuple[int, bool]:
     """Return the size of a conversation's content in bytes, and whether any of it is not text.
 
     Raises:

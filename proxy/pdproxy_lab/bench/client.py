@@ -41,7 +41,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str] = {}
 
 
-class Progress(TypedDict):
+class RunProgress(TypedDict):
     """How far a run is: seconds since its start, requests sent, in flight and failed."""
 
     seconds: float
@@ -91,7 +91,7 @@ class Run:
         self._seen = Observed(outcomes=[], loop_lags=[], seconds=0.0)
         self._start = 0.0
 
-    def progress(self) -> Progress:
+    def progress(self) -> RunProgress:
         """Return how far it is."""
         failed = sum(outcome.error is not None for outcome in self._seen.outcomes)
         passed = max(self._clock() - self._start, 0.0) if self._start else 0.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy_lab.bench.outcome import Observed, Outcome
-from pdproxy_lab.bench.slo import Slo
+from pdproxy_lab.bench.slo import BenchSlo
 
 PERCENTILES = (50, 90, 95, 99)
 MAX_LAG = 0.010
@@ -111,7 +111,7 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     )
 
 
-def summarise(seen: Observed, slos: Sequence[Slo], *, allow_lag: bool = False, max_in_flight: int = 0) -> Summary:
+def summarise(seen: Observed, slos: Sequence[BenchSlo], *, allow_lag: bool = False, max_in_flight: int = 0) -> Summary:
     """Return what a run's requests amount to."""
     ended = [outcome for outcome in seen.outcomes if outcome.error != "cut"]
     done = [outcome for outcome in ended if outcome.error is None]
@@ -209,7 +209,7 @@ def _name_missing(made: Summary, name: str, spread: Spread | None) -> None:
             made.refused[f"p{p}_{name}"] = f"needs {needed(p)} values, got {spread.count}"
 
 
-def _count_good(made: Summary, ended: Sequence[Outcome], slos: Sequence[Slo]) -> None:
+def _count_good(made: Summary, ended: Sequence[Outcome], slos: Sequence[BenchSlo]) -> None:
     for slo in slos:
         if made.cut:
             made.good[slo.name] = None

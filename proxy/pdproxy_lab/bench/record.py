@@ -14,7 +14,7 @@ import msgspec
 from pdproxy_lab.bench.client import Target
 from pdproxy_lab.bench.measures import PERCENTILES, Spread, Summary
 from pdproxy_lab.bench.outcome import Observed
-from pdproxy_lab.bench.slo import Slo
+from pdproxy_lab.bench.slo import BenchSlo
 
 Record = dict[str, Any]
 MEASURES = ("ttft", "tpot", "itl", "e2el")
@@ -37,7 +37,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of the trace that were left out, for their length."""
 
 
-def record_of(summary: Summary, target: Target, shape: Shape, slos: Sequence[Slo], version: str) -> Record:
+def record_of(summary: Summary, target: Target, shape: Shape, slos: Sequence[BenchSlo], version: str) -> Record:
     """Return the record of one run."""
     seconds = summary.seconds
     usable = "run" not in summary.refused

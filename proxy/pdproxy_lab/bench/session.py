@@ -17,13 +17,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pdproxy_lab.bench.client import Progress, Run, Target, session_of
+from pdproxy_lab.bench.client import Run, RunProgress, Target, session_of
 from pdproxy_lab.bench.errors import USAGE_ERROR, BenchError
 from pdproxy_lab.bench.measures import summarise
 from pdproxy_lab.bench.prompts import ONE_EACH, Endpoint, Prompts, WordTokens, word_tokens
 from pdproxy_lab.bench.reading import Address
 from pdproxy_lab.bench.record import Record, Shape, details_of, record_of
-from pdproxy_lab.bench.slo import Slo
+from pdproxy_lab.bench.slo import BenchSlo
 from pdproxy_lab.bench.workload import Lengths, Planned
 
 MAX_IN_FLIGHT = 4096
@@ -38,7 +38,7 @@ _PROGRESS = 0.5
 """Seconds between two reports of the progress."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. `plan` returns the requests of a seed, `shape` describes them without seed and number."""
 
     servers: tuple[Address, ...]
@@ -46,7 +46,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     plan: Callable[[int], list[Planned]]
     shape: Shape
     endpoint: Endpoint
-    slos: tuple[Slo, ...] = ()
+    slos: tuple[BenchSlo, ...] = ()
     model: str | None = None
     """None: the first one that the server lists."""
     headers: Mapping[str, str] = {}
@@ -71,14 +71,14 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class Session:
+class BenchSession:
     """Measures. `on_record` gets each run's record when it ends, `on_progress` the server's name, the seed and the progress."""
 
     def __init__(
         self,
-        options: Options,
+        options: BenchOptions,
         on_record: Callable[[Record], None],
-        on_progress: Callable[[str, int, Progress], None] | None = None,
+        on_progress: Callable[[str, int, RunProgress], None] | None = None,
     ) -> None:
         self._options = options
         self._on_record = on_record
@@ -202,7 +202,7 @@ def in_flight_limit(wanted: int | None) -> int:
     return allowed - _OTHER_FILES
 
 
-async def _first_model(session: aiohttp.ClientSession, server: Address, options: Options) -> str:
+async def _first_model(session: aiohttp.ClientSession, server: Address, options: BenchOptions) -> str:
     url = server.url + "/v1/models"
     try:
         async with (

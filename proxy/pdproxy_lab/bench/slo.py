@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(ms|s)")
 
 
-class Slo(msgspec.Struct, frozen=True, kw_only=True):
+class BenchSlo(msgspec.Struct, frozen=True, kw_only=True):
     """Limits in seconds, None: no such limit. `ttft` and `e2e` count from when the request was due."""
 
     name: str
@@ -43,7 +43,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         return outcome.error is not None or self.tpot is None or outcome.output_tokens is not None
 
 
-def parse_slo(text: str) -> Slo:
+def parse_slo(text: str) -> BenchSlo:
     """Read `ttft=500ms,tpot=15ms`, with a name in front: `chat:ttft=0.5s`. Without a name, the text is the name.
 
     Raises:
@@ -63,4 +63,4 @@ def parse_slo(text: str) -> Slo:
                 f"expected [NAME:]ttft=500ms,tpot=15ms,gap=50ms,e2e=10s, each once at most, got {text[:80]!r}"
             )
         limits[key] = float(found[1]) / (1000 if found[2] == "ms" else 1)
-    return Slo(name=name, **limits)
+    return BenchSlo(name=name, **limits)

@@ -29,7 +29,7 @@ class TraceError(ValueError):
     """What is wrong with a trace, in one line with the number of the trace's line."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TraceEntry(msgspec.Struct, frozen=True):
     """A request of a trace: when it came (seconds from the trace's own zero), tokens of prompt and answer, and its hash ids."""
 
     time: float
@@ -46,7 +46,7 @@ class _Line(msgspec.Struct):
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None
 
 
-def read_trace(path: Path) -> list[Entry]:
+def read_trace(path: Path) -> list[TraceEntry]:
     """Read a file.
 
     Raises:
@@ -59,14 +59,14 @@ def read_trace(path: Path) -> list[Entry]:
         raise TraceError(f"{path.name} can't be read: {error.strerror}") from None
 
 
-def parse_trace(name: str, lines: BinaryIO) -> list[Entry]:
+def parse_trace(name: str, lines: BinaryIO) -> list[TraceEntry]:
     """Read a trace. `name` is shown in errors; empty lines are ignored.
 
     Raises:
         TraceError: a line is wrong or too long, time goes back, or there are no or too many lines.
     """
     decoder = msgspec.json.Decoder(_Line)
-    entries: list[Entry] = []
+    entries: list[TraceEntry] = []
     number, last = 0, 0.0
     while line := lines.readline(MAX_LINE + 1):
         number += 1
@@ -90,18 +90,18 @@ def parse_trace(name: str, lines: BinaryIO) -> list[Entry]:
                 f" {BLOCK}, got {len(entry.hash_ids)}"
             )
         last = entry.timestamp
-        entries.append(Entry(entry.timestamp / 1000, entry.input_length, entry.output_length, entry.hash_ids))
+        entries.append(TraceEntry(entry.timestamp / 1000, entry.input_length, entry.output_length, entry.hash_ids))
     if not entries:
         raise TraceError(f"{name}: no requests")
     return entries
 
 
-def cut(entries: Sequence[Entry], start: float = 0.0, end: float = math.inf) -> list[Entry]:
+def cut(entries: Sequence[TraceEntry], start: float = 0.0, end: float = math.inf) -> list[TraceEntry]:
     """Return the requests that came from `start` until before `end`, in seconds, with times from `start` on."""
     return [msgspec.structs.replace(entry, time=entry.time - start) for entry in entries if start <= entry.time < end]
 
 
-def spread(entries: Sequence[Entry]) -> list[Entry]:
+def spread(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
     """Return the requests with equal times spread evenly until the next time of the trace.
 
     Traces may have rounded times: Mooncake's have steps of 3 s, and a replay of them as they are would be bursts that nobody had.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy_lab.bench.arrivals import MAX_REQUESTS, Arrivals
-from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.trace import TraceEntry
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ def synthetic(
 
 
 def replayed(
-    entries: Sequence[Entry],
+    entries: Sequence[TraceEntry],
     seed: int,
     *,
     scale: float = 1.0,

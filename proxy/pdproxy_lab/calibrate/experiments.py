@@ -44,7 +44,7 @@ _STREAM_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ExperimentLimits:
     """What the engine takes, and how long all may last."""
 
     max_model_len: int
@@ -78,7 +78,7 @@ class Measured:
 class Experiments:
     """Carries out the trials. `on_trial` is called with a trial's name before each."""
 
-    def __init__(self, run: Runner, limits: Limits, on_trial: Callable[[str], None] | None = None) -> None:
+    def __init__(self, run: Runner, limits: ExperimentLimits, on_trial: Callable[[str], None] | None = None) -> None:
         self._run = run
         self._limits = limits
         self._on_trial = on_trial

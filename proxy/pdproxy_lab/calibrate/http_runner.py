@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from pdproxy.check.metrics import EXTERNAL, Metrics, read
+from pdproxy.check.metrics import EXTERNAL, EngineMetrics, read
 from pdproxy_lab.bench.client import session_of
 from pdproxy_lab.bench.errors import one_line
 from pdproxy_lab.bench.events import BrokenStream, ErrorEvent, EventReader
 from pdproxy_lab.bench.prompts import PATHS, Prompts
 from pdproxy_lab.bench.workload import Lengths, Planned
-from pdproxy_lab.calibrate.trials import BESIDE_AFTER, MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy_lab.calibrate.trials import BESIDE_AFTER, MergedError, OutOfTimeError, Seen, Trial, TrialError, TrialPrompt
 
 _MOST_BYTES = 8 << 20
 """Of an answer to a question about the engine."""
@@ -118,7 +118,7 @@ class HttpRunner:
         """Tokens of all prompts that were sent."""
         self.through_tokens = 0
         """Those of them that were sent through the proxy."""
-        self._before: Metrics | None = None
+        self._before: EngineMetrics | None = None
 
     async def aclose(self) -> None:
         """Close its connections."""
@@ -261,7 +261,7 @@ class HttpRunner:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-        prompts = [Prompt(at, times[0]) for at, times in zip(sent, found[trial.streams :], strict=True)]
+        prompts = [TrialPrompt(at, times[0]) for at, times in zip(sent, found[trial.streams :], strict=True)]
         return Seen(tuple(tuple(times) for times in found[: trial.streams]), tuple(prompts))
 
     @staticmethod

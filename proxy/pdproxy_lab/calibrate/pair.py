@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware, attended
-from pdproxy_lab.calibrate.experiments import SHORT, Limits
+from pdproxy_lab.calibrate.experiments import SHORT, ExperimentLimits
 from pdproxy_lab.calibrate.fitting import CantTellError, Fitted
 from pdproxy_lab.calibrate.solve import Row, Spread, spread
 from pdproxy_lab.calibrate.stalls import TERMS, StallRow, fitted_stalls, stall_row
@@ -61,7 +61,11 @@ class PairMeasured:
 
 
 async def measure(
-    through: Runner, alone: Runner, limits: Limits, hardware: Hardware, on_trial: Callable[[str], None] | None = None
+    through: Runner,
+    alone: Runner,
+    limits: ExperimentLimits,
+    hardware: Hardware,
+    on_trial: Callable[[str], None] | None = None,
 ) -> PairMeasured:
     """Carry out the trials, or what the time is enough for. `hardware`: the terms of one engine, which bound the lengths.
 
@@ -109,7 +113,7 @@ async def measure(
     return found
 
 
-def _lengths(limits: Limits, hardware: Hardware) -> list[int]:
+def _lengths(limits: ExperimentLimits, hardware: Hardware) -> list[int]:
     """Return the lengths of prompts, rising."""
     affordable = limits.seconds * _SHARE * hardware.prefill_tokens_per_s
     longest = min(limits.max_model_len - 2, affordable, (limits.kv_tokens or 1 << 30) * _KV_SHARE)
@@ -121,7 +125,7 @@ def _lengths(limits: Limits, hardware: Hardware) -> list[int]:
 class _Beside:
     """Pulls beside streams: of which sizes, how many at once, and how long the streams must be so that they outlast them."""
 
-    def __init__(self, limits: Limits, hardware: Hardware, lengths: list[int]) -> None:
+    def __init__(self, limits: ExperimentLimits, hardware: Hardware, lengths: list[int]) -> None:
         self._limits, self._hardware = limits, hardware
         self._taken: dict[int, float] = {}
         """The least seconds of one prompt through the pair, by its tokens."""

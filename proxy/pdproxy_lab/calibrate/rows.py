@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from pdproxy_lab.calibrate.trials import Prompt, Seen, Trial
+from pdproxy_lab.calibrate.trials import Seen, Trial, TrialPrompt
 
 MIN_STEPS = 8
 """A decode row needs so many steps of all its streams together."""
@@ -110,7 +110,7 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
     return ChunkRow(tokens, steps, trial.streams, context, taken)
 
 
-def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
+def _usual(times: tuple[float, ...], prompt: TrialPrompt) -> float | None:
     """Return the seconds of steps after the prompt was answered, or if these are few also of those before; None: too few."""
     before = times[: bisect_right(times, prompt.sent)]
     after = times[bisect_right(times, prompt.answered) :]

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 
 from pdproxy.engine_model.profile import MOST, EngineLimits, Origin, Profile
 from pdproxy_lab.calibrate import pair
-from pdproxy_lab.calibrate.experiments import Experiments, Limits, Measured
+from pdproxy_lab.calibrate.experiments import ExperimentLimits, Experiments, Measured
 from pdproxy_lab.calibrate.fitting import Fitted, fitted
 from pdproxy_lab.calibrate.http_runner import BusyError, EngineInfo, HttpRunner, Target, Through
 from pdproxy_lab.calibrate.misfit import Misfit, misfits, pair_misfits
 from pdproxy_lab.calibrate.solve import Spread
-from pdproxy_lab.calibrate.stand_in_front import Pair, in_front_of, splitting
+from pdproxy_lab.calibrate.stand_in_front import CalibratedPair, in_front_of, splitting
 from pdproxy_lab.calibrate.trials import Seen, Trial, TrialError
 
 _USUAL_LENGTH = 4096
@@ -32,7 +32,7 @@ _PAIR_TERMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CalibrateOptions:
     """What is calibrated, and for how long at most."""
 
     target: Target
@@ -44,7 +44,7 @@ class Options:
     budget: int | None = None
     """`--max-num-batched-tokens` of the engine, where the user says it."""
     max_num_seqs: int | None = None
-    pair: Pair | None = None
+    pair: CalibratedPair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Calibration:
     seconds: float
 
 
-async def calibrate(options: Options, on_trial: Callable[[str], None] | None = None) -> Calibration:
+async def calibrate(options: CalibrateOptions, on_trial: Callable[[str], None] | None = None) -> Calibration:
     """Measure an engine, or a pair, and fit the profile.
 
     Raises:
@@ -109,10 +109,10 @@ def _of_others(runner: HttpRunner, target: Target, seen: str | None) -> list[str
 
 
 async def _with_pair(
-    options: Options,
-    engines: Pair,
+    options: CalibrateOptions,
+    engines: CalibratedPair,
     found: Fitted,
-    limits: Limits,
+    limits: ExperimentLimits,
     seconds: float,
     on_trial: Callable[[str], None] | None,
 ) -> tuple[Fitted, pair.PairMeasured, list[str]]:
@@ -128,7 +128,9 @@ async def _with_pair(
                 await through.info()
                 await plain.info()
                 before = await plain.transferred()
-                limits = Limits(limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, limits.budget, seconds)
+                limits = ExperimentLimits(
+                    limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, limits.budget, seconds
+                )
                 measured = await pair.measure(splitting(running, through), plain, limits, found.hardware, on_trial)
                 after = await plain.transferred()
                 at_decode = await plain.others(through.prompt_tokens + plain.prompt_tokens, pulls=True)
@@ -144,16 +146,21 @@ def _bytes_per_token(before: tuple[float, float] | None, after: tuple[float, flo
     return round(found) if 1 <= found <= _MOST_KV else None
 
 
-def _limits(info: EngineInfo, options: Options, seconds: float) -> Limits:
+def _limits(info: EngineInfo, options: CalibrateOptions, seconds: float) -> ExperimentLimits:
     kv_tokens = None
     if info.num_gpu_blocks is not None and info.block_size is not None:
         kv_tokens = info.num_gpu_blocks * info.block_size
     length = min(info.max_model_len or _USUAL_LENGTH, MOST)
-    return Limits(length, kv_tokens, options.max_num_seqs, options.budget, seconds)
+    return ExperimentLimits(length, kv_tokens, options.max_num_seqs, options.budget, seconds)
 
 
 def _profile(
-    options: Options, info: EngineInfo, limits: Limits, measured: Measured, found: Fitted, notes: list[str]
+    options: CalibrateOptions,
+    info: EngineInfo,
+    limits: ExperimentLimits,
+    measured: Measured,
+    found: Fitted,
+    notes: list[str],
 ) -> Profile:
     assumed = [*notes, *measured.notes, *found.assumed]
     if not measured.complete:

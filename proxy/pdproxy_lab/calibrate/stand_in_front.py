@@ -23,7 +23,7 @@ _ENDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class CalibratedPair:
     """A prefill and a decode engine, and how their KV moves."""
 
     prefill: str
@@ -35,7 +35,7 @@ class Pair:
     """Seconds until the pair must be ready."""
 
 
-def settings_of(pair: Pair) -> Settings:
+def settings_of(pair: CalibratedPair) -> Settings:
     """Return the settings of a proxy for the pair. The environment is not read.
 
     Raises:
@@ -53,7 +53,7 @@ def settings_of(pair: Pair) -> Settings:
 
 
 @asynccontextmanager
-async def in_front_of(pair: Pair) -> AsyncIterator[Stand]:
+async def in_front_of(pair: CalibratedPair) -> AsyncIterator[Stand]:
     """Run a proxy in front of the pair.
 
     Raises:
@@ -62,8 +62,8 @@ async def in_front_of(pair: Pair) -> AsyncIterator[Stand]:
     try:
         settings = await settled(settings_of(pair), deadline=pair.timeout)
         key = mint()
-        nodes = settings.pool.nodes
-        narrowed = settings_for(settings, nodes[0], nodes[1], key, notices=True)
+        engines = settings.pool.nodes
+        narrowed = settings_for(settings, engines[0], engines[1], key, notices=True)
         async with stand(narrowed, key) as running:
             why = await ready(running, pair.timeout)
             if why is not None:

@@ -44,7 +44,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TrialPrompt:
     """A prompt beside the streams: when it was sent and when its token came, in seconds."""
 
     sent: float
@@ -62,7 +62,7 @@ class Seen:
 
     streams: tuple[tuple[float, ...], ...]
     """When each token of each stream came."""
-    beside: tuple[Prompt, ...]
+    beside: tuple[TrialPrompt, ...]
     prefilled: float | None = None
     """When the first of the prompts beside was prefilled by another engine: no KV is pulled before. None: not known."""
 

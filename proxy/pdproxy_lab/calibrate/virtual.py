@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pdproxy_lab.calibrate.trials import BESIDE_AFTER, Prompt, Seen, Trial, TrialError
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.calibrate.trials import BESIDE_AFTER, Seen, Trial, TrialError, TrialPrompt
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy_lab.sim.virtual import VirtualCluster, VirtualEngine
 
@@ -16,7 +16,7 @@ _TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def seen_of(trial: Trial, options: dict[str, Any], *, split: bool = False) -> Seen:
-    """Return what a client sees of a trial on an engine with these fields of `Facts`.
+    """Return what a client sees of a trial on an engine with these fields of `SimFacts`.
 
     `split`: prompts beside streams go through another such engine first, which prefills them; the streams don't.
 
@@ -35,7 +35,7 @@ def seen_of(trial: Trial, options: dict[str, Any], *, split: bool = False) -> Se
 
 def _small(trial: Trial, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with no more KV blocks than the trial may need: a measured engine may claim any number of them."""
-    facts = Facts(**options)
+    facts = SimFacts(**options)
     whole = -(-facts.max_model_len // facts.block_size) + 1
     needed = 2 * (trial.tokens // facts.block_size + trial.streams + len(trial.beside) + _SPARE_BLOCKS)
     return options | {"num_gpu_blocks": min(facts.num_gpu_blocks, max(whole, needed))}
@@ -44,7 +44,7 @@ def _small(trial: Trial, options: dict[str, Any]) -> dict[str, Any]:
 class _Run:
     def __init__(self, trial: Trial, options: dict[str, Any], split: bool) -> None:
         self._trial = trial
-        facts = Facts(enable_prefix_caching=False, eos_every=0, **options)
+        facts = SimFacts(enable_prefix_caching=False, eos_every=0, **options)
         self._hardware = facts.hardware
         self._cluster = VirtualCluster()
         self._engine = self._cluster.add(facts)
@@ -74,7 +74,7 @@ class _Run:
         done = all(len(times) == trial.output_tokens for times in self._streams)
         if self._failed or not done or len(self._answered) < len(trial.beside):
             raise TrialError("an engine with these limits can't serve it")
-        prompts = [Prompt(sent - begin, self._answered[place] - begin) for place, sent in enumerate(self._sent)]
+        prompts = [TrialPrompt(sent - begin, self._answered[place] - begin) for place, sent in enumerate(self._sent)]
         streams = tuple(tuple(time - begin for time in times) for times in self._streams)
         return Seen(streams, tuple(prompts), min(self._prefilled) - begin if self._prefilled else None)
 

@@ -29,9 +29,9 @@ from pdproxy_lab.cli.load_options import (
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
-    from pdproxy_lab.bench.client import Progress
+    from pdproxy_lab.bench.client import RunProgress
     from pdproxy_lab.bench.record import Record
-    from pdproxy_lab.bench.session import Options
+    from pdproxy_lab.bench.session import BenchOptions
     from pdproxy_lab.bench.workload import Planned
 
 _INTERRUPTED = 130
@@ -120,11 +120,11 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingsError(*mistakes)
 
 
-def _options(arguments: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace) -> BenchOptions:
     from pdproxy import __version__
     from pdproxy_lab.bench import reading
     from pdproxy_lab.bench.record import Shape
-    from pdproxy_lab.bench.session import Options
+    from pdproxy_lab.bench.session import BenchOptions
     from pdproxy_lab.bench.workload import Lengths
 
     plan, left_out = _plan(arguments)
@@ -141,7 +141,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     )
     with as_settings_error(""):
         servers = reading.servers(arguments.servers)
-    return Options(
+    return BenchOptions(
         servers=servers,
         seeds=range(arguments.first_seed, arguments.first_seed + arguments.seeds),
         plan=plan,
@@ -229,9 +229,9 @@ def tls_of(ca: Path | None) -> ssl.SSLContext | None:
         raise SettingsError(f"--ca: {ca.name}: {error.strerror or 'no certificates in PEM'}") from None
 
 
-def _measure(options: Options, path: Path | None, records: list[Record]) -> int:
+def _measure(options: BenchOptions, path: Path | None, records: list[Record]) -> int:
     """Measure, add the records, write each to the file as soon as it is known; return the exit code."""
-    from pdproxy_lab.bench.session import Session
+    from pdproxy_lab.bench.session import BenchSession
 
     with contextlib.ExitStack() as stack:
         file = None
@@ -249,7 +249,7 @@ def _measure(options: Options, path: Path | None, records: list[Record]) -> int:
             _append(file, record)
 
         terminal = sys.stderr.isatty()
-        session = Session(options, keep, _show if terminal else None)
+        session = BenchSession(options, keep, _show if terminal else None)
         _loop(session)
         if terminal:
             sys.stderr.write("\r\x1b[K")
@@ -283,7 +283,7 @@ def _loop(session: Any) -> None:
         runner.run(main())
 
 
-def _show(name: str, seed: int, progress: Progress) -> None:
+def _show(name: str, seed: int, progress: RunProgress) -> None:
     try:
         width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 20)
     except (OSError, ValueError):  # no terminal by now

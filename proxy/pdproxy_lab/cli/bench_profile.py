@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from pdproxy_lab.cli.load_options import as_settings_error
 
 if TYPE_CHECKING:
-    from pdproxy_lab.bench.slo import Slo
+    from pdproxy_lab.bench.slo import BenchSlo
     from pdproxy_lab.bench.workload import Planned
     from pdproxy_lab.simulate.run import Simulation
 
 
-def simulation_of(name: str, plan: Callable[[int], Sequence[Planned]], slos: tuple[Slo, ...]) -> Simulation:
+def simulation_of(name: str, plan: Callable[[int], Sequence[Planned]], slos: tuple[BenchSlo, ...]) -> Simulation:
     """Return one plain engine with a profile. `plan`: makes the requests of a seed.
 
     Raises:
         SettingsError: the profile can't be used.
     """
     from pdproxy.engine_model.profile import load
-    from pdproxy.scheduling.nodes import Role
+    from pdproxy.scheduling.ledger_engine import Role
     from pdproxy_lab.simulate.load import Given
     from pdproxy_lab.simulate.run import Simulation
     from pdproxy_lab.simulate.shape import Fleet, Shape

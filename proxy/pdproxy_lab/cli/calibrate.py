@@ -18,8 +18,8 @@ from pdproxy_lab.cli.load_options import check_writable, typed
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
-    from pdproxy_lab.calibrate.run import Calibration, Options
-    from pdproxy_lab.calibrate.stand_in_front import Pair
+    from pdproxy_lab.calibrate.run import CalibrateOptions, Calibration
+    from pdproxy_lab.calibrate.stand_in_front import CalibratedPair
 
 _INTERRUPTED = 130
 _MAX_TEXT = 100
@@ -138,10 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _options(arguments: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace) -> CalibrateOptions:
     from pdproxy_lab.bench.workload import Lengths
     from pdproxy_lab.calibrate.http_runner import Target
-    from pdproxy_lab.calibrate.run import Options
+    from pdproxy_lab.calibrate.run import CalibrateOptions
     from pdproxy_lab.cli.bench import authorization, tls_of
 
     _check(arguments)
@@ -156,7 +156,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         busy=arguments.busy,
         ids=arguments.token_ids or Lengths(300, 4000),
     )
-    return Options(
+    return CalibrateOptions(
         target=target,
         name=arguments.name or _name_of(arguments.out),
         accelerator=arguments.accelerator,
@@ -182,17 +182,17 @@ def _check(arguments: argparse.Namespace) -> None:
         raise SettingsError(*mistakes)
 
 
-def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> Pair:
+def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> CalibratedPair:
     """Return the pair.
 
     Raises:
         SettingsError: it can't be one, or its decode engine must not serve prompts alone.
     """
     from pdproxy.transfer.registry import AUTO, entry_of
-    from pdproxy_lab.calibrate.stand_in_front import Pair, settings_of
+    from pdproxy_lab.calibrate.stand_in_front import CalibratedPair, settings_of
 
     key = headers["authorization"].partition(" ")[2] if headers else None
-    pair = Pair(
+    pair = CalibratedPair(
         arguments.prefill.url,
         arguments.decode.url,
         arguments.connector,
@@ -210,7 +210,7 @@ def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> Pair:
     return pair
 
 
-def _measured(options: Options) -> Calibration | None:
+def _measured(options: CalibrateOptions) -> Calibration | None:
     """Return what was found, None if it was interrupted."""
     from pdproxy.observe.logs import configure
     from pdproxy_lab.calibrate.run import calibrate

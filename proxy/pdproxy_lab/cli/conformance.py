@@ -62,17 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.aggregated = [*arguments.aggregated, arguments.plain]
     settings = fixed_settings_from(arguments)
     # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
-    from pdproxy.check.report import Style
+    from pdproxy.check.report import TextStyle
     from pdproxy.observe.logs import configure
     from pdproxy_lab.conformance import report
-    from pdproxy_lab.conformance.options import Options
+    from pdproxy_lab.conformance.options import ConformanceOptions
     from pdproxy_lab.conformance.runner import run_all
 
     level = vars(arguments)["observe.log_level"]
     # The report says what failed; the proxy's own log lines are shown only with --log-level.
     log = configure("error" if level is None else settings.observe.log_level, settings.observe.log_format)
     plain = None if arguments.plain is None else settings.pool.nodes[-1].url
-    options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain)
+    options = ConformanceOptions(timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain)
     try:
         reports = asyncio.run(run_all(settings, options))
     except KeyboardInterrupt:
@@ -84,6 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print((report.pools_as_json(reports) if one is None else report.as_json(one)).decode())
     else:
-        style = Style(can_print("✓✗·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+        style = TextStyle(can_print("✓✗·"), sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
         print(report.pools_as_text(reports, style) if one is None else report.as_text(one, style), end="")
     return report.exit_code(*reports.values())

@@ -75,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return _fail(f"--vllm-args: {error}", USAGE_ERROR)
     # Imported here: the libraries take a while to load, and wrong options should be reported at once.
-    from pdproxy_lab.demo.options import DemoError, Options
+    from pdproxy_lab.demo.options import DemoError, DemoOptions
     from pdproxy_lab.demo.run import run as run_demo
 
     usual = 2 if arguments.engine == "sim" else 1
-    options = Options(
+    options = DemoOptions(
         engine=arguments.engine,
         prefill=arguments.prefill or usual,
         decode=arguments.decode or usual,

@@ -14,7 +14,7 @@ from pdproxy_lab.bench import reading
 
 if TYPE_CHECKING:
     from pdproxy.engine_model.profile import EngineLimits
-    from pdproxy_lab.bench.trace import Entry
+    from pdproxy_lab.bench.trace import TraceEntry
     from pdproxy_lab.simulate.shape import Shape
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def add_scale(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def entries_of(arguments: argparse.Namespace) -> list[Entry]:
+def entries_of(arguments: argparse.Namespace) -> list[TraceEntry]:
     """Return the requests of --trace that the options leave."""
     from pdproxy_lab.bench.trace import cut, read_trace, spread
 

@@ -17,8 +17,8 @@ import msgspec
 from pdproxy.cli.parser import USAGE_ERROR, examples
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load, shipped
-from pdproxy_lab.sim.facts import CpuBuffer, Facts, KvEventsConfig, LMCache, MooncakeFacts, Role
-from pdproxy_lab.sim.faults.book import Fault, parse
+from pdproxy_lab.sim.facts import CpuBuffer, KvEventsConfig, LMCacheFacts, MooncakeFacts, Role, SimFacts
+from pdproxy_lab.sim.faults.book import PlannedFault, parse
 from pdproxy_lab.sim.faults.kind import FaultError
 from pdproxy_lab.sim.faults.kinds import KINDS
 from pdproxy_lab.sim.faults.moments import MOMENTS
@@ -120,11 +120,11 @@ _MOONCAKE = {
     "num_workers": "prefill: half the number of questions of decode engines that it handles at once",
     "connector_timeout": "decode: seconds for which it waits for a bootstrap server",
 }
-_Group = Facts | Hardware | LMCache | CpuBuffer | MooncakeFacts
+_Group = SimFacts | Hardware | LMCacheFacts | CpuBuffer | MooncakeFacts
 _GROUPS: tuple[tuple[str, type[_Group], dict[str, str]], ...] = (
-    ("the engine (vLLM's names)", Facts, _ENGINE),
+    ("the engine (vLLM's names)", SimFacts, _ENGINE),
     ("its hardware (an H200 with an 8B model)", Hardware, _HARDWARE),
-    ("LMCache (its names)", LMCache, _LMCACHE),
+    ("LMCache (its names)", LMCacheFacts, _LMCACHE),
     ("connector cpu", CpuBuffer, _CPU),
     ("Mooncake (VLLM_MOONCAKE_... of vLLM)", MooncakeFacts, _MOONCAKE),
 )
@@ -134,7 +134,7 @@ _EXAMPLES = examples(
 )
 _NESTED: dict[type[_Group], str] = {
     Hardware: "hardware",
-    LMCache: "lmcache",
+    LMCacheFacts: "lmcache",
     CpuBuffer: "cpu",
     MooncakeFacts: "mooncake",
 }
@@ -255,7 +255,7 @@ def _port(name: str, text: str) -> int:
     return port
 
 
-def facts_from(arguments: argparse.Namespace) -> Facts:
+def facts_from(arguments: argparse.Namespace) -> SimFacts:
     """Return the engine that a command line describes.
 
     Raises:
@@ -276,7 +276,7 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
                 values[name] = msgspec.structs.replace(values.get(name, kind()), **found)
             else:
                 values |= found
-        return Facts(**values)
+        return SimFacts(**values)
     except _WrongOptionError:
         raise
     except ValueError as error:  # it names fields; here they are options
@@ -299,7 +299,7 @@ def _kv_events(text: str) -> KvEventsConfig:
         raise _WrongOptionError(f"--kv-events-config must be JSON as for vLLM: {error}") from None
 
 
-def _fault(spec: str) -> Fault:
+def _fault(spec: str) -> PlannedFault:
     try:
         return parse(spec)
     except FaultError as error:
@@ -345,7 +345,7 @@ def run(arguments: argparse.Namespace) -> int:
     return uvloop.run(serve())
 
 
-async def _serve(sim: SimServer, facts: Facts) -> int:
+async def _serve(sim: SimServer, facts: SimFacts) -> int:
     requested, at_once = asyncio.Event(), asyncio.Event()
 
     def signalled(number: int) -> None:

@@ -225,7 +225,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _simulation(arguments: argparse.Namespace) -> Simulation:
     from pdproxy.engine_model.profile import load
-    from pdproxy.scheduling.nodes import Role
+    from pdproxy.scheduling.ledger_engine import Role
     from pdproxy_lab.simulate.placements import auto, bounds_of
     from pdproxy_lab.simulate.run import Simulation
     from pdproxy_lab.simulate.shape import Fleet
@@ -261,7 +261,7 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
 def _load(arguments: argparse.Namespace) -> Load:
     from pdproxy_lab.bench.arrivals import Arrivals
     from pdproxy_lab.bench.workload import Lengths
-    from pdproxy_lab.simulate.load import Replay, Synthetic
+    from pdproxy_lab.simulate.load import Synthetic, TraceReplay
 
     arrivals = None
     if arguments.rate is not None:
@@ -283,7 +283,7 @@ def _load(arguments: argparse.Namespace) -> Load:
             duration=(duration or 300.0) if requests is None else None,
             requests=requests,
         )
-    return Replay(
+    return TraceReplay(
         entries=entries_of(arguments),
         scale=arguments.scale or 1.0,
         arrivals=arrivals,

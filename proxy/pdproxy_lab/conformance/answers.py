@@ -10,7 +10,7 @@ import msgspec
 from pdproxy.wire.engine import Usage
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class SeenAnswer(msgspec.Struct, kw_only=True):
     """One answer. `ids` and `prompt_ids` are empty if it has none; `events` counts a stream's events with output.
 
     `fields`: the paths of all fields that have a value, in any event, such as `choices.delta.content`.
@@ -26,7 +26,7 @@ class Answer(msgspec.Struct, kw_only=True):
     seconds: float = 0.0
     fields: frozenset[str] = frozenset()
 
-    def differences(self, other: Answer, whose: str) -> list[str]:
+    def differences(self, other: SeenAnswer, whose: str) -> list[str]:
         """Return descriptions of the differences from another answer to the same request."""
         found = []
         if self.ids != other.ids:
@@ -116,13 +116,13 @@ class InvalidAnswerError(Exception):
     """An answer can't be read, or is not complete."""
 
 
-def read_whole(body: bytes) -> Answer:
+def read_whole(body: bytes) -> SeenAnswer:
     """Read a whole answer.
 
     Raises:
         InvalidAnswerError: it can't be read, or is not complete.
     """
-    answer = Answer()
+    answer = SeenAnswer()
     _take(answer, body)
     if answer.finish is None:
         raise InvalidAnswerError("its answer has no finish_reason")
@@ -133,7 +133,7 @@ class Stream:
     """Reads a stream, one SSE line at a time."""
 
     def __init__(self) -> None:
-        self.answer = Answer()
+        self.answer = SeenAnswer()
         self.done = False
 
     def line(self, line: bytes) -> bool:
@@ -155,7 +155,7 @@ class Stream:
         self.answer.events += bool(output)
         return bool(output)
 
-    def end(self) -> Answer:
+    def end(self) -> SeenAnswer:
         """Return the answer after the end of the stream.
 
         Raises:
@@ -178,7 +178,7 @@ def _read(data: bytes) -> _Body:
     raise InvalidAnswerError(f"its answer is an error: {error[:200]}")
 
 
-def _take(answer: Answer, data: bytes) -> _Body:
+def _take(answer: SeenAnswer, data: bytes) -> _Body:
     """Add a whole answer, or an event, to an answer. Return it.
 
     Raises:

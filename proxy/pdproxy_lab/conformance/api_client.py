@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from pdproxy.check.engines import NoAnswer
-from pdproxy_lab.conformance.answers import Answer, InvalidAnswerError, Stream, read_whole
+from pdproxy_lab.conformance.answers import InvalidAnswerError, SeenAnswer, Stream, read_whole
 from pdproxy_lab.conformance.requests import Request
 
 
@@ -34,7 +34,7 @@ class ApiClient:
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
 
-    async def send(self, place: Endpoint, request: Request) -> Answer | NoAnswer:
+    async def send(self, place: Endpoint, request: Request) -> SeenAnswer | NoAnswer:
         """Return the answer, or why there is none."""
         begun = time.monotonic()
         try:
@@ -54,7 +54,7 @@ class ApiClient:
 
     async def leave_when(
         self, place: Endpoint, request: Request, moment: Callable[[], Awaitable[bool]]
-    ) -> Answer | NoAnswer | None:
+    ) -> SeenAnswer | NoAnswer | None:
         """Send, and close the connection at a moment. Return None if the moment came before the answer.
 
         `moment` returns whether the moment has come; with False the request is cancelled, too.
@@ -112,7 +112,7 @@ class ApiClient:
         )
 
 
-async def _streamed(answer: aiohttp.ClientResponse) -> Answer:
+async def _streamed(answer: aiohttp.ClientResponse) -> SeenAnswer:
     stream = Stream()
     async for line in answer.content:
         stream.line(line)

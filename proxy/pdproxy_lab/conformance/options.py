@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class ConformanceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a run."""
 
     timeout: float = 30.0

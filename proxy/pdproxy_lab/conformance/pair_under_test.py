@@ -15,17 +15,17 @@ import msgspec
 from pdproxy.check.engines import NoAnswer, scrape
 from pdproxy.check.facts import EngineFacts
 from pdproxy.check.http_client import HttpClient
-from pdproxy.check.metrics import Metrics
+from pdproxy.check.metrics import EngineMetrics
 from pdproxy.fleet.audit import LOCAL_HIT
 from pdproxy.observe.events import LegFailed, RequestEnded
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, no_notices
 from pdproxy.wire.request import Alone
 from pdproxy_lab.conformance import requests
-from pdproxy_lab.conformance.answers import Answer
+from pdproxy_lab.conformance.answers import SeenAnswer
 from pdproxy_lab.conformance.api_client import ApiClient, Endpoint
-from pdproxy_lab.conformance.options import Options
+from pdproxy_lab.conformance.options import ConformanceOptions
 from pdproxy_lab.conformance.requests import Request, Shape
 from pdproxy_lab.conformance.results import FailedError, NotJudgedError
 from pdproxy_lab.conformance.stand import Stand
@@ -47,11 +47,11 @@ class ReceivedTokens(msgspec.Struct, frozen=True):
         return self.moved + self.cached
 
 
-class Split(msgspec.Struct, frozen=True):
+class SplitRequest(msgspec.Struct, frozen=True):
     """A request that went through the proxy. `arrived` None: D was not asked, or its counters can't be read."""
 
     request: Request
-    answer: Answer
+    answer: SeenAnswer
     ended: RequestEnded
     arrived: ReceivedTokens | None
     asked_decode: bool
@@ -75,7 +75,7 @@ class PairUnderTest:
     prefill: EngineFacts
     decode: EngineFacts
     settings: Settings
-    options: Options
+    options: ConformanceOptions
     client: ApiClient
     http: HttpClient
     at: Callable[[str], Endpoint]
@@ -126,7 +126,7 @@ class PairUnderTest:
         prompt = requests.multi_block_text(mark, self.transfer_unit, self.max_model_len) if text is None else text(mark)
         return requests.make_request(shape, self.model, prompt, mark)
 
-    async def split(self, request: Request, stand: Stand | None = None, alone_for: str | None = None) -> Split:
+    async def split(self, request: Request, stand: Stand | None = None, alone_for: str | None = None) -> SplitRequest:
         """Send a request through the proxy. `alone_for`: a reason for which one engine alone may serve it.
 
         A prompt whose first token can't be handed over (a part of a character) proves nothing: another prompt is sent, and the
@@ -142,7 +142,7 @@ class PairUnderTest:
             request = requests.with_mark(request, self.mark())
         raise NotJudgedError(f"P's first token can't be handed over, of {MAX_PROMPTS} prompts")
 
-    async def _split(self, request: Request, stand: Stand, alone_for: str | None) -> Split | None:
+    async def _split(self, request: Request, stand: Stand, alone_for: str | None) -> SplitRequest | None:
         self.activity = f"a {request.shape.name} through the proxy"
         since, before = stand.tap.mark(), await self.scraped(self.decode.url)
         answer = await self.client.send(Endpoint(stand.url, stand.key), request)
@@ -162,9 +162,9 @@ class PairUnderTest:
         asked = bool(stand.tap.legs(since, self.decode.url))
         due = self.due(answer.prompt_tokens)
         arrived = await self.arrived(before, due) if asked else None
-        return Split(request, answer, ended, arrived, asked, since)
+        return SplitRequest(request, answer, ended, arrived, asked, since)
 
-    async def alone(self, place: Endpoint, request: Request) -> Answer:
+    async def alone(self, place: Endpoint, request: Request) -> SeenAnswer:
         """Have an engine answer a request alone.
 
         Raises:
@@ -179,7 +179,7 @@ class PairUnderTest:
 
     # -- counters
 
-    async def scraped(self, url: str) -> Metrics | None:
+    async def scraped(self, url: str) -> EngineMetrics | None:
         """Return an engine's metrics, None if they can't be read."""
         return await scrape(self.http, url)
 
@@ -191,7 +191,7 @@ class PairUnderTest:
         whole = prompt_tokens // self.transfer_unit
         return (whole if whole <= 1 else whole - 1) * self.transfer_unit
 
-    async def arrived(self, before: Metrics | None, due: int) -> ReceivedTokens | None:
+    async def arrived(self, before: EngineMetrics | None, due: int) -> ReceivedTokens | None:
         """Return what has arrived at D since a reading, once it is enough or `settle` is over. None: not counted."""
         if before is None or not before.by_source:
             return None

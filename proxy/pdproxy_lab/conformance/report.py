@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from pdproxy.check.report import WIDTH, Mark, Style
+from pdproxy.check.report import WIDTH, Mark, TextStyle
 from pdproxy_lab.conformance.results import VERDICTS, PairResults, Report, Result, Verdict
 
 FAILED = 1
@@ -34,7 +34,7 @@ def verdict(report: Report) -> str:
     return f"{word} to {report.connector}: {counted}"
 
 
-def as_text(report: Report, style: Style) -> str:
+def as_text(report: Report, style: TextStyle) -> str:
     """Return the report as text, with a line break at its end."""
     lines = [line for pair in report.pairs for line in _pair(pair, style)]
     return "\n".join([*lines, verdict(report)]) + "\n"
@@ -52,7 +52,7 @@ def as_json(report: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(body), indent=2)
 
 
-def pools_as_text(reports: Mapping[str, Report], style: Style) -> str:
+def pools_as_text(reports: Mapping[str, Report], style: TextStyle) -> str:
     """Return the reports on several pools by their names."""
     return "\n".join(f"pool {name}\n{as_text(report, style)}" for name, report in reports.items())
 
@@ -65,14 +65,14 @@ def pools_as_json(reports: Mapping[str, Report]) -> bytes:
     )
 
 
-def _pair(pair: PairResults, style: Style) -> Iterator[str]:
+def _pair(pair: PairResults, style: TextStyle) -> Iterator[str]:
     yield f"prefill {pair.prefill}, decode {pair.decode}"
     for result in pair.results:
         yield from _result(result, style)
     yield ""
 
 
-def _result(result: Result, style: Style) -> Iterator[str]:
+def _result(result: Result, style: TextStyle) -> Iterator[str]:
     mark = style.mark(_MARKS[result.verdict])
     yield from _wrapped(f"{result.name}: {result.does}", f"  {mark} ", 4, "    ")
     yield from _wrapped(f"{_VERDICT_TEXTS[result.verdict]}: {result.says}", "      ", 6, "      ")

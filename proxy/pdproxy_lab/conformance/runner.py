@@ -18,14 +18,14 @@ from pdproxy.check.engines import ask_engine
 from pdproxy.check.facts import EngineFacts
 from pdproxy.check.http_client import HttpClient
 from pdproxy.kit.ids import mint
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.errors import SettingsError, naming_pool
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer import pairs_to_try
 from pdproxy_lab.conformance.api_client import ApiClient, Endpoint
 from pdproxy_lab.conformance.check import Check
 from pdproxy_lab.conformance.checks import CHECKS
-from pdproxy_lab.conformance.options import Options
+from pdproxy_lab.conformance.options import ConformanceOptions
 from pdproxy_lab.conformance.pair_under_test import PairUnderTest
 from pdproxy_lab.conformance.results import PairResults, Report, Result, Verdict, VerdictError
 from pdproxy_lab.conformance.stand import settings_for, stand
@@ -37,14 +37,16 @@ def _mark() -> str:
     return mint()[:12]
 
 
-async def run_all(settings: Settings, options: Options, checks: Sequence[Check] = CHECKS) -> dict[str, Report]:
+async def run_all(
+    settings: Settings, options: ConformanceOptions, checks: Sequence[Check] = CHECKS
+) -> dict[str, Report]:
     """Test each pool that has a prefill engine, one after the other. Return the reports by the pools' names.
 
     `options.plain` is an engine of the first one. Raises as `run`.
     """
     found: dict[str, Report] = {}
     for at, pool in enumerate(settings.pools):
-        if len(settings.pools) > 1 and not any(node.prefills for node in pool.nodes):
+        if len(settings.pools) > 1 and not any(engine.prefills for engine in pool.nodes):
             continue  # nothing is split there
         own = options if at == 0 else structs.replace(options, plain=None)
         with naming_pool(at, pool.name, pools=len(settings.pools)):
@@ -54,7 +56,7 @@ async def run_all(settings: Settings, options: Options, checks: Sequence[Check] 
     return found
 
 
-async def run(settings: Settings, options: Options, checks: Sequence[Check] = CHECKS) -> Report:
+async def run(settings: Settings, options: ConformanceOptions, checks: Sequence[Check] = CHECKS) -> Report:
     """Test the connector of the settings' only pool with its engines. `options.plain` is one of these, too.
 
     Raises:
@@ -71,9 +73,11 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
     def at(url: str) -> Endpoint:
         return Endpoint(url, credentials.engine_key(url), credentials.engine_tls(url))
 
-    async def one(prefill: Node, decode: Node) -> PairResults:
+    async def one(prefill: ConfiguredEngine, decode: ConfiguredEngine) -> PairResults:
         # LMCache's sender dies of a request that names no receiver: a prefill engine must not generate alone.
-        facts = await asyncio.gather(*(ask_engine(http, node, _mark(), generates=False) for node in (prefill, decode)))
+        facts = await asyncio.gather(
+            *(ask_engine(http, engine, _mark(), generates=False) for engine in (prefill, decode))
+        )
         key = mint()
         narrowed = settings_for(settings, prefill, decode, key, notices=True)
         async with stand(narrowed, key) as running:
@@ -89,7 +93,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
         await http.close()
 
 
-def pairs_of(settings: Settings) -> list[tuple[Node, Node]]:
+def pairs_of(settings: Settings) -> list[tuple[ConfiguredEngine, ConfiguredEngine]]:
     """Return the prefill and decode engines that the settings let work together."""
     return pairs_to_try(settings.pool)
 

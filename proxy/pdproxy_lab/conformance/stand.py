@@ -18,7 +18,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.listening import listen
 from pdproxy.app.server import uvicorn_config
 from pdproxy.kit.addresses import reachable
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.listen import Listen
 from pdproxy.settings.pools import PoolPolicy
 from pdproxy.settings.schema import Settings
@@ -40,13 +40,15 @@ class Stand:
     def busy(self) -> list[str]:
         """Return in words what has not ended yet."""
         proxy = self.proxy
-        found = [f"{node.requests} legs to {node.url}" for node in proxy.ledger.nodes if node.requests]
+        found = [f"{engine.requests} legs to {engine.url}" for engine in proxy.ledger.engines if engine.requests]
         found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
         found += [f"{proxy.transfer.ready.waiting} waits for notices"] if proxy.transfer.ready.waiting else []
         return found
 
 
-def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, notices: bool) -> Settings:
+def settings_for(
+    settings: Settings, prefill: ConfiguredEngine, decode: ConfiguredEngine, key: str, *, notices: bool
+) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
     One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no breaker, no watch over engines that
@@ -54,7 +56,7 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, n
     receives no notice.
     """
     # Each engine has one role here, and each prompt that can be split is.
-    nodes = (
+    engines = (
         structs.replace(prefill, role="prefill", sources=(), serves_whole=False),
         structs.replace(decode, role="decode", sources=()),
     )
@@ -63,7 +65,7 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, n
         settings,
         listen=Listen(host=LOOPBACK),
         auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
-        pools=(structs.replace(settings.pool, nodes=nodes, policy=PoolPolicy(), pair_within=(), kv_ready_port=None),),
+        pools=(structs.replace(settings.pool, nodes=engines, policy=PoolPolicy(), pair_within=(), kv_ready_port=None),),
         limits=structs.replace(settings.limits, breaker_failures=_NEVER),
         health=structs.replace(settings.health, stalled_after=0.0),
         kv_ready=kv_ready,

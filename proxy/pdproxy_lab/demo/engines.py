@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdproxy.settings.engines import Role
-from pdproxy_lab.demo.figures import Place
-from pdproxy_lab.demo.options import DemoError, Options, Say
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.demo.figures import ShownEngine
+from pdproxy_lab.demo.options import DemoError, DemoOptions, Say
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class TrafficPace:
     """The traffic for these engines: the number of people, and the seconds between an answer and the next question."""
 
     people: int
@@ -29,10 +29,10 @@ class Engines(Protocol):
     """The name that clients give."""
     description: str
     """A short description."""
-    pace: Pace
+    pace: TrafficPace
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[ShownEngine]:
         """Their names, roles and URLs; known after the start."""
 
     async def start(self, say: Say) -> None:
@@ -46,7 +46,7 @@ class Engines(Protocol):
         """End all, gracefully unless `at_once` is set. Works at any time, started or not."""
 
 
-def roles(options: Options) -> list[Role]:
+def roles(options: DemoOptions) -> list[Role]:
     """Return the role of each engine wanted."""
     wanted: list[tuple[Role, int]] = [("prefill", options.prefill), ("decode", options.decode)]
     return [role for role, count in wanted for _ in range(count)]
@@ -55,15 +55,17 @@ def roles(options: Options) -> list[Role]:
 class SimEngines:
     """Simulated engines in this process, on free ports of the loopback."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DemoOptions) -> None:
         self.model = options.model or "sim"
         self.description = f"{options.prefill} prefill and {options.decode} decode engines, simulated"
-        self.pace = Pace(people=8, pause=1.5)
-        self.places: list[Place] = []
+        self.pace = TrafficPace(people=8, pause=1.5)
+        self.places: list[ShownEngine] = []
         self._sims = [
             # Different seeds: engine ids are drawn, and must differ.
             SimServer(
-                Facts(role=role, model=self.model, enable_prompt_tokens_details=True), host="127.0.0.1", chance=number
+                SimFacts(role=role, model=self.model, enable_prompt_tokens_details=True),
+                host="127.0.0.1",
+                chance=number,
             )
             for number, role in enumerate(roles(options))
         ]
@@ -77,7 +79,7 @@ class SimEngines:
             except OSError as error:
                 raise DemoError(f"a simulated engine can't listen on 127.0.0.1: {error.strerror or error}") from error
             role = sim.facts.role
-            self.places.append(Place(str(counts.setdefault(role, 0)), role, sim.url))
+            self.places.append(ShownEngine(str(counts.setdefault(role, 0)), role, sim.url))
             counts[role] += 1
 
     async def stop(self, at_once: asyncio.Event) -> None:

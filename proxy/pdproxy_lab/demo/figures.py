@@ -40,7 +40,7 @@ ENGINE_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShownEngine:
     """An engine: its name in the view, its role, its URL."""
 
     name: str
@@ -49,13 +49,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFigures:
+class EngineFigures:
     """One engine. None: unknown, because its metrics (or the proxy's) could not be read.
 
     `tokens_per_s` is prompt tokens for a prefill engine, generated ones for the others; `kv_usage` is 0 to 1.
     """
 
-    place: Place
+    place: ShownEngine
     up: bool | None
     running: int | None
     waiting: int | None
@@ -72,7 +72,7 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class MovedKv:
     """KV moved since the engines' start, and its current rate. `recomputed`: prompt tokens whose KV should have moved."""
 
     count: int
@@ -89,7 +89,7 @@ class Figures:
 
     elapsed: float
     answers: bool
-    nodes: Sequence[NodeFigures]
+    engines: Sequence[EngineFigures]
     inflight: int
     queued: int
     outcomes: Mapping[str, int]
@@ -98,14 +98,14 @@ class Figures:
     itl: Latency
     prompt_tokens_per_s: float | None
     output_tokens_per_s: float | None
-    transfers: Transfers
+    transfers: MovedKv
     traffic: Tally | None
 
 
 class History:
     """The pages of the last `WINDOW` seconds, for one proxy and its engines."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[ShownEngine]) -> None:
         self.places = tuple(places)
         self._proxy: deque[Reading] = deque()
         self._engines: dict[str, deque[Reading]] = {place.url: deque() for place in places}
@@ -127,32 +127,32 @@ class History:
         for labels, value in pages.values(page, "pdproxy_requests_total"):
             outcomes[labels["outcome"]] += int(value)
         up = {labels["node"]: value > 0 for labels, value in pages.values(page, "pdproxy_node_up")} if answers else {}
-        nodes = [self._node(place, now, up.get(place.url)) for place in self.places]
+        nodes = [self._engine(place, now, up.get(place.url)) for place in self.places]
         return Figures(
             elapsed=now - (self._begun if self._begun is not None else now),
             answers=answers,
-            nodes=nodes,
+            engines=nodes,
             inflight=int(pages.total(page, "pdproxy_inflight")),
             queued=int(pages.total(page, "pdproxy_queue")),
             outcomes=dict(outcomes),
             requests_per_s=pages.rate(proxy, "pdproxy_requests_total"),
             ttft=_latency(proxy, "pdproxy_ttft_seconds"),
             itl=_latency(proxy, "pdproxy_itl_seconds"),
-            prompt_tokens_per_s=_sum(node.tokens_per_s for node in nodes if node.place.role == "prefill"),
-            output_tokens_per_s=_sum(node.tokens_per_s for node in nodes if node.place.role != "prefill"),
+            prompt_tokens_per_s=_sum(engine.tokens_per_s for engine in nodes if engine.place.role == "prefill"),
+            output_tokens_per_s=_sum(engine.tokens_per_s for engine in nodes if engine.place.role != "prefill"),
             transfers=self._transfers(page),
             # A copy: traffic goes on while figures are shown.
             traffic=traffic.copy() if traffic is not None else None,
         )
 
-    def _node(self, place: Place, now: float, up: bool | None) -> NodeFigures:
+    def _engine(self, place: ShownEngine, now: float, up: bool | None) -> EngineFigures:
         readings = list(self._engines[place.url])
         if not readings or readings[-1].at != now:
-            return NodeFigures(place, up, None, None, None, None)
+            return EngineFigures(place, up, None, None, None, None)
         page = readings[-1].page
         usages = [value for _, value in pages.values(page, "vllm:kv_cache_usage_perc")]
         counter = "vllm:prompt_tokens_total" if place.role == "prefill" else "vllm:generation_tokens_total"
-        return NodeFigures(
+        return EngineFigures(
             place,
             up,
             int(pages.total(page, "vllm:num_requests_running")),
@@ -161,7 +161,7 @@ class History:
             pages.rate(readings, counter),
         )
 
-    def _transfers(self, proxy: Page) -> Transfers:
+    def _transfers(self, proxy: Page) -> MovedKv:
         engines = [list(readings) for readings in self._engines.values()]
         last = [readings[-1].page for readings in engines if readings]
 
@@ -169,7 +169,7 @@ class History:
             return int(sum(pages.total(page, name) for page in last))
 
         rates = (pages.rate(readings, "vllm:nixl_bytes_transferred_sum") for readings in engines)
-        return Transfers(
+        return MovedKv(
             count=count("vllm:nixl_bytes_transferred_count"),
             size=sum(pages.total(page, "vllm:nixl_bytes_transferred_sum") for page in last),
             bytes_per_s=_sum(rates),

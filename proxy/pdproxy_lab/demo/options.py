@@ -26,7 +26,7 @@ CANT_START = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """The command line of a demo. `seconds`: when it ends by itself; `wait`: seconds until engines must be ready."""
 
     engine: EngineKind = "sim"

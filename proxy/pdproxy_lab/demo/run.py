@@ -22,7 +22,7 @@ import uvloop
 from pdproxy.app.listening import listen
 from pdproxy.app.server import INTERRUPTED, fit_files, serve
 from pdproxy.app.signals import Ending
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.health import Probes
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.listen import Listen
@@ -31,7 +31,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy_lab.demo import examples
 from pdproxy_lab.demo.engines import Engines, SimEngines
 from pdproxy_lab.demo.figures import Figures, History
-from pdproxy_lab.demo.options import CANT_START, DemoError, Options, Say
+from pdproxy_lab.demo.options import CANT_START, DemoError, DemoOptions, Say
 from pdproxy_lab.demo.scrape import scrape
 from pdproxy_lab.demo.screen import Screen, capture, log_to_stderr
 from pdproxy_lab.demo.tally import Tally
@@ -53,7 +53,7 @@ class _EndedError(Exception):
     """The user has ended the demo."""
 
 
-def run(options: Options, say: Say) -> int:
+def run(options: DemoOptions, say: Say) -> int:
     """Run a demo until it is stopped. Return the exit code: 0, 1 if a part failed, 130 at a second Ctrl-C.
 
     Raises:
@@ -77,7 +77,7 @@ def run(options: Options, say: Say) -> int:
 class _Demo:
     """One demo in its event loop."""
 
-    def __init__(self, options: Options, engines: Engines, listener: socket.socket, say: Say) -> None:
+    def __init__(self, options: DemoOptions, engines: Engines, listener: socket.socket, say: Say) -> None:
         self._options = options
         self._engines = engines
         self._listener = listener
@@ -129,7 +129,7 @@ class _Demo:
         options = self._options
         settings = Settings(
             listen=Listen(host=options.host, port=self._listener.getsockname()[1], linger=0),
-            pools=(Pool(nodes=tuple(Node(url=one.url, role=one.role) for one in self._engines.places)),),
+            pools=(Pool(nodes=tuple(ConfiguredEngine(url=one.url, role=one.role) for one in self._engines.places)),),
             deadlines=Deadlines(drain=DRAIN),
             probes=Probes(interval=1.0),
         )

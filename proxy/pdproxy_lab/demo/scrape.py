@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from pdproxy_lab.demo.figures import ENGINE_NAMES, PROXY_NAMES, Place
+from pdproxy_lab.demo.figures import ENGINE_NAMES, PROXY_NAMES, ShownEngine
 from pdproxy_lab.demo.pages import Page, parse
 
 DEADLINE = 2.0
@@ -15,7 +15,7 @@ DEADLINE = 2.0
 
 
 async def scrape(
-    session: aiohttp.ClientSession, proxy: str, places: Sequence[Place]
+    session: aiohttp.ClientSession, proxy: str, places: Sequence[ShownEngine]
 ) -> tuple[Page | None, dict[str, Page | None]]:
     """Return the proxy's page, and each engine's by URL; None if there was no valid answer in time."""
     asked = [_page(session, proxy, PROXY_NAMES), *(_page(session, place.url, ENGINE_NAMES) for place in places)]

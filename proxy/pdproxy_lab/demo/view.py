@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pdproxy_lab.demo.figures import WINDOW, Figures, Latency, NodeFigures
+from pdproxy_lab.demo.figures import WINDOW, EngineFigures, Figures, Latency
 
 WIDE = 100
 """From this many columns on, an engine's address and a longer bar are shown."""
@@ -24,24 +24,24 @@ _UNKNOWN = "-"
 def render(figures: Figures, title: str, *, width: int, height: int) -> RenderableType:
     """Return the view for a terminal of so many columns and rows."""
     rows = height - _HEAD - _TOTALS - 1  # the last row stays free: writing there would scroll
-    shown = figures.nodes if len(figures.nodes) <= rows else figures.nodes[: max(0, rows - 1)]
+    shown = figures.engines if len(figures.engines) <= rows else figures.engines[: max(0, rows - 1)]
     parts: list[RenderableType] = [_head(figures, title)]
     if shown:
         parts.append(_engines(shown, wide=width >= WIDE))
-    if left := figures.nodes[len(shown) :]:
-        up = sum(node.up is True for node in left)
+    if left := figures.engines[len(shown) :]:
+        up = sum(engine.up is True for engine in left)
         parts.append(Text(f"and {len(left)} more, {up} up" if shown else f"{len(left)} engines, {up} up"))
     return Group(*parts, Text(), _totals(figures))
 
 
 def line(figures: Figures) -> str:
     """Return the figures as one line of plain text."""
-    up = sum(node.up is True for node in figures.nodes)
+    up = sum(engine.up is True for engine in figures.engines)
     failed = sum(count for outcome, count in figures.outcomes.items() if outcome != "ok")
     moved = figures.transfers
     parts = [
         f"{figures.elapsed:.0f} s",
-        f"engines {up}/{len(figures.nodes)} up" if figures.answers else "the proxy's metrics don't answer",
+        f"engines {up}/{len(figures.engines)} up" if figures.answers else "the proxy's metrics don't answer",
         f"in flight {figures.inflight}",
         f"ok {figures.outcomes.get('ok', 0)}",
         f"failed {failed}",
@@ -86,7 +86,7 @@ def _head(figures: Figures, title: str) -> Text:
     return head
 
 
-def _engines(nodes: Sequence[NodeFigures], *, wide: bool) -> Table:
+def _engines(engines: Sequence[EngineFigures], *, wide: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     table.add_column("engine", no_wrap=True)
     if wide:
@@ -96,23 +96,23 @@ def _engines(nodes: Sequence[NodeFigures], *, wide: bool) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV blocks in use", no_wrap=True)
     table.add_column("tokens/s", justify="right", no_wrap=True)
-    for node in nodes:
-        place = [node.place.url.removeprefix("http://")] if wide else []
+    for engine in engines:
+        place = [engine.place.url.removeprefix("http://")] if wide else []
         table.add_row(
-            f"{node.place.role} {node.place.name}",
+            f"{engine.place.role} {engine.place.name}",
             *place,
-            _state(node),
-            number(node.running),
-            number(node.waiting),
-            _bar(node.kv_usage, 20 if wide else 10),
-            Text(number(node.tokens_per_s)).append(" in " if node.place.role == "prefill" else " out", "dim"),
+            _state(engine),
+            number(engine.running),
+            number(engine.waiting),
+            _bar(engine.kv_usage, 20 if wide else 10),
+            Text(number(engine.tokens_per_s)).append(" in " if engine.place.role == "prefill" else " out", "dim"),
         )
     return table
 
 
-def _state(node: NodeFigures) -> Text:
-    match node.up:
-        case True if node.running is not None:
+def _state(engine: EngineFigures) -> Text:
+    match engine.up:
+        case True if engine.running is not None:
             return Text("up", "green")
         case True:
             return Text("up, no metrics", "yellow")

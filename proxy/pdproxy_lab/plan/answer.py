@@ -11,9 +11,9 @@ import msgspec
 
 from pdproxy_lab.plan.arrangement import Arrangement, plain
 from pdproxy_lab.plan.bounds import work_of
-from pdproxy_lab.plan.capacity import GRID, Level, Prober
+from pdproxy_lab.plan.capacity import GRID, CapacitySearch, Level
 from pdproxy_lab.plan.question import SAMPLE, Question
-from pdproxy_lab.plan.search import Found, Result, best_of
+from pdproxy_lab.plan.search import FoundArrangement, Result, best_of
 from pdproxy_lab.simulate.summary import Summary
 
 _FEW = 200
@@ -35,7 +35,7 @@ class AtRate(msgspec.Struct, frozen=True, kw_only=True):
     """Whether so many requests are good as must be."""
 
 
-class Reason(msgspec.Struct, frozen=True, kw_only=True):
+class LimitReason(msgspec.Struct, frozen=True, kw_only=True):
     """Why an arrangement serves no higher rate: what it is like 5 % above its capacity."""
 
     missed: dict[str, float]
@@ -72,17 +72,17 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """The part that is longer than the engine was measured for."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """All that the report needs. `other`: the best arrangement of the other kind, plain or split."""
 
     question: Question
     result: Result
-    best: Found | None
-    other: Found | None
+    best: FoundArrangement | None
+    other: FoundArrangement | None
     asked: AtRate | None
-    reason: Reason | None
+    reason: LimitReason | None
     """Of the best one."""
-    other_reason: Reason | None
+    other_reason: LimitReason | None
     sizes: Sizes
     hopeless: Hopeless | None = None
     """If there is no best one."""
@@ -93,12 +93,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return self.best is not None and bool(self.best.arrangement.prefill)
 
 
-def answer(question: Question, result: Result, rate: float | None) -> Answer:
+def answer(question: Question, result: Result, rate: float | None) -> PlanAnswer:
     """Simulate what the report needs beside the search. `rate`: requests per second that were asked for; None: none."""
     best = result.best
     other = None if best is None else best_of(result.found, prefill=not best.arrangement.prefill)
-    prober = Prober(question, work_of(question))
-    return Answer(
+    prober = CapacitySearch(question, work_of(question))
+    return PlanAnswer(
         question=question,
         result=result,
         best=best,
@@ -121,7 +121,7 @@ def _sizes(question: Question) -> Sizes:
     )
 
 
-def _hopeless(prober: Prober, result: Result) -> Hopeless:
+def _hopeless(prober: CapacitySearch, result: Result) -> Hopeless:
     question = prober.question
     one = plain(result.gpus, question.chunks[-1], question.policies[0])
     rate = prober.least(one)
@@ -133,7 +133,7 @@ def _missed(run: Summary) -> dict[str, float]:
     return {name: 1 - good / run.requests for name, good in run.good.items() if name != "all"}
 
 
-def _at_rate(prober: Prober, best: Found, result: Result, rate: float) -> AtRate:
+def _at_rate(prober: CapacitySearch, best: FoundArrangement, result: Result, rate: float) -> AtRate:
     runs = prober.at(best.arrangement, result.level, rate)
     share = sum(run.good["all"] for run in runs) / sum(run.requests for run in runs)
     return AtRate(
@@ -145,16 +145,16 @@ def _at_rate(prober: Prober, best: Found, result: Result, rate: float) -> AtRate
     )
 
 
-def _reason(prober: Prober, found: Found, level: Level) -> Reason:
+def _reason(prober: CapacitySearch, found: FoundArrangement, level: Level) -> LimitReason:
     run: Summary = prober.at(found.arrangement, Level(level.requests, 1, 1), found.rate * _BEYOND)[0]
-    return Reason(
+    return LimitReason(
         missed=_missed(run),
         busy={role: use.busy for role, use in run.roles.items()},
         with_prefill={role: use.with_prefill for role, use in run.roles.items()},
     )
 
 
-def as_json(found: Answer) -> dict[str, Any]:
+def as_json(found: PlanAnswer) -> dict[str, Any]:
     """Return the answer for `--json`: rates in requests per second."""
     best, result = found.best, found.result
     return {
@@ -176,7 +176,7 @@ def as_json(found: Answer) -> dict[str, Any]:
     }
 
 
-def _entry(one: Found, gpus: int) -> dict[str, Any]:
+def _entry(one: FoundArrangement, gpus: int) -> dict[str, Any]:
     this: Arrangement = one.arrangement
     return {
         "name": this.name,

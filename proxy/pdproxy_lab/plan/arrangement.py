@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)

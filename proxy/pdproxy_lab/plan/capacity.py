@@ -14,14 +14,14 @@ from types import MappingProxyType
 
 import msgspec
 
-from pdproxy.scheduling.nodes import Role
-from pdproxy_lab.bench.slo import Slo
+from pdproxy.scheduling.ledger_engine import Role
+from pdproxy_lab.bench.slo import BenchSlo
 from pdproxy_lab.plan.arrangement import Arrangement
 from pdproxy_lab.plan.bounds import Work, bound
 from pdproxy_lab.plan.question import Question
 from pdproxy_lab.simulate.cluster import Cluster, NoProgressError
 from pdproxy_lab.simulate.placements import MakePlacement
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.summary import Summary, kept, summarise
 
 GRID = 1.01
@@ -50,7 +50,7 @@ def place_of(rate: float) -> int:
     return math.floor(math.log(rate) / math.log(GRID) + 1e-9)
 
 
-class Prober:
+class CapacitySearch:
     """Simulates arrangements, and remembers what it found. `placements`: what an arrangement's policy may name, too."""
 
     def __init__(self, question: Question, work: Work, placements: Mapping[str, MakePlacement] = _NONE) -> None:
@@ -100,8 +100,8 @@ class Prober:
         """Return what the runs at a rate amount to: good requests by `all`, and by each limit of the SLO alone."""
         question, slo = self.question, self.question.slo
         limits = {name: getattr(slo, name) for name in ("ttft", "tpot", "gap", "e2e")}
-        slos = [Slo(name="all", **limits)]
-        slos += [Slo(name=name, **{name: value}) for name, value in limits.items() if value is not None]
+        slos = [BenchSlo(name="all", **limits)]
+        slos += [BenchSlo(name=name, **{name: value}) for name, value in limits.items() if value is not None]
         found = []
         for seed in range(level.seeds):
             cluster = self._cluster(one)
@@ -137,7 +137,7 @@ class _DecidedError(Exception):
 class _Count:
     """Good and bad requests of all seeds."""
 
-    def __init__(self, slo: Slo, *, needed: int, total: int) -> None:
+    def __init__(self, slo: BenchSlo, *, needed: int, total: int) -> None:
         self.slo, self.needed = slo, needed
         self.good, self.may_miss = 0, total - needed
 
@@ -151,7 +151,7 @@ class _Count:
             raise _DecidedError
 
 
-class _Watched(Records):
+class _Watched(RequestTimes):
     """Records that count good requests as they end."""
 
     def __init__(self, count: _Count) -> None:
@@ -159,11 +159,11 @@ class _Watched(Records):
         self._count = count
 
     def refused(self, number: int) -> None:
-        """See `Records`."""
+        """See `RequestTimes`."""
         super().refused(number)
         self._count.add(False)
 
     def ended(self, number: int, first: float, last: float, worst_gap: float) -> None:
-        """See `Records`."""
+        """See `RequestTimes`."""
         super().ended(number, first, last, worst_gap)
         self._count.add(kept(self._count.slo, self, number))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdproxy_lab.bench.errors import USAGE_ERROR, BenchError
-from pdproxy_lab.plan.answer import Answer
+from pdproxy_lab.plan.answer import PlanAnswer
 
 _MAX_BARS = 24
 
 
-def plot(found: Answer, path: Path) -> None:
+def plot(found: PlanAnswer, path: Path) -> None:
     """Write a bar per alternative: its capacity per GPU. The plan's bar is darker; a line shows the rate that was asked for.
 
     Raises:

@@ -10,11 +10,11 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy_lab.bench.arrivals import Arrivals, Kind
-from pdproxy_lab.bench.slo import Slo
-from pdproxy_lab.bench.trace import Entry
+from pdproxy_lab.bench.slo import BenchSlo
+from pdproxy_lab.bench.trace import TraceEntry
 from pdproxy_lab.bench.workload import Lengths
 from pdproxy_lab.simulate.cluster import Call
-from pdproxy_lab.simulate.load import Replay, Synthetic
+from pdproxy_lab.simulate.load import Synthetic, TraceReplay
 from pdproxy_lab.simulate.shape import Shape
 
 SAMPLE = 6000
@@ -42,7 +42,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True):
 class Traced(msgspec.Struct, frozen=True, kw_only=True):
     """A trace's requests, from its beginning. Without `kind` its own times are stretched to the rate."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[TraceEntry]
     kind: Kind | None = None
     burstiness: float = 0.25
 
@@ -62,7 +62,7 @@ class Traced(msgspec.Struct, frozen=True, kw_only=True):
         return self._own_rate(self.entries)
 
     @staticmethod
-    def _own_rate(entries: Sequence[Entry]) -> float | None:
+    def _own_rate(entries: Sequence[TraceEntry]) -> float | None:
         time = entries[-1].time - entries[0].time
         return (len(entries) - 1) / time if time else None
 
@@ -71,9 +71,9 @@ class Traced(msgspec.Struct, frozen=True, kw_only=True):
         entries = self.entries[:requests]  # each run looks at all that it is given
         if self.kind is not None:
             arrivals = Arrivals(kind=self.kind, rate=rate, burstiness=self.burstiness)
-            return Replay(entries=entries, arrivals=arrivals, requests=requests).calls(seed)
+            return TraceReplay(entries=entries, arrivals=arrivals, requests=requests).calls(seed)
         own = self._own_rate(entries) or self._own_rate(self.entries) or 1.0
-        return Replay(entries=entries, scale=rate / own, requests=requests).calls(seed)
+        return TraceReplay(entries=entries, scale=rate / own, requests=requests).calls(seed)
 
 
 Demand = Drawn | Traced
@@ -83,7 +83,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked. `share`: the part of all requests that must keep the SLO, above 0, at most 1."""
 
     demand: Demand
-    slo: Slo
+    slo: BenchSlo
     share: float
     hardware: Hardware
     shape: Shape

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pdproxy_lab.plan.answer import Answer, Reason
+from pdproxy_lab.plan.answer import LimitReason, PlanAnswer
 from pdproxy_lab.plan.arrangement import Arrangement
-from pdproxy_lab.plan.search import Found
+from pdproxy_lab.plan.search import FoundArrangement
 
 _FLAG = "--max-num-batched-tokens"
 _MAX_ROWS = 16
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "worst gap", "e2e": "end to end"}
 
 
-def text(found: Answer) -> str:
+def text(found: PlanAnswer) -> str:
     """Return the report, with a line feed at its end."""
     best = found.best
     if best is None:
@@ -39,15 +39,15 @@ def _engines(count: int, word: str) -> str:
     return f"{count} {word} engine{'' if count == 1 else 's'}"
 
 
-def _slo(found: Answer) -> str:
+def _slo(found: PlanAnswer) -> str:
     return f"{found.question.slo.name} for {100 * found.question.share:g} % of the requests"
 
 
-def _capacity(found: Answer, best: Found) -> str:
+def _capacity(found: PlanAnswer, best: FoundArrangement) -> str:
     return f"This keeps {_slo(found)} up to {_rate(best.rate)} req/s, {_rate(best.rate / found.result.gpus)} per GPU."
 
 
-def _asked(found: Answer) -> list[str]:
+def _asked(found: PlanAnswer) -> list[str]:
     asked = found.asked
     if asked is None:
         return []
@@ -62,7 +62,7 @@ def _asked(found: Answer) -> list[str]:
     return [f"{done} That is too much: {_gpus(found)} {'serves' if found.result.gpus == 1 else 'serve'} {less}."]
 
 
-def _hopeless(found: Answer) -> list[str]:
+def _hopeless(found: PlanAnswer) -> list[str]:
     """Return what requests miss even at a low rate."""
     low = found.hopeless
     if low is None:
@@ -74,7 +74,7 @@ def _hopeless(found: Answer) -> list[str]:
     return [f"Even at {_rate(low.rate)} req/s, with {one}, {', '.join(parts)}."] if parts else []
 
 
-def _sizes(found: Answer) -> list[str]:
+def _sizes(found: PlanAnswer) -> list[str]:
     """Return what must be said of long requests."""
     sizes, question = found.sizes, found.question
     lines = []
@@ -95,11 +95,11 @@ def _part(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else "Under 1 %"
 
 
-def _gpus(found: Answer) -> str:
+def _gpus(found: PlanAnswer) -> str:
     return f"{found.result.gpus} GPU{'' if found.result.gpus == 1 else 's'}"
 
 
-def _why(found: Answer, best: Found) -> list[str]:
+def _why(found: PlanAnswer, best: FoundArrangement) -> list[str]:
     other, reason = found.other, found.other_reason
     if other is None or reason is None:
         if found.result.gpus == 1:
@@ -121,14 +121,14 @@ def _why(found: Answer, best: Found) -> list[str]:
     ]
 
 
-def _misses(reason: Reason) -> str:
+def _misses(reason: LimitReason) -> str:
     limit = reason.limit
     if limit is None:
         return "its requests miss a limit"
     return f"{100 * reason.missed[limit]:.0f} % of its requests miss the limit of {_NAMES[limit]}"
 
 
-def _cause(reason: Reason) -> str:
+def _cause(reason: LimitReason) -> str:
     """Return what the engines do meanwhile."""
     parts = []
     for role, busy in reason.busy.items():
@@ -143,7 +143,7 @@ def _cause(reason: Reason) -> str:
     return f", while {' and '.join(parts)}" if parts else ""
 
 
-def _table(found: Answer, best: Found) -> list[str]:
+def _table(found: PlanAnswer, best: FoundArrangement) -> list[str]:
     gpus = found.result.gpus
     rows = [("", "chunk", "policy", "req/s", "per GPU", "of the plan")]
     shown = [one for one in found.result.found if one.place is not None][:_MAX_ROWS]
@@ -166,7 +166,7 @@ def _table(found: Answer, best: Found) -> list[str]:
     return lines
 
 
-def _notes(found: Answer) -> list[str]:
+def _notes(found: PlanAnswer) -> list[str]:
     level = found.result.level
     runs = f"{level.seeds} run{'' if level.seeds == 1 else 's'} of {level.requests} requests"
     return [
@@ -178,7 +178,7 @@ def _notes(found: Answer) -> list[str]:
     ]
 
 
-def _handoffs(found: Answer) -> list[str]:
+def _handoffs(found: PlanAnswer) -> list[str]:
     """Return what must be said of a split by a profile of one engine alone."""
     hardware = found.question.hardware
     if not found.splits or hardware.handoff_overhead_s or hardware.pull_s or hardware.pull_token_s:
@@ -189,7 +189,7 @@ def _handoffs(found: Answer) -> list[str]:
     ]
 
 
-def _seqs(found: Answer) -> list[str]:
+def _seqs(found: PlanAnswer) -> list[str]:
     """Return which --max-num-seqs an engine needs: vLLM does not start with a lower --max-num-batched-tokens."""
     one, seqs = found.best.arrangement if found.best is not None else None, found.question.shape.max_num_seqs
     chunks = () if one is None else (one.prefill_chunk or one.chunk, one.chunk)

@@ -15,7 +15,7 @@ import msgspec
 
 from pdproxy_lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
 from pdproxy_lab.plan.bounds import bound, work_of
-from pdproxy_lab.plan.capacity import Level, Prober, place_of, rate_at
+from pdproxy_lab.plan.capacity import CapacitySearch, Level, place_of, rate_at
 from pdproxy_lab.plan.question import Question, Traced
 
 MAX_GPUS = 64
@@ -37,7 +37,7 @@ _SLACK = 10
 """Steps of the grid by which a bound is not trusted."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundArrangement(msgspec.Struct, frozen=True):
     """An arrangement and the highest rate that it serves within the SLO, as a place in the grid; None: it never keeps it."""
 
     arrangement: Arrangement
@@ -60,8 +60,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What a search found. `best`: None if nothing keeps the SLO. `found`: all whose capacity is known, the best one first."""
 
     gpus: int
-    best: Found | None
-    found: tuple[Found, ...]
+    best: FoundArrangement | None
+    found: tuple[FoundArrangement, ...]
     runs: int
     level: Level
     searched: int
@@ -139,9 +139,9 @@ def _balanced(question: Question, gpus: int) -> list[Arrangement]:
 class _Search:
     def __init__(self, question: Question, gpus: int, requests: int | None, seeds: int) -> None:
         self._question, self._gpus = question, gpus
-        self._prober = Prober(question, work_of(question))
+        self._prober = CapacitySearch(question, work_of(question))
         self._short, self._long = levels(question, gpus, requests, seeds)
-        self._found: dict[Arrangement, Found] = {}
+        self._found: dict[Arrangement, FoundArrangement] = {}
         self._searched: set[Arrangement] = set()
 
     def smart(self) -> Result:
@@ -155,7 +155,7 @@ class _Search:
         top = ranked[0].place or 0
         close = [one for one in ranked if one.place is not None and one.place > top - _CLOSE][:_MAX_CLOSE]
         kinds = [next((one for one in ranked if bool(one.arrangement.prefill) is kind), None) for kind in (False, True)]
-        best: dict[bool, Found | None] = {}
+        best: dict[bool, FoundArrangement | None] = {}
         for one in dict.fromkeys([*(one for one in kinds if one is not None), *close]):
             kind = bool(one.arrangement.prefill)
             best[kind] = self._raced(one.arrangement, best.get(kind), one.place)
@@ -165,7 +165,7 @@ class _Search:
 
     def everything(self) -> Result:
         """See `exhaustive`."""
-        best: Found | None = None
+        best: FoundArrangement | None = None
         for one in everything(self._gpus, self._question.chunks, self._question.policies):
             best = self._raced(one, best)
         return self._result()
@@ -192,7 +192,7 @@ class _Search:
                 best = min(best, self._short_run(one, best.place), key=_rank)
             improved = best is not before
 
-    def _walk(self, best: Found, more: int) -> Found:
+    def _walk(self, best: FoundArrangement, more: int) -> FoundArrangement:
         """Go on with more or fewer prefill engines as long as it gets better; where it is as good, look one further."""
         worse, one = 0, best.arrangement
         while worse < 2 and 1 <= one.prefill + more < self._gpus:
@@ -206,23 +206,23 @@ class _Search:
                 worse += 1
         return best
 
-    def _short_run(self, one: Arrangement, guess: int | None) -> Found:
+    def _short_run(self, one: Arrangement, guess: int | None) -> FoundArrangement:
         found = self._found.get(one)
         if found is None:
             self._searched.add(one)
-            found = self._found[one] = Found(one, self._prober.capacity(one, self._short, guess), False)
+            found = self._found[one] = FoundArrangement(one, self._prober.capacity(one, self._short, guess), False)
         return found
 
     # -- long runs
 
-    def _long_run(self, one: Arrangement, guess: int | None) -> Found:
+    def _long_run(self, one: Arrangement, guess: int | None) -> FoundArrangement:
         found = self._found.get(one)
         if found is None or not found.exact:
             self._searched.add(one)
-            found = self._found[one] = Found(one, self._prober.capacity(one, self._long, guess), True)
+            found = self._found[one] = FoundArrangement(one, self._prober.capacity(one, self._long, guess), True)
         return found
 
-    def _climb(self, best: Found | None) -> None:
+    def _climb(self, best: FoundArrangement | None) -> None:
         """Try what differs from the best one of a kind in one thing, until nothing is better."""
         tried: set[Arrangement] = set()
         while best is not None:
@@ -234,7 +234,7 @@ class _Search:
             if best is before:
                 return
 
-    def _raced(self, one: Arrangement, best: Found | None, guess: int | None = None) -> Found:
+    def _raced(self, one: Arrangement, best: FoundArrangement | None, guess: int | None = None) -> FoundArrangement:
         """Return the better one. The capacity of what is not better is not looked for: it is at most the best one's."""
         self._searched.add(one)
         if best is None:
@@ -242,7 +242,7 @@ class _Search:
         if best.place is not None and not self._prober.passes(one, self._long, best.place + 1):
             known = self._found.get(one)
             if known is not None and not known.exact and known.place is not None:
-                self._found[one] = Found(one, min(known.place, best.place), False)
+                self._found[one] = FoundArrangement(one, min(known.place, best.place), False)
             return best
         return min(best, self._long_run(one, (best.place or 0) + 1), key=_rank)
 
@@ -263,11 +263,11 @@ class _Search:
         )
 
 
-def _rank(one: Found) -> tuple[float, bool, tuple[int, int, int, str]]:
+def _rank(one: FoundArrangement) -> tuple[float, bool, tuple[int, int, int, str]]:
     return one.rank
 
 
-def best_of(found: Iterable[Found], *, prefill: bool) -> Found | None:
+def best_of(found: Iterable[FoundArrangement], *, prefill: bool) -> FoundArrangement | None:
     """Return the best plain arrangement of long runs, or the best split one; None: none keeps the SLO."""
     known = (one for one in found if one.exact and one.place is not None)
     return min((one for one in known if bool(one.arrangement.prefill) is prefill), key=_rank, default=None)

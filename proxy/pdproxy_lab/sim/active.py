@@ -17,7 +17,7 @@ from pdproxy_lab.sim.request import EngineRequest
 from pdproxy_lab.sim.stats import Stats
 
 
-class State(Enum):
+class RequestState(Enum):
     """The state of a request."""
 
     WAITING = auto()
@@ -40,7 +40,7 @@ class ActiveRequest:
     chance: random.Random | None
     thoughts: int | None = None
     """As of `Language.thoughts_begun`."""
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)

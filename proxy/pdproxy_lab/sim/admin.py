@@ -19,7 +19,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.faults.book import Armed, FaultBook, fault_of
 from pdproxy_lab.sim.faults.kind import FaultError
 from pdproxy_lab.sim.listener import Listener
@@ -28,7 +28,7 @@ _CANCEL_TIMEOUT = 1.0
 """Seconds that cancelled requests get to end."""
 
 
-class Process(Protocol):
+class ControlledEngine(Protocol):
     """The simulated engine that the port controls."""
 
     connections: int
@@ -38,7 +38,7 @@ class Process(Protocol):
         """down, up, frozen or terminated."""
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> SimEngine:
         """The engine."""
 
     @property
@@ -85,7 +85,7 @@ def _shown(armed: Armed) -> dict[str, Any]:
 
 
 class _Admin:
-    def __init__(self, sim: Process) -> None:
+    def __init__(self, sim: ControlledEngine) -> None:
         self._sim = sim
         self._actions: dict[str, Callable[[], Awaitable[None]]] = {
             "kill": sim.kill,
@@ -182,7 +182,7 @@ class _Admin:
 class AdminPort:
     """The admin application of one engine on a port of its own."""
 
-    def __init__(self, sim: Process, host: str, port: int) -> None:
+    def __init__(self, sim: ControlledEngine, host: str, port: int) -> None:
         self._state = ServerState()
         self._config = uvicorn.Config(
             _Admin(sim).app(),

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from pdproxy_lab.sim.network import Network
-from pdproxy_lab.sim.side_channel import LinkError
+from pdproxy_lab.sim.side_channel import SideChannelError
 
 _CANCEL_TIMEOUT = 1.0
 """Seconds that cancelled requests get to end."""
@@ -147,17 +147,17 @@ async def query(address: str, deadline: float) -> dict[str, str]:
             break
         except (OSError, EOFError, TimeoutError) as error:
             if attempt == _ATTEMPTS - 1:
-                raise LinkError(str(error)) from error
+                raise SideChannelError(str(error)) from error
             await asyncio.sleep(_PAUSE)
         except (ValueError, OverflowError) as error:
-            raise LinkError(str(error)) from error
+            raise SideChannelError(str(error)) from error
     try:
         ranks: Workers = msgspec.json.decode(body, type=dict[int, dict[str, Any]])
         return {
             one["engine_id"]: next(iter(next(iter(one["worker_addr"].values())).values())) for one in ranks.values()
         }
     except (msgspec.MsgspecError, LookupError, StopIteration, AttributeError, TypeError) as error:
-        raise LinkError(f"not what a bootstrap server answers: {error}") from error
+        raise SideChannelError(f"not what a bootstrap server answers: {error}") from error
 
 
 async def _get(host: str, port: int) -> bytes:

@@ -24,7 +24,7 @@ class ProxyNotice(msgspec.Struct, frozen=True):
     """The worker that sends it."""
 
 
-class Load(Protocol):
+class KvLoad(Protocol):
     """What has brought a request's KV."""
 
     @property
@@ -105,7 +105,7 @@ class Connector:
         """A step has computed its KV up to `one.computed`; `first`: it was the request's first one.
 
         Raises:
-            EngineDeadError: saving it kills a real worker.
+            EngineDeadError: saving it kills a real engine's process.
         """
 
     # -- its end

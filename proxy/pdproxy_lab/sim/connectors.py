@@ -1,10 +1,10 @@
-"""All connectors. Pure. A new one is one file, one line here and its name in `Facts.connector`."""
+"""All connectors. Pure. A new one is one file, one line here and its name in `SimFacts.connector`."""
 
 from __future__ import annotations
 
 from pdproxy_lab.sim.connector import Connector
-from pdproxy_lab.sim.cpu import Cpu
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.cpu import CpuConnector
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kvstore_keys import KVStoreKeys
 from pdproxy_lab.sim.lmcache_mp import LMCacheMP
 from pdproxy_lab.sim.lmcache_pd import LMCachePD
@@ -14,13 +14,13 @@ from pdproxy_lab.sim.moriio import Moriio
 from pdproxy_lab.sim.nixl import Nixl
 from pdproxy_lab.sim.nixl_push import NixlPush
 from pdproxy_lab.sim.p2p_nccl import P2pNccl
-from pdproxy_lab.sim.shared import Shared
+from pdproxy_lab.sim.shared import SharedStorage
 from pdproxy_lab.sim.stats import Stats
 from pdproxy_lab.sim.storage import Storage
 
 
 def connector_of(
-    facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats, storage: Storage
+    facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats, storage: Storage
 ) -> Connector:
     """Return the connector of one engine; it may share `storage` with other engines."""
     match facts.connector:
@@ -35,11 +35,11 @@ def connector_of(
         case "lmcache-mp":
             return LMCacheMP(facts, pool, storage)
         case "shared":
-            return Shared(facts, pool, storage)
+            return SharedStorage(facts, pool, storage)
         case "kvstore-keys":
             return KVStoreKeys(facts, pool, storage)
         case "cpu":
-            return Cpu(facts, pool)
+            return CpuConnector(facts, pool)
         case "p2p-nccl":
             return P2pNccl(facts, pool)
         case "moriio":

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-from pdproxy_lab.sim.active import ActiveRequest, State, Step, step_of
-from pdproxy_lab.sim.connector import Load
+from pdproxy_lab.sim.active import ActiveRequest, RequestState, Step, step_of
+from pdproxy_lab.sim.connector import KvLoad
 from pdproxy_lab.sim.connectors import connector_of
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kv_event_log import log_of
 from pdproxy_lab.sim.language import Language, mix
 from pdproxy_lab.sim.memory import Attention, BlockPool, Page, block_keys
-from pdproxy_lab.sim.nixl import Greeting, Nixl, Peer
+from pdproxy_lab.sim.nixl import Greeting, Nixl, SideChannelPeer
 from pdproxy_lab.sim.request import EngineDeadError, EngineOutput, EngineRequest, Token
 from pdproxy_lab.sim.stats import Stats
 from pdproxy_lab.sim.storage import MemoryStorage, Storage
@@ -34,7 +34,7 @@ class Core:
 
     def __init__(
         self,
-        facts: Facts,
+        facts: SimFacts,
         engine_id: str,
         side_channel_port: int,
         chance: random.Random,
@@ -90,7 +90,7 @@ class Core:
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)
-        if before is State.WAITING and not sequence.scheduled_before:
+        if before is RequestState.WAITING and not sequence.scheduled_before:
             self.connector.dropped(request_id, sequence.params)
 
     def reject(self, params: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Core:
     def finish(self, step: Step, now: float) -> list[EngineOutput]:
         """Return the outputs of a step, after its time has passed."""
         for sequence, count in step.work:
-            if sequence.state is State.RUNNING:
+            if sequence.state is RequestState.RUNNING:
                 self._compute(sequence, count, now)
         self._update_gauges()
         if self.connector.blocked:  # a step ends only when its KV is saved
@@ -179,7 +179,7 @@ class Core:
             if first and not self.connector.allocated(sequence, new if wanted else 0, wanted):
                 sequence.never_loads = wanted > 0
             if later:
-                sequence.state = State.LOADING
+                sequence.state = RequestState.LOADING
                 self._loads[sequence.request.id] = sequence
                 if self.connector.pulls_in_step:
                     self._pulls.append(wanted)
@@ -188,7 +188,7 @@ class Core:
                 self.connector.load(sequence, wanted)
                 sequence.external, sequence.computed = wanted, known
                 self._remember(sequence)
-            sequence.state = State.RUNNING
+            sequence.state = RequestState.RUNNING
             self._running.append(sequence)
             work.append((sequence, count))
             budget -= count
@@ -228,7 +228,7 @@ class Core:
         victim = self._running.pop()
         work[:] = [(sequence, count) for sequence, count in work if sequence is not victim]
         self._unmatch(victim)
-        victim.state = State.WAITING
+        victim.state = RequestState.WAITING
         self._waiting.put_back(victim)
         self.stats.preemptions += 1
         return victim
@@ -288,14 +288,14 @@ class Core:
 
     def _end(self, sequence: ActiveRequest, reason: str, now: float) -> dict[str, Any] | None:
         """Remove a request; return P's handle if there is one."""
-        before, sequence.state = sequence.state, State.ENDED
+        before, sequence.state = sequence.state, RequestState.ENDED
         self._sequences.pop(sequence.request.id, None)
         self.stats.finished[reason] += 1
         self.stats.e2e.observe(now - sequence.arrived)
         self.connector.arrived(sequence.request.id)
-        if before is State.RUNNING:
+        if before is RequestState.RUNNING:
             self._running.remove(sequence)
-        elif before is State.WAITING:
+        elif before is RequestState.WAITING:
             self._waiting.remove(sequence)
         elif reason == "abort" and self.connector.keeps_aborted_loads:
             return None  # LOADING: its blocks are freed after the transfer
@@ -309,7 +309,7 @@ class Core:
 
     # -- KV from elsewhere
 
-    def loaded(self, pull: Load, pages: Sequence[Page]) -> None:
+    def loaded(self, pull: KvLoad, pages: Sequence[Page]) -> None:
         """Store the pages that came for a request; P may free them."""
         sequence = self._loads.pop(pull.request_id)
         self.connector.loaded(pull)
@@ -319,14 +319,14 @@ class Core:
 
     def _arrived(self, sequence: ActiveRequest, request_id: str, tokens: int, computed: int) -> None:
         self.connector.arrived(request_id)
-        if sequence.state is State.ENDED:
+        if sequence.state is RequestState.ENDED:
             self.pool.release(sequence.blocks)
             return
         sequence.external, sequence.computed = tokens, computed
         self._remember(sequence)
         # The last token is computed again, for its output.
         sequence.computed -= sequence.computed == len(sequence.tokens)
-        sequence.state = State.WAITING
+        sequence.state = RequestState.WAITING
         self._waiting.put_back(sequence)
 
     def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
@@ -347,10 +347,10 @@ class Core:
         sequence = self._loads.pop(request_id)
         self.connector.failed(request_id)
         self.connector.arrived(request_id)
-        if sequence.state is State.ENDED:
+        if sequence.state is RequestState.ENDED:
             self.pool.release(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
-            sequence.state = State.WAITING
+            sequence.state = RequestState.WAITING
             self._waiting.put_back(sequence)
         else:
             self._end(sequence, "error", now)
@@ -374,7 +374,7 @@ class Core:
         if (sequence := self._loads.pop(request_id, None)) is not None:
             self._arrived(sequence, request_id, tokens, sequence.prompt)
 
-    def handshaken(self, peer: Peer, found: Greeting | None, now: float) -> None:
+    def handshaken(self, peer: SideChannelPeer, found: Greeting | None, now: float) -> None:
         """Take the answer to a handshake; None: no engine answered in time."""
         for request_id in self.nixl.handshaken(peer, found):
             self.never_received(request_id, now)

@@ -23,7 +23,7 @@ import msgspec
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import EMPTY, BlockPool, Page
 from pdproxy_lab.sim.request import EngineDeadError
 
@@ -35,7 +35,7 @@ def base_id(request_id: str) -> str:
     return _SUFFIX.sub("", request_id)
 
 
-class Part(msgspec.Struct, frozen=True):
+class KvPart(msgspec.Struct, frozen=True):
     """KV of the tokens `start` to `stop` of a prompt that has `total` tokens. `size` is in bytes."""
 
     request: str
@@ -47,14 +47,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class FindReceiver(msgspec.Struct, frozen=True):
-    """Ask for the engine's id at the configured address, until one listens. The answer goes to `Cpu.found`."""
+    """Ask for the engine's id at the configured address, until one listens. The answer goes to `CpuConnector.found`."""
 
 
 class SendPart(msgspec.Struct, frozen=True):
-    """Send a part to the engine of the handshake, once D has space. The result goes to `Cpu.sent`."""
+    """Send a part to the engine of the handshake, once D has space. The result goes to `CpuConnector.sent`."""
 
     engine_id: str
-    part: Part
+    part: KvPart
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -75,12 +75,12 @@ class _Pushed(msgspec.Struct):
     over: bool = False
 
 
-class Cpu(Connector):
+class CpuConnector(Connector):
     """The connector of one engine, P or D by its role."""
 
     keeps_aborted_loads = False
 
-    def __init__(self, facts: Facts, pool: BlockPool) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool) -> None:
         super().__init__()
         self._facts, self._pool = facts, pool
         self._capacity = facts.cpu.bytes
@@ -88,11 +88,11 @@ class Cpu(Connector):
             facts.kv_role or ("kv_consumer" if facts.role == "decode" else "kv_producer")
         ) != "kv_consumer"
         self._receiver: str | None = None
-        self._finding: list[Part] = []
+        self._finding: list[KvPart] = []
         self._saved: dict[str, int] = {}
         self.sending = 0
         """P: bytes that are not sent yet, or can't be sent any more."""
-        self._offers: deque[tuple[Part, Callable[[], None]]] = deque()
+        self._offers: deque[tuple[KvPart, Callable[[], None]]] = deque()
         self.pushed: dict[str, _Pushed] = {}
         """D: what has come and was not loaded, by P's request id."""
         self._waiting: dict[str, tuple[str, int, int]] = {}
@@ -100,7 +100,7 @@ class Cpu(Connector):
 
     @property
     def blocked(self) -> bool:
-        """Whether P's worker waits for D to listen, or for space in its own buffer."""
+        """Whether P's rank waits for D to listen, or for space in its own buffer."""
         return bool(self._finding) or self.sending > self._capacity
 
     # -- P
@@ -111,7 +111,7 @@ class Cpu(Connector):
             return
         start, size = self._saved.get(one.request.id, 0), self._pool.block_size
         blocks = one.blocks[start // size : -(-one.computed // size)]
-        part = Part(
+        part = KvPart(
             base_id(one.request.id),
             start,
             one.computed,
@@ -140,14 +140,14 @@ class Cpu(Connector):
         self.outbox.extend(SendPart(engine_id, part) for part in self._finding)
         self._finding.clear()
 
-    def sent(self, part: Part, *, whole: bool) -> None:
+    def sent(self, part: KvPart, *, whole: bool) -> None:
         """Take the result of a transfer. After a failed one nothing is freed: the task is asked for its state for ever."""
         if whole:
             self.sending -= part.size
 
     # -- D
 
-    def offer(self, part: Part, taken: Callable[[], None]) -> None:
+    def offer(self, part: KvPart, taken: Callable[[], None]) -> None:
         """Queue a part that P wants to send. It waits for a step with space; then `taken` is called."""
         self._offers.append((part, taken))
 
@@ -172,7 +172,7 @@ class Cpu(Connector):
             self._place(part)
             taken()
 
-    def _place(self, part: Part) -> None:
+    def _place(self, part: KvPart) -> None:
         pushed = self.pushed.setdefault(part.request, _Pushed(part.total, pages={}))
         pushed.tokens += part.stop - part.start
         pushed.size += part.size

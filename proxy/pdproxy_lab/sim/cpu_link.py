@@ -12,11 +12,11 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy_lab.sim.cpu import Cpu, FindReceiver, Part, SendPart
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.cpu import CpuConnector, FindReceiver, KvPart, SendPart
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.network import EnginePort
 from pdproxy_lab.sim.request import EngineDeadError
-from pdproxy_lab.sim.side_channel import LinkError, receive_frame, send_frame
+from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -25,7 +25,7 @@ _PAUSE = 0.05
 class _Question(msgspec.Struct, omit_defaults=True):
     engine_id: str = ""
     """The engine whose memory is to be written. Empty: the question is for its id."""
-    part: Part | None = None
+    part: KvPart | None = None
 
 
 class _Reply(msgspec.Struct, omit_defaults=True):
@@ -49,7 +49,7 @@ class CpuLink:
     """P's connections, and D's `port`. `connector` returns the running core's; `changed` is called when the core has work."""
 
     def __init__(
-        self, facts: Facts, connector: Callable[[], Cpu], changed: Callable[[], None], port: EnginePort
+        self, facts: SimFacts, connector: Callable[[], CpuConnector], changed: Callable[[], None], port: EnginePort
     ) -> None:
         self._facts, self._connector, self._changed = facts, connector, changed
         self._reserved = port
@@ -105,7 +105,7 @@ class CpuLink:
     async def _find(self) -> str:
         """Return the id of the engine that listens at the configured address, once there is one."""
         while True:
-            with contextlib.suppress(OSError, EOFError, OverflowError, LinkError, msgspec.MsgspecError):
+            with contextlib.suppress(OSError, EOFError, OverflowError, SideChannelError, msgspec.MsgspecError):
                 return await self._asked(_Question())
             await asyncio.sleep(_PAUSE)
 
@@ -113,7 +113,7 @@ class CpuLink:
         """Return whether the engine of the handshake has taken a part. It may take any time."""
         try:
             return await self._asked(_Question(command.engine_id, command.part)) == command.engine_id
-        except (OSError, EOFError, OverflowError, LinkError, msgspec.MsgspecError):
+        except (OSError, EOFError, OverflowError, SideChannelError, msgspec.MsgspecError):
             return False
 
     async def _asked(self, question: _Question) -> str:
@@ -124,7 +124,7 @@ class CpuLink:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError, EngineDeadError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             if question.part is not None and question.engine_id == self._engine_id:

@@ -18,9 +18,9 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.connector import PeerCommand, ProxyNotice
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.core_stops import CoreStops
-from pdproxy_lab.sim.cpu import Cpu, FindReceiver, Received, SendPart
+from pdproxy_lab.sim.cpu import CpuConnector, FindReceiver, Received, SendPart
 from pdproxy_lab.sim.cpu_link import CpuLink
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.folder import FolderStorage
 from pdproxy_lab.sim.kv_events import KvEventPublishers
 from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
@@ -34,17 +34,22 @@ from pdproxy_lab.sim.registered_link import RegisteredLink
 from pdproxy_lab.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy_lab.sim.stats import Stats
 from pdproxy_lab.sim.storage import Storage
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 _MAX_LAG = 0.05
 """Seconds. A step that begins less late than this ends at its planned time, so that the loop's lag does not add up."""
 
 
-class Engine:
+class SimEngine:
     """One simulated engine. `start` it inside a running event loop, `stop` it there."""
 
     def __init__(
-        self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None, network: Network | None = None
+        self,
+        facts: SimFacts,
+        *,
+        chance: int | None = None,
+        storage: Storage | None = None,
+        network: Network | None = None,
     ) -> None:
         """Make an engine; `chance` seeds all draws (sampling without a seed, ids); None: different in each run.
 
@@ -52,7 +57,7 @@ class Engine:
         """
         self.network = network or Sockets()
         self.facts = facts
-        self.tokenizer = Tokenizer(facts.add_bos)
+        self.tokenizer = BuiltInTokenizer(facts.add_bos)
         self.rank_stats = [Stats() for _ in range(facts.data_parallel_size)]
         self.engine_id = ""
         """New at each start and restart, unless the facts have one."""
@@ -369,9 +374,9 @@ class Engine:
         assert isinstance(connector, LMCachePD)
         return connector
 
-    def _cpu(self) -> Cpu:
+    def _cpu(self) -> CpuConnector:
         connector = self._live_core().connector
-        assert isinstance(connector, Cpu)
+        assert isinstance(connector, CpuConnector)
         return connector
 
     def carry_out(self, core: Core) -> None:

@@ -35,7 +35,7 @@ _ANY: tuple[ConnectorName, ...] = ("nixl", "nixl-push", "mooncake", "lmcache-mp"
 """Connectors whose engines can make KV for others and use others' KV, with `kv_role` `kv_both`."""
 
 
-class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LMCacheFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """LMCache's configuration, by its names; defaults are those of 0.5.6 and its examples."""
 
     chunk_size: int = 256
@@ -147,7 +147,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
-class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SimFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine. Names are vLLM's flags where it has one."""
 
     role: Role = "aggregated"
@@ -225,7 +225,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_events: KvEventsConfig | None = None
     """What it publishes of its KV blocks; None: nothing."""
     hardware: Hardware = Hardware()
-    lmcache: LMCache = LMCache()
+    lmcache: LMCacheFacts = LMCacheFacts()
     cpu: CpuBuffer = CpuBuffer()
     mooncake: MooncakeFacts = MooncakeFacts()
 

@@ -19,7 +19,7 @@ from pdproxy_lab.sim.faults.kind import Occurrence
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.faults.targets import ProcessControls
 from pdproxy_lab.sim.journal import Journal, Request
-from pdproxy_lab.sim.reply import Reply
+from pdproxy_lab.sim.reply import ScriptedReply
 from pdproxy_lab.sim.script import Scripts
 from pdproxy_lab.sim.sse import Event, classify, events_of
 from pdproxy_lab.sim.transport import SCOPE_KEY, ConnectionControls, RequestConnection
@@ -212,7 +212,7 @@ class HandledRequest:
             logger.debug("dropped with its answer: %r", error)
 
     async def _follow(self, script: Any) -> None:
-        reply = Reply(self._host.engine, self._request, self._connection, self._serve_for_script)
+        reply = ScriptedReply(self._host.engine, self._request, self._connection, self._serve_for_script)
         self._scripted = asyncio.ensure_future(script(reply))
         try:
             await self._scripted

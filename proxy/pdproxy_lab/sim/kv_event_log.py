@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pdproxy_lab.sim.active import ActiveRequest
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool
 
 GROUP = 0
@@ -45,7 +45,7 @@ class NoLog:
         return []
 
 
-class Log:
+class EngineEventLog:
     """Events as they are sent."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -112,6 +112,6 @@ def block_hash(key: int) -> int:
     return key & (1 << 64) - 1
 
 
-def log_of(facts: Facts, pool: BlockPool) -> KvEventLog:
+def log_of(facts: SimFacts, pool: BlockPool) -> KvEventLog:
     """Return the log of an engine's core."""
-    return Log(pool) if facts.kv_events is not None and facts.kv_events.publishes else NoLog()
+    return EngineEventLog(pool) if facts.kv_events is not None and facts.kv_events.publishes else NoLog()

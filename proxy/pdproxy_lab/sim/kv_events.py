@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy_lab.sim.facts import Facts, KvEventsConfig
+from pdproxy_lab.sim.facts import KvEventsConfig, SimFacts
 from pdproxy_lab.sim.faults.kind import Occurrence
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.faults.targets import Delivery
@@ -135,7 +135,7 @@ class Publisher:
 class KvEventPublishers:
     """Those of all ranks. Without `--kv-events-config` there are none."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: SimFacts) -> None:
         self._config = facts.kv_events
         self._host, self._ranks = facts.side_channel_host, facts.data_parallel_size
         self.ranks: list[Publisher] = []

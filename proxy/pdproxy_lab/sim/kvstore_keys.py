@@ -6,7 +6,7 @@ Owns its rules, none of which checks the content under a key:
   `kvcache_load_keys`. Nothing is ever removed; a later store under the same key replaces the earlier one.
 - Nothing there, or `prefix_prompt_ids` of another length than the prompt: D computes the prompt itself and reports nothing.
 - Something there: D uses it as the prompt's KV. With that of a shorter or another prompt its text is wrong.
-- An empty list of keys, or keys without `prefix_prompt_ids`: a real worker dies of the index, or of a tensor made of None.
+- An empty list of keys, or keys without `prefix_prompt_ids`: a real engine's process dies of the index, or of a tensor made of None.
 - Params with another field, or a list that isn't flat, are refused by the API server, with a message that names the field.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import EMPTY, BlockPool
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.storage import Storage, key_of
@@ -31,7 +31,7 @@ _KINDS: dict[str, tuple[type, str]] = {
 class KVStoreKeys(Connector):
     """The connector of one engine. Producers store, consumers load; `kv_both` does both."""
 
-    def __init__(self, facts: Facts, pool: BlockPool, storage: Storage) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool, storage: Storage) -> None:
         super().__init__()
         usual = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both", "any": "kv_both"}
         role = facts.kv_role or usual[facts.role]

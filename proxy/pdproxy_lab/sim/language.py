@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from pdproxy_lab.sim.request import Candidate, Grammar, SamplingParams, Token
-from pdproxy_lab.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, IM_START, THINK, THINK_END, WITH_SPACE, Tokenizer
+from pdproxy_lab.sim.tokenizer import (
+    EOS,
+    FIRST_BYTE,
+    FIRST_PIECE,
+    IM_START,
+    THINK,
+    THINK_END,
+    WITH_SPACE,
+    BuiltInTokenizer,
+)
 
 _MASK = (1 << 64) - 1
 _CHOICES = 20
@@ -21,7 +30,7 @@ _MULTI_BYTE = 29
 _STRONG_BIAS = 50.0
 _MIN_THOUGHTS, _MORE_THOUGHTS = 8, 6
 """The minimum number of tokens of thoughts, and how many more on average."""
-_ROLE = Tokenizer().encode("assistant\n")
+_ROLE = BuiltInTokenizer().encode("assistant\n")
 """What is between the mark of an answer and the answer."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.chunks import Chunk, chunks_of, read, write
 from pdproxy_lab.sim.connector import Connector, ProxyNotice
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool
 from pdproxy_lab.sim.storage import Storage
 
@@ -20,7 +20,7 @@ from pdproxy_lab.sim.storage import Storage
 class LMCacheMP(Connector):
     """The connector of one engine; prefill and decode do the same."""
 
-    def __init__(self, facts: Facts, pool: BlockPool, storage: Storage) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool, storage: Storage) -> None:
         super().__init__()
         self._facts, self._pool, self._storage = facts, pool, storage
         self._stored: dict[str, int] = {}

@@ -20,13 +20,13 @@ import msgspec
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.chunks import Chunk, chunks_of, read, write
 from pdproxy_lab.sim.connector import Connector, ProxyNotice
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import EMPTY, BlockPool
-from pdproxy_lab.sim.pd_buffer import Allocation, Batch, PDBuffer
+from pdproxy_lab.sim.pd_buffer import Allocation, ChunkBatch, PDBuffer
 from pdproxy_lab.sim.request import EngineDeadError
 
 
-class Receiver(msgspec.Struct, frozen=True):
+class ReceivingRank(msgspec.Struct, frozen=True):
     """One rank of a decode engine, with the address that P's request names."""
 
     host: str
@@ -38,22 +38,22 @@ class Receiver(msgspec.Struct, frozen=True):
 class ReceiverHandshake(msgspec.Struct, frozen=True):
     """Ask for the engine's id at the init port, until one listens. The answer goes to `LMCachePD.receiver_found`."""
 
-    receiver: Receiver
+    receiver: ReceivingRank
 
 
 class Offer(msgspec.Struct, frozen=True):
     """Ask for space at the alloc port, until there is an answer. It goes to `LMCachePD.offered`."""
 
-    receiver: Receiver
-    batch: Batch
+    receiver: ReceivingRank
+    batch: ChunkBatch
 
 
 class Write(msgspec.Struct, frozen=True):
     """Write chunks into the memory of the engine of the handshake. The result goes to `LMCachePD.written`."""
 
-    receiver: Receiver
+    receiver: ReceivingRank
     engine_id: str
-    batch: Batch
+    batch: ChunkBatch
     keys: tuple[str, ...]
     pages: tuple[Any, ...]
     tokens: int
@@ -62,7 +62,7 @@ class Write(msgspec.Struct, frozen=True):
 class Cancel(msgspec.Struct, frozen=True):
     """Cancel the push of a request's chunks. There is no answer."""
 
-    receiver: Receiver
+    receiver: ReceivingRank
     request: str
     keys: tuple[str, ...]
 
@@ -86,7 +86,7 @@ class _Progress(msgspec.Struct):
 class LMCachePD(Connector):
     """The connector of one engine, P or D by its role."""
 
-    def __init__(self, facts: Facts, pool: BlockPool) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool) -> None:
         super().__init__()
         self._facts, self._config, self._pool = facts, facts.lmcache, pool
         self._sync = facts.lmcache.pd_backend_mode == "sync"
@@ -94,9 +94,9 @@ class LMCachePD(Connector):
         """D's, one per rank that pushes."""
         self._sending: dict[str, _Sending] = {}
         self._known: dict[tuple[str, int], str] = {}
-        self._finding: dict[Receiver, list[Batch]] = {}
+        self._finding: dict[ReceivingRank, list[ChunkBatch]] = {}
         self._offers = 0
-        self._progress: dict[tuple[Receiver, str], _Progress] = {}
+        self._progress: dict[tuple[ReceivingRank, str], _Progress] = {}
         self._found: dict[str, list[Chunk]] = {}
         self._now = 0.0
 
@@ -179,7 +179,7 @@ class LMCachePD(Connector):
             raise EngineDeadError
         sending.transferred = upto
         chunks = [chunk for chunk in self._chunks(one, upto) if chunk.end > skip]
-        batch = Batch(
+        batch = ChunkBatch(
             str(sending.spec["req_id"]),
             tuple(chunk.key for chunk in chunks),
             tuple(read(one, chunk, self._pool) for chunk in chunks),
@@ -195,14 +195,14 @@ class LMCachePD(Connector):
         return unfilled or bool(one.generated) or bool((one.params or {}).get("lmcache.skip_save"))
 
     @staticmethod
-    def _receiver(spec: dict[str, Any], rank: int) -> Receiver:
+    def _receiver(spec: dict[str, Any], rank: int) -> ReceivingRank:
         try:
             init, alloc = spec["receiver_init_port"][rank], spec["receiver_alloc_port"][rank]
-            return Receiver(spec["receiver_host"], int(init), int(alloc), rank)
+            return ReceivingRank(spec["receiver_host"], int(init), int(alloc), rank)
         except (TypeError, LookupError, ValueError) as error:
             raise EngineDeadError from error
 
-    def _push(self, receiver: Receiver, batch: Batch) -> None:
+    def _push(self, receiver: ReceivingRank, batch: ChunkBatch) -> None:
         if receiver in self._finding:
             self._finding[receiver].append(batch)
         elif (receiver.host, receiver.init_port) in self._known:
@@ -211,11 +211,11 @@ class LMCachePD(Connector):
             self._finding[receiver] = [batch]
             self.outbox.append(ReceiverHandshake(receiver))
 
-    def _offer(self, receiver: Receiver, batch: Batch) -> None:
+    def _offer(self, receiver: ReceivingRank, batch: ChunkBatch) -> None:
         self._offers += 1
         self.outbox.append(Offer(receiver, batch))
 
-    def receiver_found(self, receiver: Receiver, engine_id: str) -> None:
+    def receiver_found(self, receiver: ReceivingRank, engine_id: str) -> None:
         """An engine listens there: push to it what has waited for it."""
         self._known[receiver.host, receiver.init_port] = engine_id
         for batch in self._finding.pop(receiver, []):
@@ -248,10 +248,10 @@ class LMCachePD(Connector):
         elif not self._sync:
             self._cancel(write.receiver, write.batch.request)
 
-    def _of(self, receiver: Receiver, batch: Batch) -> _Progress:
+    def _of(self, receiver: ReceivingRank, batch: ChunkBatch) -> _Progress:
         return self._progress.setdefault((receiver, batch.request), _Progress())
 
-    def _done(self, receiver: Receiver, batch: Batch) -> None:
+    def _done(self, receiver: ReceivingRank, batch: ChunkBatch) -> None:
         if self._sync:
             if batch.last:
                 self._notify(receiver, batch.request)
@@ -264,12 +264,12 @@ class LMCachePD(Connector):
             if batch.request:
                 self._notify(receiver, batch.request)
 
-    def _cancel(self, receiver: Receiver, request: str) -> None:
+    def _cancel(self, receiver: ReceivingRank, request: str) -> None:
         progress = self._progress.pop((receiver, request), None)
         if progress is not None and progress.keys:
             self.outbox.append(Cancel(receiver, request, tuple(progress.keys)))
 
-    def _notify(self, receiver: Receiver, request: str) -> None:
+    def _notify(self, receiver: ReceivingRank, request: str) -> None:
         kind = self._config.notice_type
         tag = {} if kind == "untagged" else {"type": kind}
         self.outbox.append(ProxyNotice({**tag, "req_id": request}, receiver.rank))

@@ -5,7 +5,7 @@ out and reports the results. The rules are those of vLLM 0.32.0 (`mooncake/moonc
 
 - P keeps blocks only of a request that ended by length, under its `transfer_id`, until D has asked for them, or for
   `abort_request_timeout`. Without a `transfer_id` it keeps nothing. Its answers carry no `kv_transfer_params`.
-- D may ask before P has the request: P's worker then waits, for `abort_request_timeout`. A request of P that ends otherwise is
+- D may ask before P has the request: P's rank then waits, for `abort_request_timeout`. A request of P that ends otherwise is
   removed with its transfer: who waits for it goes on waiting, also if the same id is prefilled again.
 - D needs all of `remote_engine_id`, `remote_bootstrap_addr` and `transfer_id`. Without one of them it moves nothing, and the
   request waits for ever; its blocks are never freed.
@@ -27,7 +27,7 @@ import msgspec
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool, Page
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.stats import Stats
@@ -76,7 +76,7 @@ class Mooncake(Connector):
 
     lost_loads_kill = False
 
-    def __init__(self, facts: Facts, pool: BlockPool, stats: Stats) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool, stats: Stats) -> None:
         super().__init__()
         self._facts, self._pool, self._stats = facts, pool, stats
         self.transfers: dict[str, Transfer] = {}
@@ -162,9 +162,7 @@ class Mooncake(Connector):
         self._pool.release(one.blocks[len(blocks) :])
         self._pool.lend(blocks)
         transfer = self.transfers.get(transfer_id)
-        if (
-            transfer is None
-        ):  # another request with this id has ended: vLLM's worker fails here, and the blocks are lost
+        if transfer is None:  # another request with this id has ended: vLLM's rank fails here, and the blocks are lost
             return True, None
         transfer.request_id, transfer.blocks, transfer.ready = one.request.id, list(blocks), True
         transfer.expires = now + self._facts.mooncake.abort_request_timeout

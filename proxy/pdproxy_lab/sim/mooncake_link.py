@@ -15,13 +15,13 @@ import msgspec
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.bootstrap import Bootstrap, Registration, query
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
 from pdproxy_lab.sim.network import Network
 from pdproxy_lab.sim.nixl_link import Driver
 from pdproxy_lab.sim.request import EngineDeadError
-from pdproxy_lab.sim.side_channel import LinkError, receive_frame, send_frame
+from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -40,7 +40,7 @@ _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
-class WorkerPort:
+class RankPort:
     """P's side. `connector` returns the running core's; `changed` is called when the core has work; `delay(blocks)`: seconds that
     the transfer of so many blocks takes. `bootstrap`: a server that shares its fate, None if there is none."""
 
@@ -102,7 +102,7 @@ class WorkerPort:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError, EngineDeadError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError):
             asked = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             connector = self._connector()
@@ -143,11 +143,11 @@ async def ask(address: str, receive: Receive, deadline: float) -> tuple[Page, ..
         async with asyncio.timeout(deadline):
             reply = await _until_answered(host, int(port), _Question(receive.transfer_id, receive.blocks))
     except TimeoutError:
-        raise LinkError("Resource temporarily unavailable") from None
+        raise SideChannelError("Resource temporarily unavailable") from None
     except ValueError as error:
-        raise LinkError(str(error)) from error
+        raise SideChannelError(str(error)) from error
     if reply.pages is None:
-        raise LinkError("refused")
+        raise SideChannelError("refused")
     return reply.pages
 
 
@@ -162,7 +162,7 @@ async def _until_answered(host: str, port: int, question: _Question) -> _Reply:
         try:
             send_frame(writer, question)
             return _decode_reply(await receive_frame(reader))
-        except (OSError, EOFError, LinkError, msgspec.MsgspecError):
+        except (OSError, EOFError, SideChannelError, msgspec.MsgspecError):
             await asyncio.get_running_loop().create_future()
         finally:
             writer.close()
@@ -175,7 +175,7 @@ class MooncakeLink:
         self._driver, self._facts = driver, driver.facts
         self._rank, self._bootstrap = rank, bootstrap
         self._core: Core | None = None
-        self.side = WorkerPort(self._live, driver.wake, self._sending_s, bootstrap if rank == 0 else None)
+        self.side = RankPort(self._live, driver.wake, self._sending_s, bootstrap if rank == 0 else None)
         """The port of a prefill worker. That of a consumer does not listen."""
 
     async def open(self, engine_id: str, agent: str, port: int) -> int:
@@ -203,9 +203,9 @@ class MooncakeLink:
         self._driver.transferring(command.request_id)
         try:
             if command.blocks and self._driver.fails_now():
-                raise LinkError("made to fail by a fault")
+                raise SideChannelError("made to fail by a fault")
             pages = await self._received(command)
-        except LinkError:
+        except SideChannelError:
             core.stats.failed_receives += 1
             if command.blocks:
                 core.load_failed(command.request_id, asyncio.get_running_loop().time())
@@ -223,7 +223,7 @@ class MooncakeLink:
         if command.engine_id not in connector.workers:
             connector.bootstrapped(await query(command.bootstrap, facts.connector_timeout))
         if (address := connector.workers.get(command.engine_id)) is None:
-            raise LinkError(f"{command.engine_id} is not known at {command.bootstrap}")
+            raise SideChannelError(f"{command.engine_id} is not known at {command.bootstrap}")
         return await ask(address, command, facts.abort_request_timeout + LONGER_THAN_PREFILL)
 
     def _live(self) -> Mooncake:
@@ -236,7 +236,7 @@ class MooncakeLink:
         return self._facts.hardware.transfer_s(blocks * self._facts.block_size)
 
 
-def bootstrap_of(facts: Facts, network: Network) -> Bootstrap | None:
+def bootstrap_of(facts: SimFacts, network: Network) -> Bootstrap | None:
     """Return the bootstrap server of an engine with Mooncake, None if it has none."""
     if facts.connector != "mooncake" or facts.mooncake_role == "kv_consumer":
         return None

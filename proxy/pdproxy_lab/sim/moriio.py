@@ -30,9 +30,9 @@ import msgspec
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector, PeerCommand
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool, Page
-from pdproxy_lab.sim.moriio_params import Place, peer, released_at, reported_to
+from pdproxy_lab.sim.moriio_params import MessageAddress, peer, released_at, reported_to
 from pdproxy_lab.sim.request import EngineDeadError
 
 _MAX_TERMINAL = 4096
@@ -41,7 +41,7 @@ _MAX_TERMINAL = 4096
 class Read(PeerCommand, frozen=True):
     """Read blocks of P. The result goes to `Moriio.was_read`; P is told that its blocks may be freed."""
 
-    place: Place
+    place: MessageAddress
     request_id: str
     transfer_id: str
     blocks: tuple[int, ...]
@@ -51,7 +51,7 @@ class Read(PeerCommand, frozen=True):
 class Report(PeerCommand, frozen=True):
     """Report to P: D's blocks are ready to be written ("blocks"), or P's may be freed ("release"). There is no answer."""
 
-    place: Place
+    place: MessageAddress
     kind: str
     transfer_id: str
     blocks: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class Report(PeerCommand, frozen=True):
 class WriteBlocks(PeerCommand, frozen=True):
     """Write P's pages into blocks of D. The end is reported to `Moriio.wrote`."""
 
-    place: Place
+    place: MessageAddress
     transfer_id: str
     blocks: tuple[int, ...]
     pages: tuple[Page, ...]
@@ -83,7 +83,7 @@ class _Held(msgspec.Struct):
 class _Write(msgspec.Struct):
     """What P will write once D has reported its blocks."""
 
-    place: Place
+    place: MessageAddress
     blocks: list[int]
     expires: float
 
@@ -91,14 +91,14 @@ class _Write(msgspec.Struct):
 class Moriio(Connector):
     """The connector of one engine, P or D by its role."""
 
-    def __init__(self, facts: Facts, pool: BlockPool) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool) -> None:
         super().__init__()
         self._facts, self._pool = facts, pool
         self._reads = facts.transfer_mode == "READ"
         self._produces = (
             facts.kv_role or ("kv_consumer" if facts.role == "decode" else "kv_producer")
         ) == "kv_producer"
-        self.address = Place("", 0)
+        self.address = MessageAddress("", 0)
         """Where this engine takes messages; set by its driver."""
         # P
         self.held: dict[str, _Held] = {}
@@ -353,11 +353,11 @@ class Moriio(Connector):
             return
         self._release(self._source(request_id, params), str(name))
 
-    def _release(self, place: Place, name: str) -> None:
-        if not (self._produces and self._reads):  # its workers get what D's workers would report
+    def _release(self, place: MessageAddress, name: str) -> None:
+        if not (self._produces and self._reads):  # its workers get what D's ranks would report
             self.outbox.append(Report(place, "release", name))
 
-    def _source(self, request_id: str, params: dict[str, Any]) -> Place:
+    def _source(self, request_id: str, params: dict[str, Any]) -> MessageAddress:
         return peer(request_id, params, ranked=not self._produces)
 
     @staticmethod

@@ -19,14 +19,14 @@ _DECODE = re.compile(r"___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")
 _UNREADABLE = (KeyError, TypeError, ValueError)
 
 
-class Place(msgspec.Struct, frozen=True):
+class MessageAddress(msgspec.Struct, frozen=True):
     """Where another engine takes messages."""
 
     host: str
     port: int
 
 
-def prefill_in(request_id: str) -> Place | None:
+def prefill_in(request_id: str) -> MessageAddress | None:
     """Return the prefill engine that a request's id names.
 
     Raises:
@@ -35,10 +35,10 @@ def prefill_in(request_id: str) -> Place | None:
     return _place(_PREFILL.search(request_id))
 
 
-def peer(request_id: str, params: dict[str, Any], *, decode: bool = False, ranked: bool = False) -> Place:
+def peer(request_id: str, params: dict[str, Any], *, decode: bool = False, ranked: bool = False) -> MessageAddress:
     """Return the prefill engine of a request, or with `decode` its decode engine, as vLLM's scheduler gives it to its workers.
 
-    `ranked`: the place of the data-parallel rank that the parameters name, as D's workers calculate it.
+    `ranked`: the place of the data-parallel rank that the parameters name, as D's ranks calculate it.
 
     Raises:
         EngineDeadError: a parameter is missing, or is no number where one is needed; the core dies of it.
@@ -49,15 +49,15 @@ def peer(request_id: str, params: dict[str, Any], *, decode: bool = False, ranke
         found = _place((_DECODE if decode else _PREFILL).search(request_id))
         if found is None:
             int(params["remote_handshake_port"])
-            found = Place(str(params["remote_host"] or _none()), int(params["remote_notify_port"]))
+            found = MessageAddress(str(params["remote_host"] or _none()), int(params["remote_notify_port"]))
         int(params.get("remote_dp_size_local", params.get("remote_dp_size", 1)))
         size = int(params.get("remote_tp_size") or params.get("tp_size") or 0)
-        return Place(found.host, found.port + int(params.get("remote_dp_rank", 0)) * size) if ranked else found
+        return MessageAddress(found.host, found.port + int(params.get("remote_dp_rank", 0)) * size) if ranked else found
     except _UNREADABLE as error:
         raise EngineDeadError from error
 
 
-def reported_to(request_id: str, params: dict[str, Any]) -> Place | None:
+def reported_to(request_id: str, params: dict[str, Any]) -> MessageAddress | None:
     """WRITE: return the prefill engine to which D reports its blocks; None: D is not the one that reports, and nobody does.
 
     Raises:
@@ -72,14 +72,16 @@ def reported_to(request_id: str, params: dict[str, Any]) -> Place | None:
             return None
         found = prefill_in(request_id)
         if found is None:
-            found = Place(params.get("remote_host") or _none(), int(params.get("remote_notify_port") or 0) or _none())
+            found = MessageAddress(
+                params.get("remote_host") or _none(), int(params.get("remote_notify_port") or 0) or _none()
+            )
         local = _number(params.get("remote_dp_size_local"))
-        return Place(found.host, found.port + (rank % local if local else rank))
+        return MessageAddress(found.host, found.port + (rank % local if local else rank))
     except _UNREADABLE as error:
         raise EngineDeadError from error
 
 
-def released_at(request_id: str, params: dict[str, Any]) -> Place | None:
+def released_at(request_id: str, params: dict[str, Any]) -> MessageAddress | None:
     """WRITE: return the prefill engine to which D reports that it drops a request; None: nothing names it.
 
     Raises:
@@ -95,18 +97,18 @@ def released_at(request_id: str, params: dict[str, Any]) -> Place | None:
             return None
         host, port = found.host, found.port
     try:
-        return Place(str(host), int(port) + params.get("remote_dp_rank", 0))
+        return MessageAddress(str(host), int(port) + params.get("remote_dp_rank", 0))
     except _UNREADABLE as error:
         raise EngineDeadError from error
 
 
-def _place(match: re.Match[str] | None) -> Place | None:
+def _place(match: re.Match[str] | None) -> MessageAddress | None:
     if match is None:
         return None
     parts = dict(segment.partition(":")[::2] for segment in match[1].split(","))
     try:
         int(parts["handshake"])
-        return Place(parts["host"], int(parts["notify"]))
+        return MessageAddress(parts["host"], int(parts["notify"]))
     except KeyError as error:
         raise ValueError(match[1]) from error
 

@@ -19,7 +19,7 @@ import msgspec
 from pdproxy_lab.sim import since
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool
 from pdproxy_lab.sim.notifier import Notifier
 from pdproxy_lab.sim.request import EngineDeadError
@@ -30,7 +30,7 @@ EXPIRY_MARGIN = 5.0
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
-class Peer(msgspec.Struct, frozen=True):
+class SideChannelPeer(msgspec.Struct, frozen=True):
     """Another engine's side channel."""
 
     host: str
@@ -51,7 +51,7 @@ class Greeting(msgspec.Struct, frozen=True):
 class Handshake(msgspec.Struct, frozen=True):
     """Ask which engine listens there. The answer goes to `Core.handshaken`."""
 
-    peer: Peer
+    peer: SideChannelPeer
     tp_size: int = 1
     pp_size: int = 1
     """How many workers the peer has, in its own words or in the request's: one that does not exist kills the peer's listener."""
@@ -61,7 +61,7 @@ class Pull(msgspec.Struct, frozen=True):
     """Read pages of a peer's memory. The result goes to `Core.loaded`, which releases them at P, or `Core.load_failed`."""
 
     request_id: str
-    peer: Peer
+    peer: SideChannelPeer
     remote_request_id: str
     blocks: tuple[int, ...]
     tokens: int
@@ -72,7 +72,7 @@ class Pull(msgspec.Struct, frozen=True):
 class PeerNotice(msgspec.Struct, frozen=True):
     """Tell a peer that requests' KV is no longer needed (`release`) or still needed (`heartbeat`)."""
 
-    peer: Peer
+    peer: SideChannelPeer
     kind: str
     request_ids: tuple[str, ...]
 
@@ -90,11 +90,11 @@ def _lacks_keys(params: dict[str, Any]) -> bool:
     return not all(key in params for key in _KEYS)
 
 
-def peer_of(params: dict[str, Any]) -> Peer | None:
+def peer_of(params: dict[str, Any]) -> SideChannelPeer | None:
     """Return where a handle's KV is; None if keys are missing."""
     if _lacks_keys(params):
         return None
-    return Peer(str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"]))
+    return SideChannelPeer(str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"]))
 
 
 class Nixl(Connector):
@@ -103,17 +103,17 @@ class Nixl(Connector):
     mode = "pull"
     """vLLM's `transfer_mode`."""
 
-    def __init__(self, facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
+    def __init__(self, facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
         super().__init__()
         self._facts, self._pool, self._stats = facts, pool, stats
         self._engine_id, self._port = engine_id, side_channel_port
         self.pulls_in_step = self.mode == "pull"
         self.held: dict[str, _Held] = {}
         """Handles by request id, with their blocks and when the lease ends. D's have no heartbeat that renews them."""
-        self._known: set[Peer] = set()
-        self._handshakes: dict[Peer, list[Pull | PeerNotice]] = {}
+        self._known: set[SideChannelPeer] = set()
+        self._handshakes: dict[SideChannelPeer, list[Pull | PeerNotice]] = {}
         self._after_handshake: deque[Command] = deque()
-        self._heartbeats: dict[str, tuple[Peer, str]] = {}
+        self._heartbeats: dict[str, tuple[SideChannelPeer, str]] = {}
         self._last_heartbeat = 0.0
         self._deaf = False
         self._hands_back = facts.bidirectional_kv_xfer and self.mode == "pull"
@@ -303,7 +303,7 @@ class Nixl(Connector):
         if not self._heartbeats or now - self._last_heartbeat < self._facts.heartbeat_interval:
             return
         self._last_heartbeat = now
-        peers: dict[Peer, list[str]] = {}
+        peers: dict[SideChannelPeer, list[str]] = {}
         for peer, remote_id in self._heartbeats.values():
             if peer in self._known:
                 peers.setdefault(peer, []).append(remote_id)
@@ -353,7 +353,7 @@ class Nixl(Connector):
         self.outbox.extend(self._after_handshake)
         self._after_handshake.clear()
 
-    def handshaken(self, peer: Peer, found: Greeting | None) -> list[str]:
+    def handshaken(self, peer: SideChannelPeer, found: Greeting | None) -> list[str]:
         """Take the answer to a handshake; None: no engine answered. Return the requests whose KV can't come."""
         waiting = self._handshakes.pop(peer, [])
         if found is not None and (found.engine_id, found.mode) == (peer.engine_id, self.mode):
@@ -369,7 +369,7 @@ class Nixl(Connector):
         """Whether something would be sent by a step."""
         return bool(self._after_handshake)
 
-    def _contact(self, peer: Peer, command: Pull | PeerNotice) -> None:
+    def _contact(self, peer: SideChannelPeer, command: Pull | PeerNotice) -> None:
         if peer in self._known:
             self.outbox.append(command)
         elif peer in self._handshakes:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.network import Network
 from pdproxy_lab.sim.nixl import Greeting, Handshake, PeerNotice, Pull
-from pdproxy_lab.sim.nixl_push import NixlPush, Push, Register, Registration
+from pdproxy_lab.sim.nixl_push import NixlPush, Push, PushRegistration, Register
 from pdproxy_lab.sim.receiving_line import ReceivingLine
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.side_channel import (
-    LinkError,
     SideChannel,
+    SideChannelError,
     greeting_of,
     read_pages,
     send_notice,
@@ -33,7 +33,7 @@ Command = Handshake | Pull | PeerNotice | Register | Push
 class Driver(Protocol):
     """What steps the core."""
 
-    facts: Facts
+    facts: SimFacts
     network: Network
 
     @property
@@ -100,7 +100,7 @@ class NixlLink:
             self._core.nixl.notified(kind, request_ids, _now())
             self._driver.wake()
 
-    def registered(self, registration: Registration, reached: int) -> None:
+    def registered(self, registration: PushRegistration, reached: int) -> None:
         """P: take a registration, and push at once what waits for it, also while a step with other prompts is under way.
 
         vLLM 0.32.0: while finished prompts wait for a registration, the thread "nixl-push-writer" looks for notices each
@@ -142,7 +142,7 @@ class NixlLink:
             case PeerNotice():
                 try:
                     await send_notice(command.peer, command.kind, command.request_ids)
-                except LinkError:  # vLLM does not count a heartbeat that fails
+                except SideChannelError:  # vLLM does not count a heartbeat that fails
                     core.stats.failed_notifications += command.kind == "release"
 
     async def _pull(self, core: Core, pull: Pull) -> None:
@@ -155,7 +155,7 @@ class NixlLink:
         try:
             self._fail_if_due()
             pages = await read_pages(pull.peer, pull.blocks)
-        except LinkError:
+        except SideChannelError:
             core.load_failed(pull.request_id, _now())
             return
         core.stats.transfers.observe(_now() - begun)
@@ -169,7 +169,7 @@ class NixlLink:
             return
         try:
             await send_registration(command)
-        except LinkError:
+        except SideChannelError:
             core.stats.failed_notifications += 1  # D waits on
 
     async def _push(self, core: Core, push: Push) -> None:
@@ -179,7 +179,7 @@ class NixlLink:
         try:
             self._fail_if_due()
             await write_pages(push, [core.pool.pages[block] for block in push.blocks])
-        except LinkError:
+        except SideChannelError:
             pusher(core).pushed(push, whole=False)
             return
         core.stats.transfers.observe(_now() - begun)
@@ -188,7 +188,7 @@ class NixlLink:
 
     def _fail_if_due(self) -> None:
         if self._driver.fails_now():
-            raise LinkError("made to fail by a fault")
+            raise SideChannelError("made to fail by a fault")
 
     def _live(self) -> Core:
         if self._core is None or self._driver.dead:

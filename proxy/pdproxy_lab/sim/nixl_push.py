@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdproxy_lab.sim.active import ActiveRequest
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool
-from pdproxy_lab.sim.nixl import Greeting, Handshake, Nixl, Peer, PeerNotice, _Held, peer_of
+from pdproxy_lab.sim.nixl import Greeting, Handshake, Nixl, PeerNotice, SideChannelPeer, _Held, peer_of
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.stats import Stats
 
@@ -26,7 +26,7 @@ _SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
 _Found = TypeVar("_Found")
 
 
-class Registration(msgspec.Struct, frozen=True):
+class PushRegistration(msgspec.Struct, frozen=True):
     """What D sends to P: the blocks that wait for a prompt's KV, and where they are."""
 
     request_id: str
@@ -35,7 +35,7 @@ class Registration(msgspec.Struct, frozen=True):
     port: int
     engine_id: str
     tp_size: int
-    """D's workers."""
+    """D's ranks."""
     blocks: tuple[int, ...]
 
 
@@ -43,8 +43,8 @@ class Register(msgspec.Struct, frozen=True):
     """Send a registration to P. There is no answer."""
 
     request_id: str
-    peer: Peer
-    registration: Registration
+    peer: SideChannelPeer
+    registration: PushRegistration
     agent: str = ""
     """The run of the peer that was met."""
     reached: int = 0
@@ -56,14 +56,14 @@ class Push(msgspec.Struct, frozen=True):
 
     request_id: str
     """P's own."""
-    peer: Peer
+    peer: SideChannelPeer
     blocks: tuple[int, ...]
     remote_request_id: str
     remote_blocks: tuple[int, ...]
     agent: str = ""
 
 
-class Expected(msgspec.Struct, frozen=True):
+class ExpectedPush(msgspec.Struct, frozen=True):
     """A request of D that waits for a push."""
 
     request_id: str
@@ -74,7 +74,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class _Met(msgspec.Struct, frozen=True):
-    peer: Peer
+    peer: SideChannelPeer
     agent: str
     workers: int
 
@@ -98,13 +98,13 @@ class NixlPush(Nixl):
 
     mode = "push"
 
-    def __init__(self, facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
+    def __init__(self, facts: SimFacts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
         super().__init__(facts, engine_id, side_channel_port, pool, stats)
         self.finished_blocks: dict[str, tuple[int, ...]] = {}
         """P: prompts without a registration, by request id; none outlives its lease."""
-        self.registered: dict[str, tuple[Registration, int]] = {}
+        self.registered: dict[str, tuple[PushRegistration, int]] = {}
         """P: registrations without a prompt, by D's request id. Nothing removes them but a prompt."""
-        self.expected: dict[str, Expected] = {}
+        self.expected: dict[str, ExpectedPush] = {}
         """D: requests that wait for a push, aborted ones too."""
         self._met: dict[str, _Met] = {}
         """Where an engine was met, and in which run: by engine id alone, for good."""
@@ -151,7 +151,7 @@ class NixlPush(Nixl):
             handle["remote_prefill_cached_tokens"] = one.local + one.external
         return True, handle
 
-    def take(self, registration: Registration, reached: int) -> None:
+    def take(self, registration: PushRegistration, reached: int) -> None:
         """Take a registration of a D, which `reached` of this engine's workers have got."""
         found = _taken(registration.request_id, self.finished_blocks)
         if found is None:
@@ -159,15 +159,15 @@ class NixlPush(Nixl):
         else:
             self._begin(*found, registration, reached)
 
-    def _begin(self, request_id: str, blocks: tuple[int, ...], registration: Registration, reached: int) -> None:
+    def _begin(self, request_id: str, blocks: tuple[int, ...], registration: PushRegistration, reached: int) -> None:
         """Push what D has not found in its own cache: the end of the prompt.
 
-        Where not all of P's workers know of D, and where D has more blocks than P, nothing is pushed: both keep their blocks.
+        Where not all of P's ranks know of D, and where D has more blocks than P, nothing is pushed: both keep their blocks.
         """
         count = len(registration.blocks)
         if reached < self._facts.tensor_parallel_size or count > len(blocks):
             return
-        peer = Peer(registration.host, registration.port, registration.engine_id)
+        peer = SideChannelPeer(registration.host, registration.port, registration.engine_id)
         push = Push(request_id, peer, blocks[-count:], registration.request_id, registration.blocks)
         self._meet(peer, registration.tp_size, 1, push)
 
@@ -213,8 +213,8 @@ class NixlPush(Nixl):
         params["do_remote_prefill"] = False  # one transfer per request
         request_id, mine = one.request.id, self._facts
         tp_size, pp_size = _number(params["tp_size"]), _number(params.get("pp_size", 1))
-        self.expected[request_id] = Expected(request_id, tokens, one.started, pp_size)
-        registration = Registration(
+        self.expected[request_id] = ExpectedPush(request_id, tokens, one.started, pp_size)
+        registration = PushRegistration(
             request_id=request_id,
             host=mine.side_channel_host,
             port=self._port,
@@ -225,7 +225,7 @@ class NixlPush(Nixl):
         self._meet(peer, tp_size, pp_size, Register(request_id, peer, registration))
         return True
 
-    def landed(self, request_id: str) -> Expected | None:
+    def landed(self, request_id: str) -> ExpectedPush | None:
         """A push for a request is over. Return what waited for it; None: nothing, or something that needs more than it."""
         found = self.expected.get(request_id)
         if found is None:
@@ -273,7 +273,7 @@ class NixlPush(Nixl):
         if not self._heartbeats or now - self._last_heartbeat < self._facts.heartbeat_interval:
             return
         self._last_heartbeat = now
-        peers: dict[Peer, list[str]] = {}
+        peers: dict[SideChannelPeer, list[str]] = {}
         for peer, remote_id in self._heartbeats.values():
             peers.setdefault(peer, []).append(remote_id)
         for peer, ids in peers.items():
@@ -282,7 +282,7 @@ class NixlPush(Nixl):
             else:
                 self._meet(peer, *self._sizes[peer.engine_id])
 
-    def _peer_in(self, params: Mapping[str, Any]) -> Peer:
+    def _peer_in(self, params: Mapping[str, Any]) -> SideChannelPeer:
         if any(key not in params for key in _KEYS):
             raise EngineDeadError
         peer = peer_of(dict(params))
@@ -291,7 +291,7 @@ class NixlPush(Nixl):
 
     # -- other engines
 
-    def _meet(self, peer: Peer, tp_size: int, pp_size: int, command: Register | Push | None = None) -> None:
+    def _meet(self, peer: SideChannelPeer, tp_size: int, pp_size: int, command: Register | Push | None = None) -> None:
         """Carry a command out, after a handshake if the engine was never met; then its address no longer matters."""
         name = peer.engine_id
         if name not in self._met and name not in self._meeting:
@@ -313,7 +313,7 @@ class NixlPush(Nixl):
         else:
             self.outbox.append(msgspec.structs.replace(command, peer=met.peer, agent=met.agent))
 
-    def handshaken(self, peer: Peer, found: Greeting | None) -> list[str]:
+    def handshaken(self, peer: SideChannelPeer, found: Greeting | None) -> list[str]:
         """Take the answer to a handshake; None: no engine answered. Return the requests of D whose KV can't come.
 
         What P wanted to push is lost: D waits for ever, and P's blocks wait for the end of the lease.

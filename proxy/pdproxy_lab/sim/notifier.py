@@ -15,7 +15,7 @@ import msgspec
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import ProxyNotice
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 
 TYPE = "PdproxyKV"
 _INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL)
@@ -39,7 +39,7 @@ class _Pulling:
 class Notifier:
     """The notices of one engine."""
 
-    def __init__(self, facts: Facts, engine_id: str, outbox: deque[Any]) -> None:
+    def __init__(self, facts: SimFacts, engine_id: str, outbox: deque[Any]) -> None:
         self._facts, self._engine_id, self._outbox = facts, engine_id, outbox
         self._pulling: dict[str, _Pulling] = {}
         self._since: dict[str, float] = {}

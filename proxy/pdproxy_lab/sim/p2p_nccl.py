@@ -18,7 +18,7 @@ from typing import Any
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector, PeerCommand
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool, Page
 from pdproxy_lab.sim.request import EngineDeadError
 
@@ -40,7 +40,7 @@ class Put(PeerCommand, frozen=True):
 class P2pNccl(Connector):
     """The connector of one engine, P or D by its role."""
 
-    def __init__(self, facts: Facts, pool: BlockPool) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool) -> None:
         super().__init__()
         self._facts, self._pool = facts, pool
         self._produces = facts.role == "prefill"

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdproxy_lab.sim.facts import LMCache
+from pdproxy_lab.sim.facts import LMCacheFacts
 from pdproxy_lab.sim.memory import Page
 
 Answer = Callable[["Allocation"], None]
 
 
-class Batch(msgspec.Struct, frozen=True):
+class ChunkBatch(msgspec.Struct, frozen=True):
     """The chunks of one request that one step of one rank pushes."""
 
     request: str
@@ -47,7 +47,7 @@ class _Held(msgspec.Struct):
 
 
 class _Waiting(msgspec.Struct):
-    batch: Batch
+    batch: ChunkBatch
     answer: Answer
     until: float
     reserved: bool = False
@@ -56,7 +56,7 @@ class _Waiting(msgspec.Struct):
 class PDBuffer:
     """The buffer of one rank."""
 
-    def __init__(self, config: LMCache, chunks: int) -> None:
+    def __init__(self, config: LMCacheFacts, chunks: int) -> None:
         self.capacity = chunks
         self.held: dict[str, _Held] = {}
         self._sync = config.pd_backend_mode == "sync"
@@ -72,7 +72,7 @@ class PDBuffer:
 
     # -- pushes
 
-    def offer(self, batch: Batch, now: float, answer: Answer) -> None:
+    def offer(self, batch: ChunkBatch, now: float, answer: Answer) -> None:
         """Ask for space; the answer may come later."""
         self._waiting.append(_Waiting(batch, answer, now + self._timeout))
         self.tick(now)

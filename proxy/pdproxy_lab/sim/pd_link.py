@@ -16,11 +16,11 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
+from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, ReceivingRank, Write
 from pdproxy_lab.sim.memory import Page
-from pdproxy_lab.sim.pd_buffer import Allocation, Batch
+from pdproxy_lab.sim.pd_buffer import Allocation, ChunkBatch
 from pdproxy_lab.sim.reserved_port import ReservedPort
-from pdproxy_lab.sim.side_channel import LinkError, receive_frame, send_frame
+from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -30,7 +30,7 @@ class _Question(msgspec.Struct, omit_defaults=True):
     kind: Literal["handshake", "offer", "write", "cancel"]
     engine_id: str = ""
     """The engine whose memory is to be written."""
-    batch: Batch | None = None
+    batch: ChunkBatch | None = None
     request: str = ""
     keys: tuple[str, ...] = ()
     pages: tuple[tuple[Page, ...], ...] = ()
@@ -66,11 +66,11 @@ class Sending:
             case Cancel():
                 await self.cancel(command)
 
-    async def handshake(self, receiver: Receiver) -> str:
+    async def handshake(self, receiver: ReceivingRank) -> str:
         """Return the id of the engine at a receiver's init port, once there is one."""
         return (await _ask_until_connected(receiver.host, receiver.init_port, _Question("handshake"))).engine_id
 
-    async def offer(self, receiver: Receiver, batch: Batch) -> Allocation:
+    async def offer(self, receiver: ReceivingRank, batch: ChunkBatch) -> Allocation:
         """Return the allocation of a batch, once there is one. P asks each receiver one question at a time."""
         async with self._locks.setdefault((receiver.host, receiver.alloc_port), asyncio.Lock()):
             question = _Question("offer", batch=msgspec.structs.replace(batch, pages=()))
@@ -84,14 +84,14 @@ class Sending:
         question = _Question("write", engine_id=write.engine_id, keys=write.keys, pages=write.pages)
         try:
             reply = await _ask_once(write.receiver.host, write.receiver.alloc_port, question)
-        except (OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
+        except (OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
             return False
         return reply.engine_id == write.engine_id
 
     async def cancel(self, cancel: Cancel) -> None:
         """Cancel the push of chunks."""
         question = _Question("cancel", request=cancel.request, keys=cancel.keys)
-        with contextlib.suppress(OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
             await _ask_once(cancel.receiver.host, cancel.receiver.alloc_port, question)
 
 
@@ -111,7 +111,7 @@ async def _ask_until_connected(host: str, port: int, question: _Question) -> _Re
         try:
             send_frame(writer, question)
             return _decode_reply(await receive_frame(reader))
-        except (OSError, EOFError, LinkError, msgspec.MsgspecError):
+        except (OSError, EOFError, SideChannelError, msgspec.MsgspecError):
             await _wait_forever()
         finally:
             writer.close()
@@ -180,7 +180,7 @@ class Receiving:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             if (question.kind == "handshake") is alloc:

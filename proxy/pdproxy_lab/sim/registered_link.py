@@ -15,14 +15,14 @@ import msgspec
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.connector import Connector, PeerCommand
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.moriio import Moriio, Read, Report, WriteBlocks, Written
-from pdproxy_lab.sim.moriio_params import Place
+from pdproxy_lab.sim.moriio_params import MessageAddress
 from pdproxy_lab.sim.p2p_nccl import P2pNccl, Put
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.reserved_port import ReservedPort
-from pdproxy_lab.sim.side_channel import LinkError, receive_frame, send_frame
+from pdproxy_lab.sim.side_channel import SideChannelError, receive_frame, send_frame
 
 _PAUSE = 0.05
 """Seconds between attempts to connect."""
@@ -48,7 +48,7 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 class RegisteredLink:
     """The link of one engine. `connector` returns the running core's; `changed` is called when the core has work."""
 
-    def __init__(self, facts: Facts, connector: Callable[[], Connector], changed: Callable[[], None]) -> None:
+    def __init__(self, facts: SimFacts, connector: Callable[[], Connector], changed: Callable[[], None]) -> None:
         self._reserved = ReservedPort()
         self._facts, self._connector, self._changed = facts, connector, changed
         self._server: asyncio.Server | None = None
@@ -56,7 +56,7 @@ class RegisteredLink:
         self._awake = asyncio.Event()
         self._awake.set()
         self._run = ""
-        self._met: dict[Place, str] = {}
+        self._met: dict[MessageAddress, str] = {}
         self.port = 0
         """The port on which other engines reach this one."""
         self.heartbeats = 0
@@ -102,7 +102,7 @@ class RegisteredLink:
     def attach(self, core: Core) -> None:
         """Give the connector of a core its address."""
         if isinstance(core.connector, Moriio):
-            core.connector.address = Place(self._facts.side_channel_host, self.port)
+            core.connector.address = MessageAddress(self._facts.side_channel_host, self.port)
 
     async def close(self) -> None:
         """Stop listening and registering, and drop what is under way. The port stays reserved."""
@@ -164,7 +164,7 @@ class RegisteredLink:
                 assert isinstance(connector, P2pNccl)
                 await asyncio.sleep(self._facts.hardware.transfer_s(command.tokens))
                 question = _Question("put", command.key, pages=command.pages)
-                await _ask_for_ever(Place(command.host, command.port), question)
+                await _ask_for_ever(MessageAddress(command.host, command.port), question)
                 connector.sent()
             case Read():
                 assert isinstance(connector, Moriio)
@@ -184,19 +184,19 @@ class RegisteredLink:
             case Written():
                 core.written_by_peer(command.request_id, command.tokens)
 
-    async def _with_met(self, place: Place, question: _Question) -> _Reply | None:
+    async def _with_met(self, place: MessageAddress, question: _Question) -> _Reply | None:
         """Ask the process that was met first at a place, None if it can't be reached or is gone."""
         try:
             if place not in self._met:
                 self._met[place] = (await _ask(place, _Question("read"))).run
             reply = await _ask(place, msgspec.structs.replace(question, run=self._met[place]))
-        except (OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
+        except (OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
             return None
         return reply if reply.run == self._met[place] else None
 
     @staticmethod
-    async def _sent(place: Place, question: _Question) -> None:
-        with contextlib.suppress(OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
+    async def _sent(place: MessageAddress, question: _Question) -> None:
+        with contextlib.suppress(OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
             await _ask(place, question)
 
     # -- from other engines
@@ -206,7 +206,7 @@ class RegisteredLink:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError, EngineDeadError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError, EngineDeadError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             send_frame(writer, self._done(question))
@@ -230,7 +230,7 @@ class RegisteredLink:
         return reply
 
 
-async def _ask(place: Place, question: _Question) -> _Reply:
+async def _ask(place: MessageAddress, question: _Question) -> _Reply:
     reader, writer = await asyncio.open_connection(place.host, place.port)
     try:
         send_frame(writer, question)
@@ -239,14 +239,14 @@ async def _ask(place: Place, question: _Question) -> _Reply:
         writer.close()
 
 
-async def _ask_for_ever(place: Place, question: _Question) -> None:
+async def _ask_for_ever(place: MessageAddress, question: _Question) -> None:
     """Ask until there is a connection, then once. Wait for ever if the answer is lost."""
     while True:
         try:
             await _ask(place, question)
         except ConnectionRefusedError:
             await asyncio.sleep(_PAUSE)
-        except (OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
+        except (OSError, EOFError, SideChannelError, OverflowError, msgspec.MsgspecError):
             await _wait_for_ever()
         else:
             return

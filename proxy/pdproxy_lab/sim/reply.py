@@ -1,6 +1,6 @@
 """What a script can do with one request's answer: write to the raw connection, and have the engine answer.
 
-A script is an async function of a `Reply`. It is cancelled when the client leaves.
+A script is an async function of a `ScriptedReply`. It is cancelled when the client leaves.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.journal import Request
 from pdproxy_lab.sim.transport import RequestConnection
 
-Script = Callable[["Reply"], Awaitable[None]]
+Script = Callable[["ScriptedReply"], Awaitable[None]]
 
 
-class Reply:
+class ScriptedReply:
     """One answer. Nothing is checked: what a script writes is what the client gets."""
 
     def __init__(
-        self, engine: Engine, request: Request, connection: RequestConnection, serve: Callable[[], Awaitable[None]]
+        self, engine: SimEngine, request: Request, connection: RequestConnection, serve: Callable[[], Awaitable[None]]
     ) -> None:
         self.engine = engine
         self.request = request

@@ -23,9 +23,9 @@ from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.admin import AdminPort
 from pdproxy_lab.sim.api.app import create_app
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.fault_middleware import FaultMiddleware
-from pdproxy_lab.sim.faults.book import Fault, FaultBook, Situation
+from pdproxy_lab.sim.faults.book import FaultBook, PlannedFault, Situation
 from pdproxy_lab.sim.journal import Journal, Request
 from pdproxy_lab.sim.network import Network, Sockets
 from pdproxy_lab.sim.reply import Script
@@ -76,11 +76,11 @@ class SimServer:
 
     def __init__(
         self,
-        facts: Facts | None = None,
+        facts: SimFacts | None = None,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        faults: Iterable[Fault | str] = (),
+        faults: Iterable[PlannedFault | str] = (),
         admin_port: int | None = None,
         chance: int | None = None,
         make_app: AppFactory | None = None,
@@ -89,7 +89,7 @@ class SimServer:
         storage: Storage | None = None,
         network: Network | None = None,
     ) -> None:
-        self.facts = facts if facts is not None else Facts()
+        self.facts = facts if facts is not None else SimFacts()
         self.engine = WatchedEngine(self.facts, chance=chance, storage=storage, network=network)
         self.engine.notice_sender.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
         self.engine.kv_events.faults = lambda moment, rank: self.faults.due(moment, Situation(rank=rank))

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 
 from pdproxy_lab.sim.active import ActiveRequest
 from pdproxy_lab.sim.connector import Connector
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.memory import BlockPool
 from pdproxy_lab.sim.request import EngineDeadError
 from pdproxy_lab.sim.storage import Storage, key_of
 
 
-class Shared(Connector):
+class SharedStorage(Connector):
     """The connector of one engine; prefill and decode do the same."""
 
-    def __init__(self, facts: Facts, pool: BlockPool, storage: Storage) -> None:
+    def __init__(self, facts: SimFacts, pool: BlockPool, storage: Storage) -> None:
         super().__init__()
         self._size, self._pool, self._storage = facts.block_size, pool, storage
 

@@ -18,8 +18,8 @@ import msgspec
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.network import EnginePort
-from pdproxy_lab.sim.nixl import Greeting, Handshake, Peer
-from pdproxy_lab.sim.nixl_push import Push, Register, Registration
+from pdproxy_lab.sim.nixl import Greeting, Handshake, SideChannelPeer
+from pdproxy_lab.sim.nixl_push import Push, PushRegistration, Register
 from pdproxy_lab.sim.request import EngineDeadError
 
 _MAX_FRAME = 1 << 28
@@ -37,7 +37,7 @@ class _Question(msgspec.Struct, omit_defaults=True):
     read: list[int] = []
     notice: str = ""
     request_ids: list[str] = []
-    registration: Registration | None = None
+    registration: PushRegistration | None = None
     reached: int = 0
     written: str = ""
     """The request for which `pages` are written into `blocks`."""
@@ -52,7 +52,7 @@ class _Reply(msgspec.Struct, omit_defaults=True):
     refused: bool = False
 
 
-class LinkError(Exception):
+class SideChannelError(Exception):
     """The other engine is down, has another id now, or sends invalid data."""
 
 
@@ -69,7 +69,7 @@ async def receive_frame(reader: asyncio.StreamReader) -> bytes:
     """
     length = int.from_bytes(await reader.readexactly(_HEADER), "big")
     if length > _MAX_FRAME:
-        raise LinkError(f"a frame of {length} bytes")
+        raise SideChannelError(f"a frame of {length} bytes")
     return await reader.readexactly(length)
 
 
@@ -79,16 +79,16 @@ def send_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
     writer.write(len(data).to_bytes(_HEADER, "big") + data)
 
 
-async def _ask(peer: Peer, question: _Question) -> _Reply:
+async def _ask(peer: SideChannelPeer, question: _Question) -> _Reply:
     try:
         reader, writer = await asyncio.open_connection(peer.host, peer.port)
     except (OSError, OverflowError) as error:
-        raise LinkError(str(error)) from error
+        raise SideChannelError(str(error)) from error
     try:
         send_frame(writer, question)
         return _decode_reply(await receive_frame(reader))
     except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise LinkError(str(error)) from error
+        raise SideChannelError(str(error)) from error
     finally:
         writer.close()
 
@@ -108,12 +108,12 @@ async def greeting_of(handshake: Handshake, deadline: float) -> Greeting | None:
             return found
         await asyncio.sleep(end - loop.time())
         return None
-    except (TimeoutError, LinkError):
+    except (TimeoutError, SideChannelError):
         await asyncio.sleep(end - loop.time())
         return None
 
 
-async def read_pages(peer: Peer, blocks: Sequence[int]) -> list[Page]:
+async def read_pages(peer: SideChannelPeer, blocks: Sequence[int]) -> list[Page]:
     """Read pages of a peer's memory. A frozen peer never answers, and there is no deadline: as in vLLM.
 
     Raises:
@@ -124,7 +124,7 @@ async def read_pages(peer: Peer, blocks: Sequence[int]) -> list[Page]:
     return reply.pages
 
 
-async def send_notice(peer: Peer, kind: str, request_ids: Sequence[str]) -> None:
+async def send_notice(peer: SideChannelPeer, kind: str, request_ids: Sequence[str]) -> None:
     """Send a notice.
 
     Raises:
@@ -135,7 +135,7 @@ async def send_notice(peer: Peer, kind: str, request_ids: Sequence[str]) -> None
         async with asyncio.timeout(_NOTICE_DEADLINE):
             reply = await _ask(peer, question)
     except TimeoutError as error:
-        raise LinkError("no answer") from error
+        raise SideChannelError("no answer") from error
     _check(peer, reply)
 
 
@@ -167,9 +167,9 @@ async def write_pages(push: Push, pages: Sequence[Page]) -> None:
     _check(push.peer, await _ask(push.peer, question))
 
 
-def _check(peer: Peer, reply: _Reply) -> None:
+def _check(peer: SideChannelPeer, reply: _Reply) -> None:
     if reply.refused:
-        raise LinkError(f"{peer.engine_id} is gone: {reply.engine_id} listens there")
+        raise SideChannelError(f"{peer.engine_id} is gone: {reply.engine_id} listens there")
 
 
 class Owner(Protocol):
@@ -188,7 +188,7 @@ class Owner(Protocol):
     def notified(self, kind: str, request_ids: Sequence[str]) -> None:
         """Take a notice."""
 
-    def registered(self, registration: Registration, reached: int) -> None:
+    def registered(self, registration: PushRegistration, reached: int) -> None:
         """P: take a registration."""
 
     def written(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
@@ -252,7 +252,7 @@ class SideChannel:
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
+        with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, SideChannelError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             send_frame(writer, self._reply(question))
@@ -270,7 +270,7 @@ class SideChannel:
             except (IndexError, ValueError):
                 reply.refused = True
             except EngineDeadError as error:
-                raise LinkError(str(error)) from error
+                raise SideChannelError(str(error)) from error
         return reply
 
     def _obey(self, question: _Question, reply: _Reply) -> None:

@@ -61,7 +61,7 @@ def _encode_part(part: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-class Tokenizer:
+class BuiltInTokenizer:
     """Text to ids and back."""
 
     def __init__(self, add_bos: bool = False) -> None:

@@ -15,12 +15,12 @@ from pdproxy_lab.sim import virtual_link
 from pdproxy_lab.sim.active import Step
 from pdproxy_lab.sim.connector import PeerCommand, ProxyNotice
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.cpu import Cpu, FindReceiver, Received, SendPart
-from pdproxy_lab.sim.facts import Facts
-from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
+from pdproxy_lab.sim.cpu import CpuConnector, FindReceiver, Received, SendPart
+from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, ReceivingRank, Write
 from pdproxy_lab.sim.memory import Page
 from pdproxy_lab.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
-from pdproxy_lab.sim.nixl import Greeting, Handshake, Peer, PeerNotice, Pull
+from pdproxy_lab.sim.nixl import Greeting, Handshake, PeerNotice, Pull, SideChannelPeer
 from pdproxy_lab.sim.nixl_link import pusher, take_push
 from pdproxy_lab.sim.nixl_push import Push, Register
 from pdproxy_lab.sim.receiving_line import ReceivingLine
@@ -36,7 +36,7 @@ Listener = Callable[[EngineOutput, float], None]
 class VirtualEngine:
     """One engine and the listeners of its requests."""
 
-    facts: Facts
+    facts: SimFacts
     stats: Stats
     core: Core
     line: ReceivingLine
@@ -58,7 +58,7 @@ class VirtualCluster:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
-    def add(self, facts: Facts) -> VirtualEngine:
+    def add(self, facts: SimFacts) -> VirtualEngine:
         """Add an engine; its side channel's port is its number."""
         stats = Stats()
         name = f"engine-{len(self.engines)}"
@@ -191,7 +191,7 @@ class VirtualCluster:
                     peer.core.nixl.notified(command.kind, command.request_ids, self.now)
                     self.at(self.now, lambda: self._turn(peer))
 
-    def _handshaken(self, engine: VirtualEngine, peer: Peer, found: Greeting | None) -> None:
+    def _handshaken(self, engine: VirtualEngine, peer: SideChannelPeer, found: Greeting | None) -> None:
         engine.core.handshaken(peer, found, self.now)
         self._turn(engine)
 
@@ -205,7 +205,7 @@ class VirtualCluster:
             engine.core.loaded(pull, [peer.core.pool.pages[block] for block in pull.blocks])
         self._turn(engine)
 
-    def _listening(self, peer: Peer) -> VirtualEngine | None:
+    def _listening(self, peer: SideChannelPeer) -> VirtualEngine | None:
         engines: Iterable[VirtualEngine] = self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
         return next((engine for engine in engines if not engine.dead), None)
 
@@ -214,13 +214,13 @@ class VirtualCluster:
     def _receive(self, engine: VirtualEngine, command: Receive) -> None:
         mine = _mooncake(engine)
         if command.engine_id not in mine.workers and command.bootstrap.isdigit():
-            found = self._listening(Peer("", int(command.bootstrap), ""))
+            found = self._listening(SideChannelPeer("", int(command.bootstrap), ""))
             mine.bootstrapped({} if found is None else {found.core.engine_id: command.bootstrap})
         address = mine.workers.get(command.engine_id)
         if address is None:
             self.at(self.now, lambda: self._sent(engine, command, None))
             return
-        peer = self._listening(Peer("", int(address), ""))
+        peer = self._listening(SideChannelPeer("", int(address), ""))
         if peer is None or peer.core.engine_id != command.engine_id:  # ZMQ does not report it
             wait = engine.facts.mooncake.abort_request_timeout + LONGER_THAN_PREFILL
             self.at(self.now + wait, lambda: self._sent(engine, command, None))
@@ -343,7 +343,7 @@ class VirtualCluster:
             what()
             self._turn(engine)
 
-    def _receiving(self, receiver: Receiver) -> tuple[VirtualEngine, LMCachePD] | None:
+    def _receiving(self, receiver: ReceivingRank) -> tuple[VirtualEngine, LMCachePD] | None:
         """Return the engine with the receiver's ports: those of its facts, none of which may be 0."""
         for engine in self.engines:
             facts, place = engine.facts, receiver.rank
@@ -359,8 +359,8 @@ def _listens(engine: VirtualEngine, port: int) -> bool:
     return facts.connector == "cpu" and facts.role == "decode" and facts.cpu.cpu_port == port and not engine.dead
 
 
-def _cpu(engine: VirtualEngine) -> Cpu:
-    assert isinstance(engine.core.connector, Cpu)
+def _cpu(engine: VirtualEngine) -> CpuConnector:
+    assert isinstance(engine.core.connector, CpuConnector)
     return engine.core.connector
 
 

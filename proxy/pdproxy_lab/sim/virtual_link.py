@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 
 from pdproxy_lab.sim.connector import PeerCommand
 from pdproxy_lab.sim.core import Core
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.moriio import Moriio, Read, Report, WriteBlocks, Written
-from pdproxy_lab.sim.moriio_params import Place
+from pdproxy_lab.sim.moriio_params import MessageAddress
 from pdproxy_lab.sim.p2p_nccl import P2pNccl, Put
 
 HOST = "virtual"
@@ -18,7 +18,7 @@ HOST = "virtual"
 
 
 class _Engine(Protocol):
-    facts: Facts
+    facts: SimFacts
     core: Core
     dead: bool
 
@@ -29,7 +29,7 @@ _E = TypeVar("_E", bound=_Engine)
 def addressed(core: Core, number: int) -> None:
     """Give an engine its address."""
     if isinstance(core.connector, Moriio):
-        core.connector.address = Place(HOST, number)
+        core.connector.address = MessageAddress(HOST, number)
 
 
 def perform(
@@ -42,7 +42,7 @@ def perform(
     """Carry out a command. `later(seconds, what)` calls something at a time from now; `turn` lets an engine go on."""
     mine = engine.core.connector
 
-    def at(place: Place) -> _E | None:
+    def at(place: MessageAddress) -> _E | None:
         found = engines[place.port - 1] if 0 < place.port <= len(engines) and place.host == HOST else None
         return None if found is None or found.dead else found
 
@@ -58,7 +58,7 @@ def perform(
 
     match command:
         case Put(host, port, key, pages, tokens):
-            peer = at(Place(host, port))
+            peer = at(MessageAddress(host, port))
             if peer is None:
                 return  # it waits for ever
             assert isinstance(mine, P2pNccl)

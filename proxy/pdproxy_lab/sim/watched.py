@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from pdproxy_lab.sim.connector import PeerCommand
 from pdproxy_lab.sim.core import Core
 from pdproxy_lab.sim.cpu import Received
-from pdproxy_lab.sim.engine import Engine
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.engine import SimEngine
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.faults.moments import Moment
 from pdproxy_lab.sim.moriio import Read, Report
 from pdproxy_lab.sim.network import Network
@@ -26,11 +26,16 @@ watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 """Called at the moments of requests that the current task, or a task started by it, sends to an engine."""
 
 
-class WatchedEngine(Engine):
+class WatchedEngine(SimEngine):
     """An engine that calls watchers at its requests' `prefilling` and, for decode, `handed_over`."""
 
     def __init__(
-        self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None, network: Network | None = None
+        self,
+        facts: SimFacts,
+        *,
+        chance: int | None = None,
+        storage: Storage | None = None,
+        network: Network | None = None,
     ) -> None:
         super().__init__(facts, chance=chance, storage=storage, network=network)
         self._watchers: dict[str, Watcher] = {}

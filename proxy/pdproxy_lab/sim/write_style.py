@@ -8,7 +8,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class WriteStyle:
     """How to write. Delays are in seconds."""
 
     delay: float = 0.0
@@ -23,7 +23,7 @@ class Style:
     """Draws the places of cuts."""
 
 
-PLAIN = Style()
+PLAIN = WriteStyle()
 
 
 def cut(data: bytes, cuts: int, chance: random.Random) -> list[bytes]:

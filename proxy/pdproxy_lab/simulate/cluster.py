@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger, LedgerOptions
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.ledger_engine import EngineSpec, Evidence, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory
 from pdproxy.scheduling.split import why_alone
 from pdproxy.wire.request import Parsed, Prompt, Route
-from pdproxy_lab.simulate.engine import Engine
+from pdproxy_lab.simulate.engine import ModelledEngine
 from pdproxy_lab.simulate.gaps import Histogram
 from pdproxy_lab.simulate.memories import EngineMemories
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.shape import Fleet, Shape
 from pdproxy_lab.simulate.work import Work
 
@@ -87,15 +87,17 @@ class Cluster:
         """`events` when a request came, its KV was moved, or an engine ended it."""
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._number = 0
-        self.records = Records()
+        self.records = RequestTimes()
         counts = {
             Role.PREFILL: fleet.prefill,
             Role.DECODE: fleet.decode,
             Role.AGGREGATED: fleet.aggregated,
             Role.ANY: fleet.any,
         }
-        specs = [NodeSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
-        self.engines = {spec.url: Engine(hardware, shapes[spec.role], self._at, self, self.itl) for spec in specs}
+        specs = [EngineSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
+        self.engines = {
+            spec.url: ModelledEngine(hardware, shapes[spec.role], self._at, self, self.itl) for spec in specs
+        }
         self.roles = {spec.url: spec.role for spec in specs}
         self.memories = EngineMemories(
             {url: (engine.memory, shapes[self.roles[url]].unit_tokens) for url, engine in self.engines.items()}
@@ -132,7 +134,7 @@ class Cluster:
         """Return the ledger of the proxy that gets a request."""
         return self.ledger
 
-    def run(self, calls: Iterable[Call]) -> Records:
+    def run(self, calls: Iterable[Call]) -> RequestTimes:
         """Serve all calls, which are in the order in which they are due. Return what was measured."""
         self._calls = iter(calls)
         self._next_call()
@@ -204,7 +206,7 @@ class Cluster:
 
     def _fits(self, lease: Lease, call: Call) -> bool:
         output = 1 if lease.role is Role.PREFILL else call.output
-        return self.shapes[lease.node.role].fits(call.prompt, output)
+        return self.shapes[lease.engine.role].fits(call.prompt, output)
 
     def _refused(self, call: Call, now: float) -> None:
         """A request that is too long for an engine's memory: an engine refuses it."""
@@ -216,18 +218,18 @@ class Cluster:
     def _prefill(self, call: Call, now: float) -> None:
         assert call.prefill_lease is not None
         assert call.prefill is not None
-        self.engines[call.prefill_lease.node.url].submit(call.prefill, now)
+        self.engines[call.prefill_lease.engine.url].submit(call.prefill, now)
 
     def _alone(self, call: Call, now: float) -> None:
         assert call.lease is not None
-        self.engines[call.lease.node.url].submit(Work(call, call.prompt, call.output, call.keys), now)
+        self.engines[call.lease.engine.url].submit(Work(call, call.prompt, call.output, call.keys), now)
 
     def _decode(self, call: Call, now: float) -> None:
         assert call.lease is not None
         assert call.prefill_lease is not None
         call.ledger.close(call.prefill_lease, Verdict.GOOD, now)
         work = Work(call, call.prompt, call.output, call.keys, pulls=True)
-        self.engines[call.lease.node.url].submit(work, now)
+        self.engines[call.lease.engine.url].submit(work, now)
 
     def _answered(self, call: Call, now: float) -> None:
         assert call.lease is not None
@@ -245,7 +247,7 @@ class Cluster:
         call: Call = work.call
         assert call.prefill is not None
         assert call.prefill_lease is not None
-        self.engines[call.prefill_lease.node.url].release(call.prefill, now)
+        self.engines[call.prefill_lease.engine.url].release(call.prefill, now)
         call.prefill = None
 
     def began(self, work: Work, now: float) -> None:

@@ -25,7 +25,7 @@ from pdproxy_lab.simulate.shape import Shape
 from pdproxy_lab.simulate.work import At, Listener, Work
 
 
-class Engine:
+class ModelledEngine:
     """One engine. `at` is how it plans its next event."""
 
     def __init__(self, hardware: Hardware, shape: Shape, at: At, listener: Listener, itl: Histogram) -> None:

@@ -9,7 +9,7 @@ from itertools import repeat
 import msgspec
 
 from pdproxy_lab.bench.arrivals import MAX_REQUESTS, Arrivals
-from pdproxy_lab.bench.trace import BLOCK, Entry
+from pdproxy_lab.bench.trace import BLOCK, TraceEntry
 from pdproxy_lab.bench.workload import Lengths, Planned
 from pdproxy_lab.simulate.cluster import Call
 
@@ -36,14 +36,14 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Replay(msgspec.Struct, frozen=True, kw_only=True):
+class TraceReplay(msgspec.Struct, frozen=True, kw_only=True):
     """A trace, from its beginning. Where its requests don't suffice, it comes again, with other prompts of the same structure.
 
     `scale`: how many times faster than in the trace they come. With `arrivals` they come as these say, in the trace's order.
     `duration`: in seconds; `requests`: how many; with both None the trace once.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[TraceEntry]
     scale: float = 1.0
     arrivals: Arrivals | None = None
     duration: float | None = None
@@ -99,4 +99,4 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
             yield Call(number, one.at, one.input_tokens, one.output_tokens, whole)
 
 
-Load = Synthetic | Replay | Given
+Load = Synthetic | TraceReplay | Given

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions
-from pdproxy.scheduling.auto.shared import SharedAuto
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.auto.replica import ReplicaAuto
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.scheduling.placement import Candidates, Placed, Placement
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
@@ -24,7 +24,7 @@ MakePlacement = Callable[["Cluster"], Placement]
 """Makes the placement of a cluster."""
 
 
-def bounds_of(slo: bench.Slo | None = None) -> Slo:
+def bounds_of(slo: bench.BenchSlo | None = None) -> Slo:
     """Return the bounds of an SLO of a measurement, for a placement; None: no bounds."""
     return NO_SLO if slo is None else Slo(slo.ttft, slo.tpot, slo.gap)
 
@@ -44,13 +44,13 @@ def auto(
         believed = hardware or cluster.hardware
         cached = cluster.memories.cached if prefixes else None
 
-        def times_of(node: Node) -> tuple[Hardware, int]:
-            return believed, cluster.shapes[node.role].max_num_batched_tokens
+        def times_of(engine: LedgerEngine) -> tuple[Hardware, int]:
+            return believed, cluster.shapes[engine.role].max_num_batched_tokens
 
         options = AutoOptions(times_of=times_of, slo=slo, cached=cached)
         if replicas is None:
             return Auto(options)
-        return SharedAuto(options, replicas=replicas, chance=Random(next(numbers)).random)
+        return ReplicaAuto(options, replicas=replicas, chance=Random(next(numbers)).random)
 
     return make
 
@@ -77,6 +77,6 @@ class Hybrid(Placement):
             return Placed((decode,), "busy")
         return Placed((prefill, decode), "split")
 
-    def _least(self, nodes: tuple[Node, ...], *measures: str) -> Node:
-        turn = self._turn % len(nodes)
-        return min((*nodes[turn:], *nodes[:turn]), key=attrgetter(*measures))
+    def _least(self, engines: tuple[LedgerEngine, ...], *measures: str) -> LedgerEngine:
+        turn = self._turn % len(engines)
+        return min((*engines[turn:], *engines[:turn]), key=attrgetter(*measures))

@@ -6,7 +6,7 @@ import math
 from array import array
 
 
-class Records:
+class RequestTimes:
     """The times of all requests, by their numbers, which ascend from 0. Seconds from the start of the run; NaN: none."""
 
     def __init__(self) -> None:

@@ -10,13 +10,13 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Cached, PolicyFactory
 from pdproxy.scheduling.replicas import ReplicaLedger
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.memories import RoutedMemories
 from pdproxy_lab.simulate.placements import MakePlacement
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
 SAMPLE_S = 0.25
@@ -90,7 +90,7 @@ class ReplicatedCluster(Cluster):
             self._routed[id(ledger)] = routed
         return ledger
 
-    def run(self, calls: Iterable[Call]) -> Records:
+    def run(self, calls: Iterable[Call]) -> RequestTimes:
         """See `Cluster`."""
         planned = list(calls)
         self._last_due = planned[-1].due
@@ -108,7 +108,7 @@ class ReplicatedCluster(Cluster):
         super()._arrived(call, now)
         lease = call.prefill_lease or call.lease
         if lease is not None and (routed := self._routed.get(id(call.ledger))) is not None:
-            routed.routed(lease.node.url, call.keys)
+            routed.routed(lease.engine.url, call.keys)
 
     def _scraped(self, ledger: ReplicaLedger, now: float) -> None:
         for url, engine in self.engines.items():

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy_lab.bench.compare import Cell, Row, Table, table_of
 from pdproxy_lab.bench.report import text_of
-from pdproxy_lab.bench.slo import Slo
+from pdproxy_lab.bench.slo import BenchSlo
 from pdproxy_lab.simulate.cluster import Cluster
 from pdproxy_lab.simulate.load import Load
 from pdproxy_lab.simulate.placements import MakePlacement
@@ -31,7 +31,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     shapes: dict[Role, Shape]
     policies: dict[Role, str]
     load: Load
-    slos: tuple[Slo, ...] = ()
+    slos: tuple[BenchSlo, ...] = ()
     placement: MakePlacement | None = None
 
     def __post_init__(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from pdproxy_lab.bench.measures import PERCENTILES, Spread, spread_of
-from pdproxy_lab.bench.slo import Slo
+from pdproxy_lab.bench.slo import BenchSlo
 from pdproxy_lab.simulate.cluster import Cluster
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 
 Record = dict[str, Any]
 
@@ -60,7 +60,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return count / self.seconds if self.seconds else 0.0
 
 
-def summarise(cluster: Cluster, slos: Sequence[Slo]) -> Summary:
+def summarise(cluster: Cluster, slos: Sequence[BenchSlo]) -> Summary:
     """Return what the run of a cluster amounts to."""
     records = cluster.records
     done = [number for number in range(len(records)) if not math.isnan(records.last[number])]
@@ -83,12 +83,12 @@ def summarise(cluster: Cluster, slos: Sequence[Slo]) -> Summary:
     )
 
 
-def _tpot(records: Records, number: int) -> float | None:
+def _tpot(records: RequestTimes, number: int) -> float | None:
     tokens = records.output[number]
     return (records.last[number] - records.first[number]) / (tokens - 1) if tokens > 1 else None
 
 
-def kept(slo: Slo, records: Records, number: int) -> bool:
+def kept(slo: BenchSlo, records: RequestTimes, number: int) -> bool:
     """Return whether a request that has ended was good."""
     due = records.due[number]
     found = (
@@ -118,7 +118,7 @@ def _roles(cluster: Cluster, seconds: float) -> dict[str, RoleUse]:
     return found
 
 
-def record_of(summary: Summary, name: str, seed: int, slos: Sequence[Slo], asked: Record) -> Record:
+def record_of(summary: Summary, name: str, seed: int, slos: Sequence[BenchSlo], asked: Record) -> Record:
     """Return the record of one run. `asked`: what was simulated, as it goes into the record."""
     first = summary.good[slos[0].name] if slos else None
     failed = summary.requests - summary.completed

@@ -9,18 +9,18 @@ from random import Random
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.shared_table import SharedTable
-from pdproxy.scheduling import shared_breakers, shared_ledger
+from pdproxy.scheduling import worker_breakers, worker_ledger
 from pdproxy.scheduling.auto.auto import AutoOptions
 from pdproxy.scheduling.auto.workers import AutoMemory, WorkerAuto
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.policy import PolicyFactory
-from pdproxy.scheduling.shared_breakers import SharedBreakers
-from pdproxy.scheduling.shared_ledger import LedgerShare, SharedLedger
 from pdproxy.scheduling.slo import Slo
+from pdproxy.scheduling.worker_breakers import WorkerBreakers
+from pdproxy.scheduling.worker_ledger import LedgerShare, WorkerLedger
 from pdproxy_lab.simulate.cluster import Call, Cluster
 from pdproxy_lab.simulate.placements import MakePlacement
-from pdproxy_lab.simulate.records import Records
+from pdproxy_lab.simulate.records import RequestTimes
 from pdproxy_lab.simulate.shape import Fleet, Shape
 
 LOOK_S = 0.25
@@ -37,8 +37,8 @@ def auto(slo: Slo, workers: int, *, leader: int = 0) -> MakePlacement:
     def make(cluster: Cluster) -> WorkerAuto:
         number = next(numbers)
 
-        def times_of(node: Node) -> tuple[Hardware, int]:
-            return cluster.hardware, cluster.shapes[node.role].max_num_batched_tokens
+        def times_of(engine: LedgerEngine) -> tuple[Hardware, int]:
+            return cluster.hardware, cluster.shapes[engine.role].max_num_batched_tokens
 
         share = memory.of(number, lambda: number == leader)
         return WorkerAuto(AutoOptions(times_of=times_of, slo=slo, cached=cluster.memories.cached), share)
@@ -61,8 +61,8 @@ class WorkersCluster(Cluster):
         seed: int = 0,
     ) -> None:
         self._chance = Random(f"{seed}:connections")
-        self._loads = SharedTable(workers, _SLOTS, shared_ledger.MEASURES)
-        self._breakers = SharedTable(workers, _SLOTS, shared_breakers.MEASURES, shared_breakers.KEPT)
+        self._loads = SharedTable(workers, _SLOTS, worker_ledger.MEASURES)
+        self._breakers = SharedTable(workers, _SLOTS, worker_breakers.MEASURES, worker_breakers.KEPT)
         self._numbers = count()
         self._last_due = 0.0
         self.samples: list[tuple[float, float]] = []
@@ -78,15 +78,15 @@ class WorkersCluster(Cluster):
         """Return the ledger of the next worker."""
         number = next(self._numbers)
         column, others = self._breakers.of(number)
-        breakers = partial(SharedBreakers, column=column, others=others, number=number)
+        breakers = partial(WorkerBreakers, column=column, others=others, number=number)
         share = LedgerShare(*self._loads.of(number), breakers)
-        return self.all_up(SharedLedger(self.specs, self.ledger_options(seed=number), share))
+        return self.all_up(WorkerLedger(self.specs, self.ledger_options(seed=number), share))
 
     def ledger_for(self, call: Call) -> Ledger:
         """See `Cluster`."""
         return self._chance.choice(self._of_connection)
 
-    def run(self, calls: Iterable[Call]) -> Records:
+    def run(self, calls: Iterable[Call]) -> RequestTimes:
         """See `Cluster`."""
         planned = list(calls)
         self._last_due = planned[-1].due

@@ -44,19 +44,19 @@ BUGS: Mapping[str, Bug] = {
             Change(
                 "scheduling/breakers.py",
                 """\
-        if lease.proved or lease.trial != node.trial_number or now < node.open_until:
+        if lease.proved or lease.trial != engine.trial_number or now < engine.open_until:
             return
 """,
                 """\
-        if lease.proved or lease.trial <= node.trial_number or now < node.open_until:
+        if lease.proved or lease.trial <= engine.trial_number or now < engine.open_until:
             return
 """,
             ),
             Change(
                 "scheduling/breakers.py",
                 """\
-        elif now >= node.open_until:
-            self._tried(node, now)
+        elif now >= engine.open_until:
+            self._tried(engine, now)
 """,
                 "",
             ),
@@ -148,11 +148,11 @@ BUGS: Mapping[str, Bug] = {
         changes=(
             Change(
                 "scheduling/ledger.py",
-                "        node.evidence, node.down_because, node.probed = evidence, None, True\n",
+                "        engine.evidence, engine.down_because, engine.probed = evidence, None, True\n",
                 """\
-        if not was_down or node.evidence is None:
-            node.down_because = None
-        node.evidence, node.probed = evidence, True
+        if not was_down or engine.evidence is None:
+            engine.down_because = None
+        engine.evidence, engine.probed = evidence, True
 """,
             ),
         ),
@@ -199,7 +199,7 @@ BUGS: Mapping[str, Bug] = {
             ),
             Change(
                 "serving/kv/custody.py",
-                "if not isinstance(handle, Handle) or self.how is not None or self.state is State.RELEASING:",
+                "if not isinstance(handle, Handle) or self.how is not None or self.state is CustodyState.RELEASING:",
                 "if not isinstance(handle, Handle):",
             ),
             Change(
@@ -402,8 +402,8 @@ BUGS: Mapping[str, Bug] = {
         changes=(
             Change(
                 "scheduling/ledger.py",
-                "            node.run_number = self.runs.of(node, evidence)\n",
-                "            self.runs.of(node, evidence)\n",
+                "            engine.run_number = self.runs.of(engine, evidence)\n",
+                "            self.runs.of(engine, evidence)\n",
             ),
         ),
         options={"notices": "notifier"},

@@ -95,7 +95,7 @@ def reads(data: bytes, size: int = READ) -> Iterator[bytes]:
 
 
 def _question(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> bytes:
-    return msgspec.msgpack.encode(reader_process.Question(DEFAULT, route, dialect))
+    return msgspec.msgpack.encode(reader_process.BodyQuestion(DEFAULT, route, dialect))
 
 
 def _is_quick(read: Callable[[], object]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy_lab.sim.facts import LMCache
+from pdproxy_lab.sim.facts import LMCacheFacts
 from pdproxy_lab.sim.server import SimServer
 from tests.sim.raw import until
 from tests.sim.recordings.reading import Exchange, raw, read_all
@@ -118,11 +118,11 @@ def lmcache(exchanges: int, notices: list[str], *, degraded: bool = False) -> Sc
             port = proxy.bind_to_random_port("tcp://127.0.0.1")
             both: dict[str, Any] = {"connector": "lmcache-pd", **_IDS}
             config: dict[str, Any] = {"chunk_size": 32, "pd_backend_mode": "sync", "degraded": degraded}
-            receiver = LMCache(**config, skip_last_n_tokens=1)
+            receiver = LMCacheFacts(**config, skip_last_n_tokens=1)
             engines = {
                 8100: await stage.engine("aggregated", enable_prompt_tokens_details=True, num_gpu_blocks=512),
                 8204: await stage.engine(
-                    "prefill", notify=f"tcp://127.0.0.1:{port}", lmcache=LMCache(**config), **both
+                    "prefill", notify=f"tcp://127.0.0.1:{port}", lmcache=LMCacheFacts(**config), **both
                 ),
                 8304: await stage.engine("decode", lmcache=receiver, **both),
             }

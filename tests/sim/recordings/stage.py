@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal
 
 from pdproxy.engine_model.hardware import Hardware
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.server import SimServer
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 from tests.sim.raw import Raw, ask, until
 from tests.sim.recordings.reading import Exchange, Sent
 from tests.sim.shape import Seen, differences
@@ -38,7 +38,7 @@ _SETUP: dict[str, Any] = {
 
 ROOMY = {"max_model_len": 4096}
 """For prompts that fit into the recorded 2048 tokens by the recorded tokenizer alone."""
-_tokenizer = Tokenizer(add_bos=True)
+_tokenizer = BuiltInTokenizer(add_bos=True)
 
 
 def count_tokens(prompt: str) -> int:
@@ -80,7 +80,7 @@ class Stage:
         """Start an engine."""
         if role == "aggregated":
             facts = {"connector": "none", "num_gpu_blocks": 8192, **facts}
-        made = SimServer(Facts(role=role, **{**_SETUP, **facts}))
+        made = SimServer(SimFacts(role=role, **{**_SETUP, **facts}))
         self._stack.callback(lambda: _no_crash(made))
         return await self._stack.enter_async_context(made)
 

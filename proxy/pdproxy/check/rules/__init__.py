@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pdproxy.check.facts import Facts
+from pdproxy.check.facts import CheckFacts
 from pdproxy.check.findings import LEVELS, Finding
 from pdproxy.check.rules import compatible, connector, engine, flags, machine, transfer, turns
 
-Rule = Callable[[Facts], Iterable[Finding]]
+Rule = Callable[[CheckFacts], Iterable[Finding]]
 
 RULES: tuple[Rule, ...] = (
     *connector.RULES,
@@ -24,7 +24,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def judge(facts: Facts) -> list[Finding]:
+def judge(facts: CheckFacts) -> list[Finding]:
     """Return all findings, errors first; within a level in the order of the rules."""
     found = [finding for rule in RULES for finding in rule(facts)]
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from itertools import combinations
 from typing import TypeVar
 
-from pdproxy.check.facts import EngineFacts, Facts
+from pdproxy.check.facts import CheckFacts, EngineFacts
 from pdproxy.check.findings import Finding, Level
 
 _T = TypeVar("_T", bound=Hashable)
@@ -18,7 +18,7 @@ _Ids = tuple[tuple[str, tuple[int, ...]], ...]
 """For each base model the ids of one canary."""
 
 
-def same_engine(facts: Facts) -> Iterator[Finding]:
+def same_engine(facts: CheckFacts) -> Iterator[Finding]:
     """One engine under two URLs."""
     for one, other in combinations(facts.engines, 2):
         same_side = one.side and other.side and one.side.engine_id == other.side.engine_id
@@ -32,7 +32,7 @@ def same_engine(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def models(facts: Facts) -> Iterator[Finding]:
+def models(facts: CheckFacts) -> Iterator[Finding]:
     """Different models, or adapters that only some engines have."""
     engines = [engine for engine in _split(facts) if engine.base_names]
     groups = _groups(engines, lambda engine: engine.base_names)
@@ -66,7 +66,7 @@ def models(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def versions(facts: Facts) -> Iterator[Finding]:
+def versions(facts: CheckFacts) -> Iterator[Finding]:
     """Different versions of vLLM."""
     yield from _differ(
         facts,
@@ -77,7 +77,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def block_sizes(facts: Facts) -> Iterator[Finding]:
+def block_sizes(facts: CheckFacts) -> Iterator[Finding]:
     """Different KV block sizes."""
     yield from _differ(
         facts,
@@ -99,7 +99,7 @@ def block_sizes(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def tokenizers(facts: Facts) -> Iterator[Finding]:
+def tokenizers(facts: CheckFacts) -> Iterator[Finding]:
     """Different token ids for the same text."""
     yield from _differ(
         facts,
@@ -112,7 +112,7 @@ def tokenizers(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def templates(facts: Facts) -> Iterator[Finding]:
+def templates(facts: CheckFacts) -> Iterator[Finding]:
     """Different token ids for the same chat, where a prompt's are the same."""
     yield from _differ(
         facts,
@@ -125,7 +125,7 @@ def templates(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def lengths(facts: Facts) -> Iterator[Finding]:
+def lengths(facts: CheckFacts) -> Iterator[Finding]:
     """Different context lengths."""
     yield from _differ(
         facts,
@@ -137,7 +137,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def weights(facts: Facts) -> Iterator[Finding]:
+def weights(facts: CheckFacts) -> Iterator[Finding]:
     """Models of the same name that generate different text."""
     split = [engine for engine in sorted(_split(facts), key=_decode_first) if engine.completions]
     engines = split + [engine for engine in facts.aggregated if engine.completions]
@@ -173,7 +173,7 @@ def differing_answers(one: EngineFacts, other: EngineFacts) -> int:
 
 
 def _differ(
-    facts: Facts,
+    facts: CheckFacts,
     fact: Callable[[EngineFacts], _T],
     *,
     code: str,
@@ -232,7 +232,7 @@ def _decode_first(engine: EngineFacts) -> bool:
     return engine.role == "prefill"
 
 
-def _split(facts: Facts) -> list[EngineFacts]:
+def _split(facts: CheckFacts) -> list[EngineFacts]:
     return facts.by_role("prefill", "decode")
 
 

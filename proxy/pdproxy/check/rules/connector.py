@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdproxy.check.facts import Facts
+from pdproxy.check.facts import CheckFacts
 from pdproxy.check.findings import Finding
-from pdproxy.transfer.detect import Found
+from pdproxy.transfer.detect import DetectedContract
 from pdproxy.transfer.nixl import NIXL
 
 
-def connector(facts: Facts) -> Iterator[Finding]:
+def connector(facts: CheckFacts) -> Iterator[Finding]:
     """No single connector is shown, so the proxy would not start; or it is one whose pairs are not tried here."""
     shown = facts.connector
     if shown is None:
         return
     where = tuple(engine.url for engine in facts.engines if engine.role != "aggregated")
-    if isinstance(shown, Found):
+    if isinstance(shown, DetectedContract):
         if shown.contract != NIXL.name:
             yield Finding(
                 level="note",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdproxy.check.facts import EngineFacts, Facts
+from pdproxy.check.facts import CheckFacts, EngineFacts
 from pdproxy.check.findings import Finding
 
 MAX_SKEW = 5.0
@@ -13,7 +13,7 @@ MAX_SKEW = 5.0
 _KEY = "set auth.engine_api_key (or PDPROXY_AUTH__ENGINE_API_KEY) to the engine's --api-key"
 
 
-def down(facts: Facts) -> Iterator[Finding]:
+def down(facts: CheckFacts) -> Iterator[Finding]:
     """An engine that can't be asked."""
     for engine in facts.engines:
         if engine.trouble is None or engine.trouble.kind == "key":
@@ -46,7 +46,7 @@ def down(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def key(facts: Facts) -> Iterator[Finding]:
+def key(facts: CheckFacts) -> Iterator[Finding]:
     """An engine that refuses the key."""
     has_key = _has_key(facts)
     for engine in facts.engines:
@@ -61,15 +61,15 @@ def key(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _has_key(facts: Facts) -> bool:
+def _has_key(facts: CheckFacts) -> bool:
     auth = facts.settings.auth
     given = [auth.engine_api_key, auth.engine_api_key_file]
     return any(
-        one is not None for node in facts.settings.pool.nodes for one in (*given, node.api_key, node.api_key_file)
+        one is not None for engine in facts.settings.pool.nodes for one in (*given, engine.api_key, engine.api_key_file)
     )
 
 
-def clients_key(facts: Facts) -> Iterator[Finding]:
+def clients_key(facts: CheckFacts) -> Iterator[Finding]:
     """An engine key, but no keys of clients: the engine key is not sent for them."""
     auth = facts.settings.auth
     if _has_key(facts) and not auth.api_keys and auth.api_keys_file is None:
@@ -81,7 +81,7 @@ def clients_key(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def not_an_engine(facts: Facts) -> Iterator[Finding]:
+def not_an_engine(facts: CheckFacts) -> Iterator[Finding]:
     """A URL of a proxy, or of a server without vLLM's metrics."""
     for engine in facts.engines:
         metrics = engine.metrics
@@ -111,7 +111,7 @@ def not_an_engine(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def changed(facts: Facts) -> Iterator[Finding]:
+def changed(facts: CheckFacts) -> Iterator[Finding]:
     """An engine that changed during the check."""
     for engine in facts.by_role("prefill", "decode", "aggregated"):
         if engine.restarted:
@@ -124,7 +124,7 @@ def changed(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def no_output(facts: Facts) -> Iterator[Finding]:
+def no_output(facts: CheckFacts) -> Iterator[Finding]:
     """An engine that is healthy and does not generate."""
     for engine in facts.by_role("prefill", "decode", "aggregated"):
         if engine.no_output:
@@ -145,7 +145,7 @@ def no_output(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def clock(facts: Facts) -> Iterator[Finding]:
+def clock(facts: CheckFacts) -> Iterator[Finding]:
     """An engine whose clock is wrong."""
     for engine in facts.by_role("prefill", "decode", "aggregated"):
         if abs(engine.clock_skew) > MAX_SKEW:
@@ -159,7 +159,7 @@ def clock(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def busy(facts: Facts) -> Iterator[Finding]:
+def busy(facts: CheckFacts) -> Iterator[Finding]:
     """An engine with other requests: counts may be wrong."""
     for engine in facts.by_role("prefill", "decode"):
         if engine.metrics is not None and engine.metrics.busy:

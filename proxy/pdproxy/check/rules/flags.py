@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdproxy.check.facts import Facts
+from pdproxy.check.facts import CheckFacts
 from pdproxy.check.findings import Finding
 
 
-def lease(facts: Facts) -> Iterator[Finding]:
+def lease(facts: CheckFacts) -> Iterator[Finding]:
     """A lease that may end before a decode engine has the handle."""
     deadlines = facts.settings.deadlines
     for engine in facts.by_role("prefill"):
@@ -24,7 +24,7 @@ def lease(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def policy(facts: Facts) -> Iterator[Finding]:
+def policy(facts: CheckFacts) -> Iterator[Finding]:
     """A decode engine that computes a prompt itself if KV can't be loaded: a right answer, but nothing reports it."""
     for engine in facts.by_role("decode"):
         if engine.policy is not None and engine.policy.answer == "recompute":
@@ -38,7 +38,7 @@ def policy(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def details(facts: Facts) -> Iterator[Finding]:
+def details(facts: CheckFacts) -> Iterator[Finding]:
     """No cached tokens in the usage."""
     for engine in facts.by_role("decode", "aggregated"):
         if engine.completions and not any(one.details for one in engine.completions):

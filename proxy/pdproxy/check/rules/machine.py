@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdproxy.check.facts import Facts
+from pdproxy.check.facts import CheckFacts
 from pdproxy.check.findings import Finding
 
 
-def proxies(facts: Facts) -> Iterator[Finding]:
+def proxies(facts: CheckFacts) -> Iterator[Finding]:
     """HTTP proxies in the environment."""
     caught = [engine.url for engine in facts.engines if engine.url not in facts.machine.bypassed]
     if facts.machine.proxies and caught:
@@ -22,7 +22,7 @@ def proxies(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def files(facts: Facts) -> Iterator[Finding]:
+def files(facts: CheckFacts) -> Iterator[Finding]:
     """Too few open files for `limits.max_connections` and `limits.max_inflight`."""
     limit, need = facts.machine.files, facts.machine.files_needed
     if limit is not None and limit < need:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdproxy.check.facts import EngineFacts, Facts, PairFacts
+from pdproxy.check.facts import CheckFacts, EngineFacts, PairFacts
 from pdproxy.check.findings import Finding
 from pdproxy.check.rules.compatible import differing_answers
 from pdproxy.kit.addresses import is_any, is_loopback
@@ -15,7 +15,7 @@ _ROLES: tuple[Role, ...] = ("prefill", "decode")
 _SIDE = "start it with VLLM_NIXL_SIDE_CHANNEL_HOST set to one of its addresses that the decode engines can reach"
 
 
-def handles(facts: Facts) -> Iterator[Finding]:
+def handles(facts: CheckFacts) -> Iterator[Finding]:
     """A prefill engine that returns no usable handle."""
     for engine in facts.by_role("prefill"):
         if not engine.no_handle:
@@ -47,7 +47,7 @@ def handles(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def roles(facts: Facts) -> Iterator[Finding]:
+def roles(facts: CheckFacts) -> Iterator[Finding]:
     """Engines started for the other role. NIXL works with them, but vLLM frees a consumer's blocks with more care."""
     prefills, decodes = ([one for one in facts.by_role(role) if one.role == role] for role in _ROLES)
     consumers = [engine for engine in prefills if engine.metrics is not None and engine.metrics.consumer]
@@ -76,7 +76,7 @@ def roles(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def pairs(facts: Facts) -> Iterator[Finding]:
+def pairs(facts: CheckFacts) -> Iterator[Finding]:
     """A request through a pair that failed, or whose KV did not move."""
     for pair, prefill, decode in facts.asked_pairs():
         last, name, where = pair.last, _pair(pair), (pair.prefill, pair.decode)
@@ -110,7 +110,7 @@ def pairs(facts: Facts) -> Iterator[Finding]:
         yield Finding(level="error", code=code, where=where, says=says, remedy=remedy)
 
 
-def answers(facts: Facts) -> Iterator[Finding]:
+def answers(facts: CheckFacts) -> Iterator[Finding]:
     """A split answer that differs from D's own."""
     for pair, prefill, decode in facts.asked_pairs():
         if not pair.last.differs or not pair.last.kv_moved or differing_answers(prefill, decode):
@@ -127,7 +127,7 @@ def answers(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def wavering(facts: Facts) -> Iterator[Finding]:
+def wavering(facts: CheckFacts) -> Iterator[Finding]:
     """A first split answer that differed from D's own, and a second one that did not."""
     for pair, *_ in facts.asked_pairs():
         if len(pair.tries) > 1 and not pair.last.differs and pair.last.end == "answered":
@@ -140,7 +140,7 @@ def wavering(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def kept(facts: Facts) -> Iterator[Finding]:
+def kept(facts: CheckFacts) -> Iterator[Finding]:
     """KV that P still holds although it is no longer needed."""
     for pair, *_ in facts.asked_pairs():
         if not pair.last.kept:
@@ -158,7 +158,7 @@ def kept(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def untried(facts: Facts) -> Iterator[Finding]:
+def untried(facts: CheckFacts) -> Iterator[Finding]:
     """A pair of compatible engines that work, and that could not be tried."""
     for pair, prefill, decode in facts.asked_pairs():
         compatible = prefill.evidence().difference(decode.evidence()) is None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdproxy.check.facts import Facts
+from pdproxy.check.facts import CheckFacts
 from pdproxy.check.findings import Finding
 
 _OPTION = '"kv_connector_extra_config":{"bidirectional_kv_xfer":true}'
 
 
-def back(facts: Facts) -> Iterator[Finding]:
+def back(facts: CheckFacts) -> Iterator[Finding]:
     """Engines without the option that the settings rely on, and engines with it that nobody uses."""
     wanted = facts.settings.pool.turns.bidirectional
     named: set[tuple[str, str]] = set()

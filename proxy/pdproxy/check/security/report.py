@@ -7,29 +7,29 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdproxy.check.report import Style, wrapped
-from pdproxy.check.security.rules import RULES, Open, Rule
-from pdproxy.check.security.view import View
+from pdproxy.check.report import TextStyle, wrapped
+from pdproxy.check.security.rules import RULES, Open, SecurityRule
+from pdproxy.check.security.view import SecurityView
 
 
-class Finding(NamedTuple):
+class SecurityFinding(NamedTuple):
     """What a rule has found."""
 
-    rule: Rule
+    rule: SecurityRule
     open: Open
 
 
-def judge(view: View) -> list[Finding]:
+def judge(view: SecurityView) -> list[SecurityFinding]:
     """Return all that is open."""
-    return [Finding(rule, one) for rule in RULES for one in rule.finds(view)]
+    return [SecurityFinding(rule, one) for rule in RULES for one in rule.finds(view)]
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[SecurityFinding]) -> int:
     """Return 1 if anything is open, else 0."""
     return int(bool(findings))
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[SecurityFinding]) -> str:
     """Return the verdict in one line."""
     count = len(findings)
     return (
@@ -39,7 +39,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     )
 
 
-def as_text(findings: Sequence[Finding], style: Style) -> str:
+def as_text(findings: Sequence[SecurityFinding], style: TextStyle) -> str:
     """Return the report as text, with a line break at its end."""
     lines: list[str] = []
     for rule, one in findings:
@@ -48,7 +48,7 @@ def as_text(findings: Sequence[Finding], style: Style) -> str:
     return "\n".join([*lines, verdict(findings)]) + "\n"
 
 
-def as_json(findings: Sequence[Finding]) -> bytes:
+def as_json(findings: Sequence[SecurityFinding]) -> bytes:
     """Return the report as one JSON object."""
     body = {
         "exit_code": exit_code(findings),

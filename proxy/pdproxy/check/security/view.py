@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 
 from pdproxy.app.exposed_files import exposure
 from pdproxy.kit.addresses import is_any, is_loopback
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.keys import read_key_lines
 from pdproxy.settings.listen import AdminPlace, place_of
 from pdproxy.settings.schema import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SecurityView:
     """What is known.
 
     - `keys`: keys of clients and operators, each with its setting and its name there.
@@ -48,11 +48,11 @@ class View:
         return None if address is None else place_of(address)
 
     @property
-    def nodes(self) -> Iterator[tuple[str, Node]]:
+    def nodes(self) -> Iterator[tuple[str, ConfiguredEngine]]:
         """All engines of the settings, each with the name of its setting."""
         for at, pool in enumerate(self.settings.pools):
-            for index, node in enumerate(pool.nodes):
-                yield f"pools[{at}].nodes[{index}]", node
+            for index, engine in enumerate(pool.nodes):
+                yield f"pools[{at}].nodes[{index}]", engine
 
     @property
     def sockets(self) -> Iterator[tuple[str, str]]:
@@ -70,18 +70,18 @@ class View:
         return [(setting, host) for setting, host in self.sockets if is_any(host)]
 
 
-def view_of(settings: Settings) -> View:
+def view_of(settings: Settings) -> SecurityView:
     """Return what is known of settings on this machine.
 
     Raises:
         SettingsError: a file of keys can't be read.
     """
-    return View(settings, list(_keys(settings)), list(_exposed(settings)))
+    return SecurityView(settings, list(_keys(settings)), list(_exposed(settings)))
 
 
-def is_far(node: Node) -> bool:
+def is_far(engine: ConfiguredEngine) -> bool:
     """Return whether an engine is reached over a network, as far as its URL shows."""
-    return not is_loopback(urlsplit(node.url).hostname or "")
+    return not is_loopback(urlsplit(engine.url).hostname or "")
 
 
 def _keys(settings: Settings) -> Iterator[tuple[str, str, int]]:
@@ -106,10 +106,10 @@ def _exposed(settings: Settings) -> Iterator[tuple[str, str]]:
     ]
     for at, pool in enumerate(settings.pools):
         files.append((f"pools[{at}].tls.key", pool.tls.key))
-        for index, node in enumerate(pool.nodes):
+        for index, engine in enumerate(pool.nodes):
             files += [
-                (f"pools[{at}].nodes[{index}].api_key_file", node.api_key_file),
-                (f"pools[{at}].nodes[{index}].tls.key", node.tls.key),
+                (f"pools[{at}].nodes[{index}].api_key_file", engine.api_key_file),
+                (f"pools[{at}].nodes[{index}].tls.key", engine.tls.key),
             ]
     for setting, path in files:
         if path is not None and exposure(setting, path) is not None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
-from pdproxy.scheduling.auto.demand import Demand, Meter
-from pdproxy.scheduling.auto.loads import EngineLoad, Leg
-from pdproxy.scheduling.auto.roles import REVIEW_S, Kept, typical
-from pdproxy.scheduling.auto.times import Times
-from pdproxy.scheduling.auto.view import View, models_of
+from pdproxy.scheduling.auto.demand import Demand, DemandMeter
+from pdproxy.scheduling.auto.loads import PredictedLeg, PredictedLoad
+from pdproxy.scheduling.auto.roles import REVIEW_S, KeptEngines, typical
+from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.auto.view import EnginesView, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.outputs import Outputs, limit_of
 from pdproxy.scheduling.placement import Candidates, Placed, Placement, PlacementState
 from pdproxy.scheduling.policy import Ask, Cached
@@ -52,8 +52,8 @@ class Group:
 
     __slots__ = ("kept", "meter", "most_free", "reviewed")
 
-    def __init__(self, slo: Slo, weights: Weights, meter: Meter) -> None:
-        self.meter, self.kept = meter, Kept(slo, weights)
+    def __init__(self, slo: Slo, weights: Weights, meter: DemandMeter) -> None:
+        self.meter, self.kept = meter, KeptEngines(slo, weights)
         self.reviewed = 0.0
         self.most_free = 0
         """The most engines of role `any` that a request could choose from: others exclude some."""
@@ -68,11 +68,11 @@ class AutoOptions:
     predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
     """
 
-    times_of: Callable[[Node], tuple[Hardware, int]]
+    times_of: Callable[[LedgerEngine], tuple[Hardware, int]]
     slo: Slo
     cached: Cached | None = None
     weights: Weights = WEIGHTS
-    assumed: Callable[[Node], bool] = lambda _: False
+    assumed: Callable[[LedgerEngine], bool] = lambda _: False
     corrects: bool = True
     refuses: bool = False
 
@@ -88,11 +88,11 @@ class Auto(Placement):
         self._assumed, self._corrects = options.assumed, options.corrects
         self._costs = {slo: Costs(slo, options.weights)}
         """By the bounds that requests have."""
-        self._nodes: Sequence[Node] = ()
-        self._loads: dict[str, EngineLoad] = {}
-        self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
-        self._views: dict[Candidates, View] = {}
-        self._views_by_nodes: dict[tuple[tuple[Node, ...], ...], View] = {}
+        self._engines: Sequence[LedgerEngine] = ()
+        self._loads: dict[str, PredictedLoad] = {}
+        self._legs: dict[Lease, tuple[PredictedLoad, PredictedLeg]] = {}
+        self._views: dict[Candidates, EnginesView] = {}
+        self._views_by_engines: dict[tuple[tuple[LedgerEngine, ...], ...], EnginesView] = {}
         self._groups: dict[frozenset[str], Group] = {}
         """By the names of their models, without adapters."""
         self._choice: _Choice | None = None
@@ -108,20 +108,20 @@ class Auto(Placement):
         self.slo, self._refuses = slo, refuses
         self._groups.clear()
         self._views.clear()
-        self._views_by_nodes.clear()
+        self._views_by_engines.clear()
 
-    def _load(self, node: Node) -> EngineLoad:
-        load = self._loads.get(node.url)
-        if load is None or load.node is not node:
-            load = self._loads[node.url] = self._new_load(node, Times(*self._times_of(node)))
+    def _load(self, engine: LedgerEngine) -> PredictedLoad:
+        load = self._loads.get(engine.url)
+        if load is None or load.engine is not engine:
+            load = self._loads[engine.url] = self._new_load(engine, WorkTimes(*self._times_of(engine)))
         return load
 
-    def _new_load(self, node: Node, times: Times) -> EngineLoad:
-        return EngineLoad(node, times, assumed=self._assumed(node), corrects=self._corrects)
+    def _new_load(self, engine: LedgerEngine, times: WorkTimes) -> PredictedLoad:
+        return PredictedLoad(engine, times, assumed=self._assumed(engine), corrects=self._corrects)
 
-    def _new_meter(self, models: frozenset[str]) -> Meter:
+    def _new_meter(self, models: frozenset[str]) -> DemandMeter:
         """Return what measures the demand for these models."""
-        return Meter()
+        return DemandMeter()
 
     def _group(self, models: frozenset[str]) -> Group:
         group = self._groups.get(models)
@@ -129,21 +129,21 @@ class Auto(Placement):
             group = self._groups[models] = Group(self.slo, self._weights, self._new_meter(models))
         return group
 
-    def _seen(self, node: Node) -> EngineLoad:
+    def _seen(self, engine: LedgerEngine) -> PredictedLoad:
         """Return an engine's load as decisions see it: here, as our own leases make it."""
-        return self._load(node)
+        return self._load(engine)
 
-    def _view(self, candidates: Candidates) -> View:
+    def _view(self, candidates: Candidates) -> EnginesView:
         view = self._views.get(candidates)
         if view is None:
             # Where engines are excluded or bounded, each request has candidates of its own, which are mostly the same engines.
-            nodes = (candidates.whole, candidates.prefill, candidates.decode)
-            view = self._views_by_nodes.get(nodes)
-            for known in (self._views, self._views_by_nodes):
+            engines = (candidates.whole, candidates.prefill, candidates.decode)
+            view = self._views_by_engines.get(engines)
+            for known in (self._views, self._views_by_engines):
                 if len(known) >= _MAX_VIEWS:
                     known.clear()
             if view is None:
-                view = self._views_by_nodes[nodes] = View(candidates, self._seen)
+                view = self._views_by_engines[engines] = EnginesView(candidates, self._seen)
                 self._group(view.models)
             self._views[candidates] = view
         return view
@@ -174,9 +174,9 @@ class Auto(Placement):
         group.meter.add(now, tokens, choice.prefill.cached, output)
         values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
         if choice.decode is None:
-            return Placed((load.node,), "cached" if choice.prefill.cached else "whole", values)
+            return Placed((load.engine,), "cached" if choice.prefill.cached else "whole", values)
         self.splits += 1
-        return Placed((load.node, choice.decode.load.node), "split", values)
+        return Placed((load.engine, choice.decode.load.engine), "split", values)
 
     def _least(
         self,
@@ -185,21 +185,21 @@ class Auto(Placement):
         tokens: int,
         output: float,
         known: Mapping[str, int],
-        view: View,
+        view: EnginesView,
         candidates: Candidates,
         share: float,
     ) -> _Choice | None:
         """Return the choice with the least cost, None if there is none. `share`: of the time that kept engines work."""
         self._number = number = self._number + 1
 
-        def look(load: EngineLoad) -> Look:
+        def look(load: PredictedLoad) -> Look:
             found = view.look(load)
             if found.number != number:
                 found.number = number
                 costs.look(found, now, tokens, known.get(load.url, 0) if known else 0, output, share)
             return found
 
-        cached: Sequence[EngineLoad] = view.cached(known) if known else ()
+        cached: Sequence[PredictedLoad] = view.cached(known) if known else ()
         prefills = view.worth_prefill(cached)
         decodes: list[Look] = []
         least = bound = math.inf
@@ -211,7 +211,7 @@ class Auto(Placement):
                 decodes.append(decode)
         if decodes:  # there may be none: all are full, or down
             prefill, decode = look(prefills[0]), decodes[0]
-            if prefill is not decode and candidates.compatible(prefill.load.node, decode.load.node):
+            if prefill is not decode and candidates.compatible(prefill.load.engine, decode.load.engine):
                 first = costs.split(prefill, decode, tokens)
                 bound = first[0]  # what costs as much is not chosen
         best: Look | None = None
@@ -242,7 +242,7 @@ class Auto(Placement):
                 else:
                     cost, ttft = costs.split(prefill, decode, tokens)
                 if cost < least:
-                    paired = candidates.compatible(prefill.load.node, decode.load.node)
+                    paired = candidates.compatible(prefill.load.engine, decode.load.engine)
                     if paired:
                         least, best, best_decode, best_ttft = cost, prefill, decode, ttft
         if prefills and (best is None or not paired):  # those that were worth a look may not work together
@@ -266,7 +266,7 @@ class Auto(Placement):
             found = self._costs[slo] = Costs(slo, self._weights)
         return found
 
-    def _review(self, now: float, view: View, group: Group) -> None:
+    def _review(self, now: float, view: EnginesView, group: Group) -> None:
         if len(view.free) < group.most_free:
             return
         group.most_free, group.reviewed = len(view.free), now
@@ -278,48 +278,48 @@ class Auto(Placement):
         """Return what all requests ask of the engines. `demand`: what those that were placed here ask."""
         return demand
 
-    def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
+    def _as_least_load(self, view: EnginesView, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
         view.measured = all(load.known for load in view.all)
         if view.measured:
             return None
         if view.fixed_prefill:
-            prefills = sorted(view.fixed_prefill, key=lambda load: (load.node.prompt_bytes, load.node.requests))
-            decodes = sorted(view.decode, key=lambda load: (load.node.requests, load.node.prompt_bytes))
+            prefills = sorted(view.fixed_prefill, key=lambda load: (load.engine.prompt_bytes, load.engine.requests))
+            decodes = sorted(view.decode, key=lambda load: (load.engine.requests, load.engine.prompt_bytes))
             for prefill in prefills:
                 for decode in decodes:
-                    if prefill is not decode and candidates.compatible(prefill.node, decode.node):
-                        return Placed((prefill.node, decode.node), "uncalibrated")
+                    if prefill is not decode and candidates.compatible(prefill.engine, decode.engine):
+                        return Placed((prefill.engine, decode.engine), "uncalibrated")
         if not view.whole:
             return None
-        load = min(view.whole, key=lambda load: (load.node.requests, load.node.prompt_bytes, load.free_at))
-        return Placed((load.node,), "uncalibrated")
+        load = min(view.whole, key=lambda load: (load.engine.requests, load.engine.prompt_bytes, load.free_at))
+        return Placed((load.engine,), "uncalibrated")
 
     # -- what becomes of it
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Placement`."""
-        choice, now, node, role = self._choice, ask.now, lease.node, lease.role
+        choice, now, engine, role = self._choice, ask.now, lease.engine, lease.role
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
         look = None
         if choice is not None:
             look = choice.decode if role is Role.DECODE else choice.prefill
-        if look is None or choice is None or look.load.node is not node:
-            load, look, choice = self._load(node), None, None
+        if look is None or choice is None or look.load.engine is not engine:
+            load, look, choice = self._load(engine), None, None
             output = self.outputs.expected(tokens, limit_of(ask.parsed))
         else:
             load, output = look.load.own, choice.output
         times = load.times
         if role is Role.DECODE:
             longer = times.pull_s(tokens - look.cached if look is not None else tokens)
-            leg = Leg(now, tokens, output, 0.0, 0.0, 0.0, longer)
+            leg = PredictedLeg(now, tokens, output, 0.0, 0.0, 0.0, longer)
         else:
             if look is not None:
                 seconds, longer, steps = look.seconds, look.longer_s, look.steps
             else:
                 load.advance(now)
                 seconds, longer, steps = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
-            leg = Leg(now, tokens, output, seconds, seconds / times.prefill_factor, steps, 0.0)
+            leg = PredictedLeg(now, tokens, output, seconds, seconds / times.prefill_factor, steps, 0.0)
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
@@ -367,22 +367,22 @@ class Auto(Placement):
         if lease.role is not Role.PREFILL:
             load.never_began(leg)
 
-    def engines_changed(self, nodes: Sequence[Node]) -> None:
+    def engines_changed(self, engines: Sequence[LedgerEngine]) -> None:
         """See `Placement`."""
-        self._nodes = nodes
-        present = {node.url: node for node in nodes}
-        for url in [url for url, load in self._loads.items() if present.get(url) is not load.node]:
+        self._engines = engines
+        present = {engine.url: engine for engine in engines}
+        for url in [url for url, load in self._loads.items() if present.get(url) is not load.engine]:
             del self._loads[url]
         self._views.clear()
-        self._views_by_nodes.clear()
-        served = {models_of(node) for node in nodes}
+        self._views_by_engines.clear()
+        served = {models_of(engine) for engine in engines}
         self._groups = {models: group for models, group in self._groups.items() if models in served}
         for group in self._groups.values():
             group.most_free = 0
 
     def status(self) -> str | None:
         """See `Placement`."""
-        unknown = [node.url for node in self._nodes if not self._load(node).known]
+        unknown = [engine.url for engine in self._engines if not self._load(engine).known]
         if not unknown:
             return None
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

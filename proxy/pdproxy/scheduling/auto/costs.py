@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, EngineLoad
+from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, PredictedLoad
 from pdproxy.scheduling.auto.weights import Weights
 from pdproxy.scheduling.slo import Slo
 
@@ -51,7 +51,7 @@ class Look:
         "tpot_cost",
         "tpot_s",
     )
-    load: EngineLoad
+    load: PredictedLoad
     number: int
     """Of the decision that it is of."""
     cached: int
@@ -87,7 +87,7 @@ class Look:
     before: float
     """How likely one of them is to miss the limit as it is."""
 
-    def __init__(self, load: EngineLoad) -> None:
+    def __init__(self, load: PredictedLoad) -> None:
         self.load, self.number = load, 0
 
 

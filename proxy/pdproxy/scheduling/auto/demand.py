@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.times import WorkTimes
 
 _REQUESTS = 200
 """How many requests make an average: the requests of the last seconds, as the bounds say."""
@@ -41,7 +41,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rate=self.rate * replicas)
 
 
-class Meter:
+class DemandMeter:
     """Measures the demand. A request costs a few additions; the rest is done when somebody asks."""
 
     __slots__ = (
@@ -78,7 +78,7 @@ class Meter:
         self._squares += new * new
         self._outputs += output
 
-    def demand(self, now: float, times: Times) -> Demand | None:
+    def demand(self, now: float, times: WorkTimes) -> Demand | None:
         """Return the demand, None if there was none. `times`: of an engine."""
         if not self._begun:
             return None

@@ -12,8 +12,8 @@ import math
 from heapq import heappop, heappush
 
 from pdproxy.scheduling.auto.correction import Factor
-from pdproxy.scheduling.auto.times import Times
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 
 MEMORY_S = 4.0
 """How long an engine's delays are remembered, in seconds: what its sequences are to expect."""
@@ -31,7 +31,7 @@ _SHARE_STEPS = 2.0
 """How much more than its share of the time a delay counts there, in steps."""
 
 
-class Leg:
+class PredictedLeg:
     """A lease: what was predicted of it. Times in monotonic seconds, durations in seconds."""
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Leg:
         """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of how long it took."""
 
 
-class EngineLoad:
+class PredictedLoad:
     """One engine."""
 
     __slots__ = (
@@ -93,11 +93,11 @@ class EngineLoad:
         "decoding",
         "delay",
         "delay_at",
+        "engine",
         "expected",
         "expected_tokens",
         "free_at",
         "kept",
-        "node",
         "outputs",
         "own",
         "pending_s",
@@ -113,13 +113,13 @@ class EngineLoad:
         "wait_s",
     )
 
-    def __init__(self, node: Node, times: Times, *, assumed: bool = False, corrects: bool = True) -> None:
-        self.node, self.url, self.times, self.corrects = node, node.url, times, corrects
-        self.own: EngineLoad = self
+    def __init__(self, engine: LedgerEngine, times: WorkTimes, *, assumed: bool = False, corrects: bool = True) -> None:
+        self.engine, self.url, self.times, self.corrects = engine, engine.url, times, corrects
+        self.own: PredictedLoad = self
         """What our own leases make of it: what becomes of these is noted there."""
         self.assumed = assumed
         """Whether its times are generic ones."""
-        self._unseen: list[tuple[float, int, Leg]] = []
+        self._unseen: list[tuple[float, int, PredictedLeg]] = []
         """Answers that come as a whole, by the time when they begin: a heap."""
         self._number = 0
         self.kept = False
@@ -212,7 +212,7 @@ class EngineLoad:
         self.steps = steps + alone
         self.alone_steps += alone * times.step_factor
 
-    def opened(self, leg: Leg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
+    def opened(self, leg: PredictedLeg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
         """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's sequences will wait."""
         now, seconds = leg.opened_at, leg.seconds
         self.advance(now)
@@ -238,7 +238,7 @@ class EngineLoad:
             self.expected_tokens += leg.tokens
         self._order()
 
-    def computed(self, leg: Leg, arrived_at: float, done_at: float, now: float) -> None:
+    def computed(self, leg: PredictedLeg, arrived_at: float, done_at: float, now: float) -> None:
         """A prompt was computed, or will not be (`done_at` is 0): what waits behind it is what is left."""
         self.advance(now)
         self._done(leg)
@@ -261,19 +261,19 @@ class EngineLoad:
                 self.times.prefill_factor = self.prefill.value
         self._order()
 
-    def _done(self, leg: Leg) -> None:
+    def _done(self, leg: PredictedLeg) -> None:
         self.pending_s -= leg.seconds
         self.pending_steps -= leg.steps
         if self.pending_s < NOTHING_S:
             self.pending_s = self.pending_steps = 0.0
 
-    def begins_unseen(self, leg: Leg, at: float) -> None:
+    def begins_unseen(self, leg: PredictedLeg, at: float) -> None:
         """The first token of an answer will not be seen: it is taken to be there at that time, if the answer is not over."""
         leg.unseen = True
         self._number += 1
         heappush(self._unseen, (at, self._number, leg))
 
-    def _begin_unseen(self, at: float, _: int, leg: Leg) -> None:
+    def _begin_unseen(self, at: float, _: int, leg: PredictedLeg) -> None:
         if not leg.unseen:
             return  # it is over
         self._done(leg)
@@ -287,7 +287,7 @@ class EngineLoad:
         self.busy_steps -= beside
         self.alone_steps += alone * self.times.step_factor
 
-    def began(self, leg: Leg, now: float) -> None:
+    def began(self, leg: PredictedLeg, now: float) -> None:
         """The first token of an answer is there."""
         self.advance(now)
         if not leg.seconds:
@@ -307,7 +307,7 @@ class EngineLoad:
         self.began_sum += now
         self.began_steps += leg.began_step
 
-    def never_began(self, leg: Leg) -> None:
+    def never_began(self, leg: PredictedLeg) -> None:
         """A lease was closed before its first token."""
         self.expected -= 1
         self.expected_tokens -= leg.tokens
@@ -315,7 +315,7 @@ class EngineLoad:
             self.pulls -= 1
         self._order()
 
-    def ended(self, leg: Leg, now: float, tokens: int | None) -> None:
+    def ended(self, leg: PredictedLeg, now: float, tokens: int | None) -> None:
         """An answer is over. `tokens`: of it, None if unknown."""
         self.advance(now)
         assert leg.began_at is not None

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from pdproxy.scheduling.auto.demand import Demand
-from pdproxy.scheduling.auto.loads import MEMORY_S, EngineLoad
-from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.loads import MEMORY_S, PredictedLoad
+from pdproxy.scheduling.auto.times import WorkTimes
 from pdproxy.scheduling.auto.weights import Weights
 from pdproxy.scheduling.slo import Slo
 
@@ -51,13 +51,15 @@ _COMPARE_S = 5.0
 _MOST_SHARE = 0.9
 
 
-def expected_cost(count: int, engines: int, demand: Demand, times: Times, slo: Slo, weights: Weights) -> float:
+def expected_cost(count: int, engines: int, demand: Demand, times: WorkTimes, slo: Slo, weights: Weights) -> float:
     """Return what a mean request costs, where `count` of the engines are kept for prefill."""
     costs = [_cost_at(demand.rate * part, count, engines, demand, times, slo, weights) for part in _RATES]
     return sum(costs) / len(costs)
 
 
-def _cost_at(rate: float, count: int, engines: int, demand: Demand, times: Times, slo: Slo, weights: Weights) -> float:
+def _cost_at(
+    rate: float, count: int, engines: int, demand: Demand, times: WorkTimes, slo: Slo, weights: Weights
+) -> float:
     hardware, output = times.hardware, max(demand.output, 1.0)
     work = rate * demand.alone_s
     split = min(_FULL * count / work, 1.0) if count and work > 0 else 0.0
@@ -134,19 +136,19 @@ def _waiting(
     return cost + late + _SMALL * weights.ttft * (fixed_s + mean) / slo.ttft
 
 
-def typical(loads: Sequence[EngineLoad]) -> Times:
+def typical(loads: Sequence[PredictedLoad]) -> WorkTimes:
     """Return the times of the first engine, with the middle corrections of those that measure: steps are corrected where answers
     are decoded, prefill where prompts are computed. An engine has old corrections of what it has not done for long.
     """
     kept = [load.times for load in loads if load.kept]
     others = [load.times for load in loads if not load.kept]
-    found = Times(loads[0].times.hardware, loads[0].times.chunk)
+    found = WorkTimes(loads[0].times.hardware, loads[0].times.chunk)
     found.prefill_factor = sorted([times.prefill_factor for times in kept or others])[len(kept or others) // 2]
     found.step_factor = sorted([times.step_factor for times in others or kept])[len(others or kept) // 2]
     return found
 
 
-class Kept:
+class KeptEngines:
     """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed some."""
 
     def __init__(self, slo: Slo, weights: Weights) -> None:
@@ -163,9 +165,9 @@ class Kept:
     def review(
         self,
         now: float,
-        loads: Sequence[EngineLoad],
+        loads: Sequence[PredictedLoad],
         demand: Demand | None,
-        times: Times,
+        times: WorkTimes,
         prefill: int = 0,
         fixed: int = 0,
     ) -> None:
@@ -196,7 +198,7 @@ class Kept:
             self._keep(best, loads, now)
         self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
 
-    def _keep(self, best: int, loads: Sequence[EngineLoad], now: float, *, at_once: bool = False) -> None:
+    def _keep(self, best: int, loads: Sequence[PredictedLoad], now: float, *, at_once: bool = False) -> None:
         """Go most of the way to the best number, or all of it."""
         self.changes += 1
         self._compared = -math.inf

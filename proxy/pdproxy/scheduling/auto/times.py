@@ -10,7 +10,7 @@ _COLLIDES = 0.3
 """How likely a pull is to begin in the same step as another one."""
 
 
-class Times:
+class WorkTimes:
     """Seconds of an engine's work. `chunk`: the most tokens of a step (`--max-num-batched-tokens`).
 
     `prefill_factor` and `step_factor` are what measurements make of the model's numbers; 1 as long as there are none.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from pdproxy.scheduling.auto.costs import Look
-from pdproxy.scheduling.auto.loads import EngineLoad
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.auto.loads import PredictedLoad
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.placement import Candidates
 
 ALL = 4
@@ -18,13 +18,13 @@ _prefill_order = attrgetter("prefill_order")
 _decode_order = attrgetter("decode_order")
 
 
-def models_of(node: Node) -> frozenset[str]:
+def models_of(engine: LedgerEngine) -> frozenset[str]:
     """Return the names of the models that an engine serves, without adapters."""
-    evidence = node.evidence
+    evidence = engine.evidence
     return frozenset() if evidence is None else evidence.models - evidence.adapters
 
 
-class View:
+class EnginesView:
     """The engines of a `Candidates`: one at least."""
 
     __slots__ = (
@@ -46,17 +46,17 @@ class View:
         "whole",
     )
 
-    def __init__(self, candidates: Candidates, load_of: Callable[[Node], EngineLoad]) -> None:
-        self.whole = [load_of(node) for node in candidates.whole]
+    def __init__(self, candidates: Candidates, load_of: Callable[[LedgerEngine], PredictedLoad]) -> None:
+        self.whole = [load_of(engine) for engine in candidates.whole]
         self.serve_whole = frozenset(self.whole)
-        self.decode = [load_of(node) for node in candidates.decode]
-        prefill = [load_of(node) for node in candidates.prefill]
-        self.fixed_prefill = [load for load in prefill if load.node.role is not Role.ANY]
+        self.decode = [load_of(engine) for engine in candidates.decode]
+        prefill = [load_of(engine) for engine in candidates.prefill]
+        self.fixed_prefill = [load for load in prefill if load.engine.role is not Role.ANY]
         """Those that are for prefill by the settings."""
-        self.free = [load for load in prefill if load.node.role is Role.ANY]
+        self.free = [load for load in prefill if load.engine.role is Role.ANY]
         """Those that may be kept for prefill."""
         self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
-        self.models = models_of(self.all[0].node)
+        self.models = models_of(self.all[0].engine)
         """What the first of them serves; the others serve the same, or the request names no model."""
         self._by_url = {load.url: load for load in self.all}
         self.measured = False
@@ -64,12 +64,12 @@ class View:
         self._turn = 0
         self.version = -1
         """Of the decision which engines are kept."""
-        self._whole: list[EngineLoad] = []
-        self._prefill: list[EngineLoad] = []
-        self._prefills: frozenset[EngineLoad] = frozenset()
+        self._whole: list[PredictedLoad] = []
+        self._prefill: list[PredictedLoad] = []
+        self._prefills: frozenset[PredictedLoad] = frozenset()
         """The same, to find one."""
-        self._looks: dict[EngineLoad, Look] = {}
-        self._decode: list[EngineLoad] = []
+        self._looks: dict[PredictedLoad, Look] = {}
+        self._decode: list[PredictedLoad] = []
 
     def sort_roles(self, version: int) -> None:
         """Note which engines are kept now."""
@@ -81,14 +81,14 @@ class View:
         self._decode = [load for load in self.decode if not load.kept] or self.decode
         self._whole = [load for load in self.whole if not load.kept] or self.whole
 
-    def look(self, load: EngineLoad) -> Look:
+    def look(self, load: PredictedLoad) -> Look:
         """Return where to note what a request would mean for an engine. There is one per engine: decisions are not kept."""
         found = self._looks.get(load)
         if found is None:
             found = self._looks[load] = Look(load)
         return found
 
-    def cached(self, known: Mapping[str, int]) -> list[EngineLoad]:
+    def cached(self, known: Mapping[str, int]) -> list[PredictedLoad]:
         """Return those with most of a prompt; where these are many, those with the least to do first.
 
         `known`: tokens in their caches, by URL; one at least.
@@ -99,7 +99,7 @@ class View:
             found.sort(key=_prefill_order)
         return found
 
-    def worth_whole(self, cached: Sequence[EngineLoad]) -> Iterable[EngineLoad]:
+    def worth_whole(self, cached: Sequence[PredictedLoad]) -> Iterable[PredictedLoad]:
         """Return engines for the whole request, if they are not kept. `cached`: see there."""
         loads = self._whole
         if len(loads) <= ALL:
@@ -112,7 +112,7 @@ class View:
             worth[loads[self._turn // _TURNS % len(loads)]] = None
         return worth
 
-    def worth_prefill(self, cached: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
+    def worth_prefill(self, cached: Sequence[PredictedLoad]) -> Sequence[PredictedLoad]:
         """Return engines that may prefill for another one."""
         loads = self._prefill
         if len(loads) <= ALL // 2:
@@ -123,14 +123,16 @@ class View:
             worth += [load for load in more if load is not worth[0]]
         return worth
 
-    def worth_decode(self) -> Sequence[EngineLoad]:
+    def worth_decode(self) -> Sequence[PredictedLoad]:
         """Return engines that may decode for another one."""
         loads = self._decode
         return loads if len(loads) <= ALL // 2 else [min(loads, key=_decode_order)]
 
-    def pairs(self, compatible: Callable[[Node, Node], bool]) -> Iterator[tuple[EngineLoad, EngineLoad]]:
+    def pairs(
+        self, compatible: Callable[[LedgerEngine, LedgerEngine], bool]
+    ) -> Iterator[tuple[PredictedLoad, PredictedLoad]]:
         """Yield the engines that may share the work, those with the least to do first."""
         for prefill in sorted(self._prefill, key=_prefill_order):
             for decode in sorted(self._decode, key=_decode_order):
-                if prefill is not decode and compatible(prefill.node, decode.node):
+                if prefill is not decode and compatible(prefill.engine, decode.engine):
                     yield prefill, decode

@@ -10,12 +10,12 @@ from operator import add, lt, sub
 
 from pdproxy.kit.shared_rows import OtherRows, OwnRows
 from pdproxy.kit.shared_table import key_of
-from pdproxy.scheduling.auto.demand import Meter
+from pdproxy.scheduling.auto.demand import DemandMeter
 from pdproxy.scheduling.outputs import CLASSES, Outputs
 
 _COUNTS = 6
 DEMAND_FLOATS = _COUNTS + 2
-"""Numbers of a row: what `Meter` counts; the part of the time that kept engines work, and the number of that decision."""
+"""Numbers of a row: what `DemandMeter` counts; the part of the time that kept engines work, and the number of that decision."""
 OUTPUT_FLOATS = 2 * CLASSES
 """Numbers of the row: answers and their tokens, of each class of prompts."""
 OUTPUTS = key_of("outputs")
@@ -57,8 +57,8 @@ class _Counts:
             self._column.drop(self.key)
 
 
-class WorkerMeter(Meter):
-    """The `Meter` of one of several workers, for the models of this `name`. It also tells what the leading worker has decided."""
+class WorkerMeter(DemandMeter):
+    """The `DemandMeter` of one of several workers, for the models of this `name`. It also tells what the leading worker has decided."""
 
     __slots__ = ("_all", "_number", "_shared", "share")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from pdproxy.kit.shared_rows import OtherRows, OwnRows
 from pdproxy.kit.shared_table import key_of
-from pdproxy.scheduling.auto.loads import NOTHING_S, EngineLoad, Leg
-from pdproxy.scheduling.auto.times import Times
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.auto.loads import NOTHING_S, PredictedLeg, PredictedLoad
+from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 
 _HEAD = 1 + 2
 _KEPT_NUMBER, _KEPT, _STATE = _HEAD, _HEAD + 1, _HEAD + 2
@@ -26,8 +26,8 @@ FLOATS = _FACTORS - 1 + 2 * _OF_FACTOR
 """Numbers of a row: orders, the number of the decision whether the engine is kept for prefill, and that; state, sums, factors."""
 
 
-class WorkerLoad(EngineLoad):
-    """One engine, in one of several workers. All numbers of `EngineLoad` are those of all workers.
+class WorkerLoad(PredictedLoad):
+    """One engine, in one of several workers. All numbers of `PredictedLoad` are those of all workers.
 
     `kept_changed` is called when another worker has decided whether the engine is kept for prefill. `look` has all changes
     marked, those of other engines, too; without it this one looks for its own.
@@ -54,17 +54,17 @@ class WorkerLoad(EngineLoad):
 
     def __init__(
         self,
-        node: Node,
-        times: Times,
+        engine: LedgerEngine,
+        times: WorkTimes,
         column: OwnRows,
         others: OtherRows,
-        kept_changed: Callable[[EngineLoad], None],
+        kept_changed: Callable[[PredictedLoad], None],
         *,
         assumed: bool = False,
         corrects: bool = True,
         look: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(node, times, assumed=assumed, corrects=corrects)
+        super().__init__(engine, times, assumed=assumed, corrects=corrects)
         self._look = look
         self._changed_in: set[int] = set()
         """Places of the columns in which the engine has changed."""
@@ -72,7 +72,7 @@ class WorkerLoad(EngineLoad):
         """The newest version of the changes."""
         self._factors: tuple[float, ...] = ()
         """Those that the newest row had."""
-        self._key = key_of(node.url)
+        self._key = key_of(engine.url)
         self._column, self._others, self._kept_changed = column, others, kept_changed
         self._row = column.own(self._key)
         self._seen = [0] * others.count
@@ -265,7 +265,7 @@ class WorkerLoad(EngineLoad):
             )
 
     def advance(self, now: float) -> None:
-        """See `EngineLoad`."""
+        """See `PredictedLoad`."""
         if self._changed_in:
             self.take()
         unseen = self._unseen
@@ -276,32 +276,32 @@ class WorkerLoad(EngineLoad):
         else:
             super().advance(now)
 
-    def opened(self, leg: Leg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
-        """See `EngineLoad`."""
+    def opened(self, leg: PredictedLeg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
+        """See `PredictedLoad`."""
         self._refresh()
         super().opened(leg, arrives_at=arrives_at, answers=answers, longer_s=longer_s)
         self._write()
 
-    def computed(self, leg: Leg, arrived_at: float, done_at: float, now: float) -> None:
-        """See `EngineLoad`."""
+    def computed(self, leg: PredictedLeg, arrived_at: float, done_at: float, now: float) -> None:
+        """See `PredictedLoad`."""
         self._refresh()
         super().computed(leg, arrived_at, done_at, now)
         self._write()
 
-    def began(self, leg: Leg, now: float) -> None:
-        """See `EngineLoad`."""
+    def began(self, leg: PredictedLeg, now: float) -> None:
+        """See `PredictedLoad`."""
         self._refresh()
         super().began(leg, now)
         self._write()
 
-    def never_began(self, leg: Leg) -> None:
-        """See `EngineLoad`."""
+    def never_began(self, leg: PredictedLeg) -> None:
+        """See `PredictedLoad`."""
         self._refresh()
         super().never_began(leg)
         self._write()
 
-    def ended(self, leg: Leg, now: float, tokens: int | None) -> None:
-        """See `EngineLoad`."""
+    def ended(self, leg: PredictedLeg, now: float, tokens: int | None) -> None:
+        """See `PredictedLoad`."""
         self._refresh()
         self.advance(now)
         counts = self.steps, self.busy_steps, self.alone_steps

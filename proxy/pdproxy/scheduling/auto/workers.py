@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pdproxy.kit.shared_rows import OtherRows, OwnRows, SharedRows
 from pdproxy.scheduling.auto import worker_demand, worker_loads
 from pdproxy.scheduling.auto.auto import Auto, AutoOptions, Group
-from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.auto.loads import PredictedLoad
+from pdproxy.scheduling.auto.replica import ReplicaAuto
 from pdproxy.scheduling.auto.roles import REVIEW_S, typical
-from pdproxy.scheduling.auto.shared import SharedAuto
-from pdproxy.scheduling.auto.times import Times
-from pdproxy.scheduling.auto.view import View, models_of
+from pdproxy.scheduling.auto.times import WorkTimes
+from pdproxy.scheduling.auto.view import EnginesView, models_of
 from pdproxy.scheduling.auto.worker_demand import WorkerMeter, WorkerOutputs
 from pdproxy.scheduling.auto.worker_loads import WorkerLoad
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.scheduling.placement import Candidates, Placed, PlacementState
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import Slo
@@ -82,25 +82,25 @@ class WorkerAuto(Auto):
 
     def look(self, now: float) -> None:
         """Take what other workers have noted, and review which engines are kept for prefill where this one leads."""
-        available = [node for node in self._nodes if node.available]
-        for node in available:  # also where no request has come yet
-            self._load(node)
+        available = [engine for engine in self._engines if engine.available]
+        for engine in available:  # also where no request has come yet
+            self._load(engine)
         self._read(now)
         for load in self._of_key.values():
             load.advance(now)  # answers that come as a whole begin
         self._outputs.exchange()
-        for models in {models_of(node) for node in available}:
+        for models in {models_of(engine) for engine in available}:
             group = self._group(models)
             if now - group.reviewed >= REVIEW_S:
                 self._review_group(now, models, group)
 
-    def _review(self, now: float, view: View, group: Group) -> None:
+    def _review(self, now: float, view: EnginesView, group: Group) -> None:
         self.look(now)
         group.reviewed = now  # also where its engines were not found
 
     def _review_group(self, now: float, models: frozenset[str], group: Group) -> None:
-        nodes = [node for node in self._nodes if node.available and models_of(node) == models]
-        loads = [self._seen(node) for node in nodes if node.role is Role.ANY]
+        engines = [engine for engine in self._engines if engine.available and models_of(engine) == models]
+        loads = [self._seen(engine) for engine in engines if engine.role is Role.ANY]
         if len(loads) < 2 or not self.slo:
             return
         group.reviewed = now
@@ -109,8 +109,8 @@ class WorkerAuto(Auto):
         demand = self._of_all(meter.demand(now, times))
         kept = group.kept
         if self._share.leads():
-            prefill = sum(node.role is Role.PREFILL for node in nodes)
-            kept.review(now, loads, demand, times, prefill, len(nodes) - len(loads))
+            prefill = sum(engine.role is Role.PREFILL for engine in engines)
+            kept.review(now, loads, demand, times, prefill, len(engines) - len(loads))
             for load in loads:
                 own = load.own
                 assert isinstance(own, WorkerLoad)
@@ -138,21 +138,21 @@ class WorkerAuto(Auto):
                 one.mark(column, head)
                 self._changed_at = head[-1]
 
-    def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
+    def _as_least_load(self, view: EnginesView, candidates: Candidates) -> Placed | None:
         for load in self._of_key.values():
             load.take()
         return super()._as_least_load(view, candidates)
 
-    def _kept_changed(self, load: EngineLoad) -> None:
+    def _kept_changed(self, load: PredictedLoad) -> None:
         """The leading worker keeps an engine for prefill, or does not any more."""
         for group in self._groups.values():
             group.kept.changes += 1
 
     # -- engines, and what belongs to them
 
-    def engines_changed(self, nodes: Sequence[Node]) -> None:
+    def engines_changed(self, engines: Sequence[LedgerEngine]) -> None:
         """See `Placement`."""
-        super().engines_changed(nodes)
+        super().engines_changed(engines)
         for key, load in list(self._of_key.items()):
             if self._loads.get(load.url) is not load:
                 load.leave()
@@ -167,13 +167,13 @@ class WorkerAuto(Auto):
             meter.leave()
         self._meters.clear()
 
-    def _new_load(self, node: Node, times: Times) -> WorkerLoad:
+    def _new_load(self, engine: LedgerEngine, times: WorkTimes) -> WorkerLoad:
         load = WorkerLoad(
-            node,
+            engine,
             times,
             *self._share.loads,
             self._kept_changed,
-            assumed=self._assumed(node),
+            assumed=self._assumed(engine),
             corrects=self._corrects,
             look=self._mark,
         )
@@ -190,7 +190,7 @@ class WorkerAuto(Auto):
         return PlacementState(found.errors, found.corrections, found.kept, self.shared_age)
 
 
-class WorkerReplicaAuto(SharedAuto, WorkerAuto):
+class WorkerReplicaAuto(ReplicaAuto, WorkerAuto):
     """`Auto` of one of several workers of one of several replicas: what others have is added to the loads of all workers."""
 
     def __init__(self, options: AutoOptions, share: AutoShare, *, replicas: int, chance: Callable[[], float]) -> None:
@@ -203,7 +203,7 @@ class WorkerReplicaAuto(SharedAuto, WorkerAuto):
             if load.is_marked and (seen := self._seen_loads.get(load.url)) is not None and seen.own is load:
                 seen.advance(now)
 
-    def _kept_changed(self, load: EngineLoad) -> None:
+    def _kept_changed(self, load: PredictedLoad) -> None:
         super()._kept_changed(load)
         if (seen := self._seen_loads.get(load.url)) is not None and seen.own is load:
             seen.kept = load.kept

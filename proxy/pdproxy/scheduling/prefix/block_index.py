@@ -13,10 +13,10 @@ from typing import Any
 
 from pdproxy.scheduling.prefix import reading
 from pdproxy.scheduling.prefix.counters import Counters
-from pdproxy.scheduling.prefix.held import Held, Place, all_keys, known_of, size_of, sizes_of
+from pdproxy.scheduling.prefix.held import Held, IndexPlace, all_keys, known_of, size_of, sizes_of
 from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, following, pack, root
 from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs, ended_runs_anywhere
-from pdproxy.scheduling.prefix.reading import GPU, BlockHash, Entries, OddEventError, Value
+from pdproxy.scheduling.prefix.reading import GPU, BlockEntries, BlockHash, OddEventError, Value
 
 _AT_ONCE = 64
 """Entries that are removed in one go where nothing forces it: some ten microseconds."""
@@ -44,7 +44,7 @@ class BlockIndex:
         """Read only."""
         self._numbers = itertools.count()
         self._bits = Bits()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, IndexPlace] = {}
         self._unit_bytes = unit * TOKEN_BYTES
         self._gpu = KeyBits()
         self._media = {GPU: self._gpu}
@@ -61,7 +61,7 @@ class BlockIndex:
     def add_place(self) -> int:
         """Return the number of a new place. Numbers are not used again."""
         number = next(self._numbers)
-        self._places[number] = Place(self._bits.take(number))
+        self._places[number] = IndexPlace(self._bits.take(number))
         return number
 
     def remove_place(self, place: int) -> None:
@@ -257,7 +257,12 @@ class BlockIndex:
     # -- inside
 
     def _enter_new(
-        self, one: Place, hashes: list[int], parent: BlockHash | None, token_ids: Sequence[int], lora_name: str | None
+        self,
+        one: IndexPlace,
+        hashes: list[int],
+        parent: BlockHash | None,
+        token_ids: Sequence[int],
+        lora_name: str | None,
     ) -> bool:
         """Enter blocks of one unit each if all are new, and the one before them is known. Return whether they were."""
         held = one.held.get(GPU)
@@ -291,7 +296,7 @@ class BlockIndex:
         self.counters.stored += count
         return True
 
-    def _enter(self, one: Place, medium: str, entries: Entries, *, may_be_report: bool) -> None:
+    def _enter(self, one: IndexPlace, medium: str, entries: BlockEntries, *, may_be_report: bool) -> None:
         """Enter blocks. `may_be_report`: those that are known may merely be reported once more."""
         if self._size + sizes_of(entries.values) > self.max_blocks:
             entries = self._fitting(one, medium, entries)
@@ -344,7 +349,7 @@ class BlockIndex:
         self._size -= before - held.size
         return before - held.size
 
-    def _retire(self, one: Place) -> None:
+    def _retire(self, one: IndexPlace) -> None:
         """Let what a place holds match nothing any more. Its entries are removed later: they may be hundreds of thousands."""
         self._bits.retire(one.bit)
         media = {medium: held for medium, held in one.held.items() if held.values}
@@ -358,13 +363,13 @@ class BlockIndex:
             self._leaving.rotate(-sizes.index(min(sizes)))  # the largest may have millions of blocks
             self.tidy(min(sizes))
 
-    def _empty(self, number: int, one: Place) -> None:
+    def _empty(self, number: int, one: IndexPlace) -> None:
         if one.blocks():
             self._retire(one)
             one.bit = self._bits.take(number)
         one.held = {}
 
-    def _fitting(self, one: Place, medium: str, entries: Entries) -> Entries:
+    def _fitting(self, one: IndexPlace, medium: str, entries: BlockEntries) -> BlockEntries:
         """Return the first ones of these blocks, as many as there is space for."""
         known = one.held[medium].values if medium in one.held else {}
         hashes, values, ends = entries
@@ -373,9 +378,9 @@ class BlockIndex:
         # A block without those before it would be of no use.
         end = next((at for at, size in enumerate(itertools.accumulate(sizes)) if size > room), len(sizes))
         self.counters.no_space += len(sizes[end:]) - sizes[end:].count(0)
-        return Entries(hashes[:end], values[:end], {at: found for at, found in ends.items() if at < end})
+        return BlockEntries(hashes[:end], values[:end], {at: found for at, found in ends.items() if at < end})
 
-    def _room(self, one: Place, wanted: int) -> int:
+    def _room(self, one: IndexPlace, wanted: int) -> int:
         """Return how much of a wanted size a place may enter.
 
         Without space a place takes it from the place with the most blocks, up to an equal share of all.
@@ -387,7 +392,7 @@ class BlockIndex:
         share = self.max_blocks // len(self._places)
         wanted = min(wanted, max(share - one.size(), self.max_blocks - self._size))
         while (missing := wanted - (self.max_blocks - self._size)) > 0:
-            largest = max(self._places.values(), key=Place.size)
+            largest = max(self._places.values(), key=IndexPlace.size)
             most = largest.size() - share
             if most <= 0:
                 return self.max_blocks - self._size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pdproxy.scheduling.prefix.matches import KeyBits
-from pdproxy.scheduling.prefix.reading import End, Entries, Value
+from pdproxy.scheduling.prefix.reading import BlockEnd, BlockEntries, Value
 
 
 class Held:
@@ -18,7 +18,7 @@ class Held:
         """The keys that end in a block, by its hash."""
         self.size = 0
         """The sizes of all its blocks (`size_of`)."""
-        self.ends: dict[int, End] = {}
+        self.ends: dict[int, BlockEnd] = {}
         """Where blocks end that end inside a unit."""
         self.copies: dict[int, int] = {}
         """How many more blocks with the same hash the engine has: each is removed by itself."""
@@ -61,7 +61,7 @@ class Held:
         return gone
 
 
-class Place:
+class IndexPlace:
     """One place of the index, with its present bit."""
 
     __slots__ = ("bit", "group", "held")
@@ -80,14 +80,14 @@ class Place:
         """Return the sizes of all its blocks."""
         return sum(held.size for held in self.held.values())
 
-    def find(self, block: int) -> tuple[Value, End] | None:
+    def find(self, block: int) -> tuple[Value, BlockEnd] | None:
         """Return the keys that end in a block, and where it ends; None if it isn't known."""
         for held in self.held.values():
             value = held.values.get(block)
             if value is not None:
                 if isinstance(value, int):
-                    return value, End(value, b"")
-                return value, End(value[-1], b"") if value else held.ends[block]
+                    return value, BlockEnd(value, b"")
+                return value, BlockEnd(value[-1], b"") if value else held.ends[block]
         return None
 
 
@@ -101,11 +101,11 @@ def sizes_of(values: Iterable[Value]) -> int:
     return sum(map(size_of, values))
 
 
-def known_of(one: Place, hashes: Sequence[int]) -> Entries:
+def known_of(one: IndexPlace, hashes: Sequence[int]) -> BlockEntries:
     """Return those of these blocks that a place holds in any memory."""
     known: list[int] = []
     values: list[Value] = []
-    ends: dict[int, End] = {}
+    ends: dict[int, BlockEnd] = {}
     for block in hashes:
         if found := one.find(block):
             value, end = found
@@ -113,7 +113,7 @@ def known_of(one: Place, hashes: Sequence[int]) -> Entries:
                 ends[len(known)] = end
             known.append(block)
             values.append(value)
-    return Entries(known, values, ends)
+    return BlockEntries(known, values, ends)
 
 
 def all_keys(values: Sequence[Value]) -> Sequence[int]:

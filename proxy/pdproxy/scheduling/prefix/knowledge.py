@@ -15,7 +15,7 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.matches import Matches
 from pdproxy.scheduling.prefix.prediction import PredictionScore, cached_tokens
-from pdproxy.scheduling.prefix.prompts import MAX_KEYS, TOKEN_TEXT, Beginning
+from pdproxy.scheduling.prefix.prompts import MAX_KEYS, TOKEN_TEXT, PromptBeginning
 from pdproxy.scheduling.prefix.reading import GPU, BlockHash
 from pdproxy.scheduling.prefix.refreshing import Refreshing
 from pdproxy.scheduling.prefix.routed import RoutedIndex
@@ -54,7 +54,7 @@ class Prediction:
     url: str
     tokens: int
     basis: str
-    beginning: Beginning
+    beginning: PromptBeginning
     scored: bool
     refreshes: bool = False
 
@@ -167,7 +167,7 @@ class Knowledge:
         beginning = ask.beginning
         return {} if beginning is None else self.found(beginning, ask.now)
 
-    def found(self, beginning: Beginning, now: float) -> Mapping[str, int]:
+    def found(self, beginning: PromptBeginning, now: float) -> Mapping[str, int]:
         """Return the same for a prompt."""
         known = beginning.found
         if known is None or now - beginning.found_at > FRESH:
@@ -175,7 +175,7 @@ class Knowledge:
             beginning.found_at = now
         return known
 
-    def _search(self, beginning: Beginning, now: float) -> dict[str, int]:
+    def _search(self, beginning: PromptBeginning, now: float) -> dict[str, int]:
         units: dict[str, int] = {}
         if not beginning.of_text and self._sources():
             if self._by_routing:
@@ -202,7 +202,7 @@ class Knowledge:
 
     # -- requests
 
-    def routed(self, beginning: Beginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
+    def routed(self, beginning: PromptBeginning, url: str, now: float, *, reports: bool = True) -> Prediction | None:
         """Note that a prompt is sent to an engine. Return what is expected there, None if the engine is gone.
 
         `reports`: whether the engine reports what it has found in its cache.
@@ -294,7 +294,7 @@ class Knowledge:
         self.disproved += 1
 
     @staticmethod
-    def _key_behind(beginning: Beginning, tokens: int) -> int | None:
+    def _key_behind(beginning: PromptBeginning, tokens: int) -> int | None:
         """Return the first key behind so many tokens of a prompt, None if there is none."""
         at = tokens // beginning.unit
         for step in beginning.keys:

@@ -26,7 +26,7 @@ TOKEN_TEXT = 4
 _NO_TEXT = msgspec.Raw(b"")
 
 
-class Beginning:
+class PromptBeginning:
     """A prompt as indexes know it, and what they have found of it.
 
     `tokens`: the prompt's length, estimated where `of_text`. `unit`: tokens per key, estimated in the same way. `found`: tokens
@@ -60,7 +60,7 @@ def beginning_of(
     *,
     is_adapter: bool,
     text_per_token: float = TOKEN_TEXT,
-) -> Beginning | None:
+) -> PromptBeginning | None:
     """Return what a prompt is known by, None if nothing can be said of it. `unit`: tokens per key.
 
     `is_adapter`: whether its model is a LoRA adapter. Keys are made when they are asked for.
@@ -81,7 +81,7 @@ def beginning_of(
             bytes(memoryview(prompt.raw)[: MAX_KEYS * unit * 12]), prompt.tokens
         )  # 10 digits and a separator
     if ids is not None:
-        return Beginning(of_ids(ids, unit, root(adapter, salt), MAX_KEYS), ids.count, unit, of_text=False)
+        return PromptBeginning(of_ids(ids, unit, root(adapter, salt), MAX_KEYS), ids.count, unit, of_text=False)
     size = unit * TOKEN_TEXT
     if parsed.route is Route.CHAT:
         most = MAX_KEYS * size
@@ -94,4 +94,4 @@ def beginning_of(
         return None
     keys = of_text(text[: MAX_KEYS * size], size, text_root(adapter, salt))
     tokens = max(1, round(total / text_per_token))
-    return Beginning(keys, tokens, max(1, round(size / text_per_token)), of_text=True)
+    return PromptBeginning(keys, tokens, max(1, round(size / text_per_token)), of_text=True)

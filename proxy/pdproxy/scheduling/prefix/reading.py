@@ -19,19 +19,19 @@ Value = int | tuple[int, ...]
 """The keys that end in a block: one; several if the engine's block has several units; none if it ends inside a unit."""
 
 
-class End(NamedTuple):
+class BlockEnd(NamedTuple):
     """Where a block ends: behind `key`, and behind `carried` packed token ids of a unit that isn't whole yet."""
 
     key: int
     carried: bytes
 
 
-class Entries(NamedTuple):
+class BlockEntries(NamedTuple):
     """Blocks for an index: their hashes, the keys of each, and where those end that end inside a unit, by their position."""
 
     hashes: list[int]
     values: Sequence[Value]
-    ends: dict[int, End]
+    ends: dict[int, BlockEnd]
 
 
 class OddEventError(Exception):
@@ -52,15 +52,15 @@ def medium_of(name: str) -> str:
     return name if name in _MEDIA else _OTHER
 
 
-def first(lora_name: str | None, extra_keys: Sequence[Any] | None) -> End:
+def first(lora_name: str | None, extra_keys: Sequence[Any] | None) -> BlockEnd:
     """Return where the blocks of an event without a parent begin."""
     rest = _rest(extra_keys[0], lora_name) if extra_keys else ()
     salt = rest[-1] if rest and isinstance(rest[-1], str) else None
-    return End(root(lora_name, salt), b"")
+    return BlockEnd(root(lora_name, salt), b"")
 
 
 def read(
-    begin: End,
+    begin: BlockEnd,
     hashes: list[int],
     token_ids: Sequence[int],
     block_size: int,
@@ -69,7 +69,7 @@ def read(
     extra_keys: Sequence[Any] | None,
     *,
     at_start: bool,
-) -> Entries:
+) -> BlockEntries:
     """Return the blocks of these hashes, which follow `begin`. `at_start`: the first one is a prompt's first block.
 
     Raises:
@@ -84,9 +84,9 @@ def read(
         if extra_keys is not None and extra_keys.count(None) < len(extra_keys):
             extras = _extras(extra_keys, count, lora_name, at_start=at_start)
         if block_size == unit and not begin.carried and extras is None:
-            return Entries(hashes, chain(begin.key, data, unit * TOKEN_BYTES), {})
+            return BlockEntries(hashes, chain(begin.key, data, unit * TOKEN_BYTES), {})
         values, ends = _uneven(begin, data, block_size * TOKEN_BYTES, unit * TOKEN_BYTES, extras or [()] * count)
-        return Entries(hashes, values, ends)
+        return BlockEntries(hashes, values, ends)
     except (OverflowError, TypeError, RecursionError) as error:
         raise OddEventError(str(error)) from None
 
@@ -115,8 +115,8 @@ def _extras(
 
 
 def _uneven(
-    begin: End, data: bytes, block: int, unit: int, extras: Sequence[tuple[Any, ...]]
-) -> tuple[list[tuple[int, ...]], dict[int, End]]:
+    begin: BlockEnd, data: bytes, block: int, unit: int, extras: Sequence[tuple[Any, ...]]
+) -> tuple[list[tuple[int, ...]], dict[int, BlockEnd]]:
     """Return the keys of blocks that aren't one unit each, or that depend on more than their tokens. All sizes in bytes."""
     if block % unit and unit % block:
         raise OddEventError("a block size that is no multiple of the unit, nor a part of it")
@@ -134,6 +134,6 @@ def _uneven(
         if keys:
             key, carried = keys[-1], b""
         else:
-            ends[at] = End(key, carried)
+            ends[at] = BlockEnd(key, carried)
         values.append(keys)
     return values, ends

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address, IPv6Network
 from typing import Protocol
 
 from pdproxy.kit.addresses import Address, Network, inside, read_address, read_place
-from pdproxy.kit.errors import OverloadedError, PdproxyError, Reason
+from pdproxy.kit.errors import OverloadedError, PdproxyError, RefusalReason
 
 _SUBNET = 64
 """Bits of an IPv6 address that identify a client's network: the client may use any address in it."""
@@ -105,7 +105,7 @@ class Clients:
         """Drop one slow reader of another client that holds more than its share."""
         for other in self.with_slow:
             if other is not client and over_share(other):
-                error = OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
+                error = OverloadedError("others wait, and the client reads too slowly", RefusalReason.SLOW_READER)
                 next(iter(other.slow)).evict(error)
                 return
 

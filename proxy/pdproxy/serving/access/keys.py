@@ -53,7 +53,7 @@ class Head(Protocol):
         """Raise ForbiddenError unless a key with these rights is good for the route, and for the tenant that is named."""
 
 
-class Sent(Protocol):
+class RequestHead(Protocol):
     """A request whose head was read, and what was found then."""
 
     @property
@@ -153,7 +153,7 @@ class Keys:
             raise RevokedError("key", "expired")
         return found
 
-    def admit(self, sent: Sent) -> KeyRights | None:
+    def admit(self, sent: RequestHead) -> KeyRights | None:
         """Return what a request may ask for now, None: anything.
 
         Since its key was looked up, the body may have come slowly, the request may have waited behind others, and the key may

@@ -13,7 +13,7 @@ from math import log
 from typing import Generic, NamedTuple, TypeVar
 
 from pdproxy.kit.errors import ModelNotFoundError
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 
 MAX_KEPT = 4096
 """Names whose pools are remembered."""
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class PoolModels:
     """What decides which requests a pool gets. `nodes` returns its engines; the rest is as in its settings."""
 
-    nodes: Callable[[], Sequence[Node]]
+    engines: Callable[[], Sequence[LedgerEngine]]
     models: Sequence[str] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
@@ -35,19 +35,19 @@ class PoolModels:
 
     def lists(self, model: str) -> bool:
         """Return whether an engine of the pool lists a name, also one that is down now."""
-        return any(node.serves(model) for node in self.nodes())
+        return any(engine.serves(model) for engine in self.engines())
 
     def is_seen(self) -> bool:
         """Return whether any engine of the pool has ever answered."""
-        return any(node.evidence is not None for node in self.nodes())
+        return any(engine.evidence is not None for engine in self.engines())
 
     def serves_now(self, model: str, now: float) -> bool:
         """Return whether an engine that lists a name is in use now (monotonic seconds), and needs no other one to answer.
 
         Without such an engine, those of a model that none lists count.
         """
-        answering = [node for node in self.nodes() if node.usable(now) and node.uses != _PREFILL]
-        return any(node.serves(model) for node in answering) or (bool(answering) and not self.lists(model))
+        answering = [engine for engine in self.engines() if engine.usable(now) and engine.uses != _PREFILL]
+        return any(engine.serves(model) for engine in answering) or (bool(answering) and not self.lists(model))
 
     def fit(self, model: str) -> int:
         """Return the length of the longest of `models` that fits a name, one more for the name itself; -1 if none does."""
@@ -63,7 +63,7 @@ def fit(pattern: str, model: str) -> int:
     return len(begin) + len(end) if fits else -1
 
 
-class Choice(NamedTuple):
+class PoolChoice(NamedTuple):
     """A pool by its number, and the name by which its engines know the model; None: the request names none."""
 
     pool: int
@@ -80,7 +80,7 @@ class Models:
         self.pools = pools
         self._chance = chance
         self._now = now
-        self._known: dict[str, list[Choice]] = {}
+        self._known: dict[str, list[PoolChoice]] = {}
 
     def __repr__(self) -> str:
         return f"<Models of {len(self.pools)} pools>"
@@ -104,7 +104,7 @@ class Models:
             for name, real in pool.aliases.items():
                 yield at, name, real
 
-    def choose(self, model: str | None, session: str | None, pools: Collection[str] | None = None) -> Choice:
+    def choose(self, model: str | None, session: str | None, pools: Collection[str] | None = None) -> PoolChoice:
         """Return the pool that gets a request. `session`: what the requests of one conversation have in common, None: nothing.
 
         `pools`: the names of those that may be chosen, None: all. If none of them serves the model, another one is returned.
@@ -113,7 +113,7 @@ class Models:
             ModelNotFoundError: there are several pools, and none has the model.
         """
         if not model:  # vLLM takes an empty name for its model, too
-            return Choice(0, model)
+            return PoolChoice(0, model)
         found = self._known.get(model)
         if found is None:
             found = self._find(model, pools)
@@ -128,29 +128,29 @@ class Models:
         """Return the numbers of the pools that serve a model, also while nobody there is up: by engines, aliases or patterns."""
         return [one.pool for one in self._named(model)]
 
-    def _named(self, model: str) -> list[Choice]:
+    def _named(self, model: str) -> list[PoolChoice]:
         found = []
         for at, pool in enumerate(self.pools):
             if pool.lists(model):
-                found.append(Choice(at, model))
+                found.append(PoolChoice(at, model))
             elif (real := pool.aliases.get(model)) is not None:
-                found.append(Choice(at, real))
+                found.append(PoolChoice(at, real))
         if not found:
             fits = [pool.fit(model) for pool in self.pools]
-            found = [Choice(at, model) for at, fit in enumerate(fits) if fit >= 0 and fit == max(fits)]
+            found = [PoolChoice(at, model) for at, fit in enumerate(fits) if fit >= 0 and fit == max(fits)]
         return found
 
-    def _find(self, model: str, pools: Collection[str] | None) -> list[Choice]:
+    def _find(self, model: str, pools: Collection[str] | None) -> list[PoolChoice]:
         found = self._named(model)
         if not found and len(self.pools) == 1:
-            return [Choice(0, model)]  # its engines answer for themselves
+            return [PoolChoice(0, model)]  # its engines answer for themselves
         if not found:  # perhaps a pool that was never up has it: it answers that it is not
-            found = [Choice(at, model) for at, pool in enumerate(self.pools) if not pool.is_seen()][:1]
+            found = [PoolChoice(at, model) for at, pool in enumerate(self.pools) if not pool.is_seen()][:1]
         if not found:
             raise ModelNotFoundError(model, self._names(pools))
         return found
 
-    def _among(self, found: list[Choice], session: str | None) -> Choice:
+    def _among(self, found: list[PoolChoice], session: str | None) -> PoolChoice:
         now = self._now()
         serving = [one for one in found if self.pools[one.pool].serves_now(one.model or "", now)] or found
         weights = [self.pools[one.pool].weight for one in serving]
@@ -170,7 +170,7 @@ class Models:
     def _names(self, pools: Collection[str] | None) -> list[str]:
         """Return the names of models, without adapters, and the aliases. `pools`: of these alone, None: of all."""
         shown = [pool for pool in self.pools if pools is None or pool.name in pools]
-        evidences = [node.evidence for pool in shown for node in pool.nodes() if node.evidence is not None]
+        evidences = [engine.evidence for pool in shown for engine in pool.engines() if engine.evidence is not None]
         names = {name: None for one in evidences for name in sorted(one.models - one.adapters)}
         names |= dict.fromkeys(name for pool in shown for name in pool.aliases)
         return [*names][:MAX_SHOWN]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pdproxy.kit.errors import LimitError, Reason
+from pdproxy.kit.errors import LimitError, RefusalReason
 from pdproxy.settings.keys import KeyLimits
 
 _MINUTE = 60.0
@@ -75,7 +75,7 @@ class Account:
             if tokens.level + self.reserved >= needed:
                 seconds = min(seconds, _SOON)
             text = f"this key may use {tokens.per_minute} tokens per minute"
-            raise LimitError(text, Reason.KEY_TOKENS, retry_after=seconds)
+            raise LimitError(text, RefusalReason.KEY_TOKENS, retry_after=seconds)
 
     def change(self, limits: KeyLimits, now: float) -> None:
         """Follow changed limits: what was used counts on."""
@@ -179,7 +179,7 @@ class Quotas:
             return None
         account = self._account(key, own)
         if own.inflight is not None and account.inflight + account.elsewhere >= own.inflight:
-            raise LimitError(f"{own.inflight} requests of this key are being served", Reason.KEY_INFLIGHT)
+            raise LimitError(f"{own.inflight} requests of this key are being served", RefusalReason.KEY_INFLIGHT)
         now = self._now()
         requests, tokens = account.requests, account.tokens
         if tokens is not None:
@@ -189,7 +189,7 @@ class Quotas:
             requests.fill(now)
             if requests.level < 1:
                 text = f"this key may send {requests.per_minute} requests per minute"
-                raise LimitError(text, Reason.KEY_REQUESTS, retry_after=requests.seconds_until(1.0))
+                raise LimitError(text, RefusalReason.KEY_REQUESTS, retry_after=requests.seconds_until(1.0))
             requests.level -= 1
         account.inflight += 1
         return self._begun(key, account)

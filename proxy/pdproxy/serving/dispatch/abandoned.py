@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 
 from pdproxy.kit.expiring import Expiring
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.serving.dispatch.fingerprint import Fingerprint
 from pdproxy.serving.dispatch.loss import RequestLosses
 
@@ -47,17 +47,17 @@ class AbandonedRequests:
     def __repr__(self) -> str:
         return f"<AbandonedRequests at {len(self._engines)} engines>"
 
-    def add(self, node: Node, request: AbandonedRequest) -> None:
+    def add(self, engine: LedgerEngine, request: AbandonedRequest) -> None:
         """A client has left."""
-        key = (node.url, node.run_number)
+        key = (engine.url, engine.run_number)
         found = self._engines.get(key) or _OfEngine(request.until, deque(maxlen=MOST_OF_ENGINE))
         found.until = request.until
         found.requests.append(request)
         self._engines.keep(key, found)
 
-    def at(self, node: Node, now: float) -> list[AbandonedRequest]:
+    def at(self, engine: LedgerEngine, now: float) -> list[AbandonedRequest]:
         """Return those that may be under way at an engine."""
-        found = self._engines.get((node.url, node.run_number))
+        found = self._engines.get((engine.url, engine.run_number))
         return [] if found is None else [one for one in found.requests if one.until > now]
 
     def forget_old(self, now: float) -> None:

@@ -16,7 +16,7 @@ from pdproxy.kit.ids import mint
 from pdproxy.observe.description import Label, counter
 from pdproxy.observe.events import Decided
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix.knowledge import Prediction
 from pdproxy.serving.dispatch.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision
@@ -28,7 +28,7 @@ from pdproxy.serving.dispatch.whole_prompts import known_tokens, spares_decode
 from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.serving.kv.ready import Expected
+from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
 from pdproxy.wire.cache_salt import session_within
 from pdproxy.wire.engine import Usage
@@ -71,7 +71,7 @@ class Attempt:
         self._unused = list(assignment.leases)
         self._space = space
         self._predictions = _NO_PREDICTIONS
-        self._expected: Expected | None = None
+        self._expected: ExpectedNotices | None = None
         self._expected_is_custodys = False
         if len(self._unused) > 1:
             contract = resources.transfer.contract
@@ -81,19 +81,19 @@ class Attempt:
                 self.dispatch = Dispatch(ids=request.ids)
 
     def __repr__(self) -> str:
-        urls = " -> ".join(lease.node.url for lease in self.assignment.leases)
+        urls = " -> ".join(lease.engine.url for lease in self.assignment.leases)
         return f"<Attempt {urls}, {self._expected or 'no notices'}>"
 
     @property
     def answering_url(self) -> str:
         """The engine that answers the client."""
-        return self.assignment.leases[-1].node.url
+        return self.assignment.leases[-1].engine.url
 
     @property
     def prefill_url(self) -> str | None:
         """The prefill engine, None if one engine serves alone."""
         leases = self.assignment.leases
-        return leases[0].node.url if len(leases) > 1 else None
+        return leases[0].engine.url if len(leases) > 1 else None
 
     def take(self, lease: Lease) -> None:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
@@ -128,7 +128,7 @@ class Attempt:
         return dispatch if named is minted else structs.replace(dispatch, leg_id=named)
 
     @property
-    def handle_notice(self) -> Expected | None:
+    def handle_notice(self) -> ExpectedNotices | None:
         """The wait for a notice that may bring the handle before the prefill engine's answer, None if none may."""
         return self._expected if self._resources.transfer.contract.early else None
 
@@ -321,7 +321,7 @@ async def begin_placed(
             _id(request),
             WHOLE if len(leases) == 1 else SPLIT,
             assignment.reason,
-            tuple([lease.node.url for lease in leases]),
+            tuple([lease.engine.url for lease in leases]),
             None if must_be_whole is None else must_be_whole.value,
             known_tokens(request),
             assignment.values,
@@ -344,7 +344,7 @@ async def _with_space(
         nonlocal space
         chosen = choose((*without, *full))
         if chosen is not None and len(chosen.leases) > 1:
-            url = chosen.leases[-1].node.url
+            url = chosen.leases[-1].engine.url
             if url in full:  # a placement falls back to engines that are excluded
                 _give_up(resources, chosen)
                 return None

@@ -11,7 +11,7 @@ import asyncio
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
-from pdproxy.observe.description import Rule, gauge
+from pdproxy.observe.description import MergeRule, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.limits import Limits
@@ -20,7 +20,7 @@ WAITING_FOR_ENGINES = gauge(
     "pdproxy_waiting_for_engines",
     "requests",
     "Requests that wait for an engine that stands still, because no other can serve them (deadlines.queue)",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 

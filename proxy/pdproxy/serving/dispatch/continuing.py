@@ -17,7 +17,7 @@ from pdproxy.kit.errors import (
     PdproxyError,
     Wait,
 )
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.dispatch.cut import Cut, find_cut
 from pdproxy.serving.dispatch.in_turn import AskedFor
 from pdproxy.serving.dispatch.parsed_stream import ParsedStream
@@ -34,7 +34,7 @@ from pdproxy.transfer.continuation import continued
 from pdproxy.transfer.continued_events import ContinuedEvents, LastEvent
 from pdproxy.transfer.parsed_events import DERENDER, RENDER, ParsedEvents, why_not
 from pdproxy.wire import sse
-from pdproxy.wire.continuable import Continuable, Reason
+from pdproxy.wire.continuable import Continuable, NotContinued
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -113,32 +113,32 @@ class Continuation:
 
 async def continuation(
     resources: ExchangeResources, request: PromptRequest, relay: Relay, failed: str, *, silent: bool
-) -> Continuation | Reason:
+) -> Continuation | NotContinued:
     """Return how another engine goes on with the stream of `relay`, or why none can.
 
     `failed`: the URL of its engine; `silent`: it may not answer any more, and is not asked even if it is the only one.
     """
     record, writer, fast_path = request.record, relay.output, relay.fast_path
     if isinstance(writer, ParsedStream) and writer.is_broken:
-        return Reason.DERENDER
+        return NotContinued.DERENDER
     if not isinstance(record, Record):
-        return record or Reason.NONE_LEFT
+        return record or NotContinued.NONE_LEFT
     # A broken connection is not an engine's end. But another prefill for one that is gone would be for nothing.
     if not _others(resources, record.kept.model, failed) and (silent or not await resources.is_alive(failed)):
-        return Reason.NO_ENGINE
+        return NotContinued.NO_ENGINE
     if record.prompt_ids.translate(None, _OF_IDS) != b"[]" or record.prompt_ids == b"[]":
-        return Reason.NO_IDS  # an engine may send anything
+        return NotContinued.NO_IDS  # an engine may send anything
     ids = fast_path.ids
     if fast_path.tokens > min(len(ids), MAX_IDS):
-        return Reason.TOO_LONG
+        return NotContinued.TOO_LONG
     try:
         last = LastEvent(fast_path.sent)
     except NotACompletionError:
-        return Reason.NO_IDS
+        return NotContinued.NO_IDS
     if writer is None:
-        return Reason.REASONING_SEEN
+        return NotContinued.REASONING_SEEN
     if isinstance(writer, ContinuedWriter) and writer.is_broken:
-        return Reason.NO_IDS  # those of what was not written are counted
+        return NotContinued.NO_IDS  # those of what was not written are counted
     kept = record.kept
     own = next((value for _, value in request.headers.authorization), None)
     asked_for = AskedFor(resources.lost, request.headers, request.fingerprint)
@@ -149,22 +149,22 @@ async def continuation(
             return None
         return await detokenizing.text(kept.model, some, own, without=failed, asked_for=asked_for)
 
-    cut: Cut | Reason = Reason.TOOLS if kept.calls_tools else Reason.REASONING_SEEN
+    cut: Cut | NotContinued = NotContinued.TOOLS if kept.calls_tools else NotContinued.REASONING_SEEN
     if not last.is_chat or (not kept.calls_tools and _is_content(last, is_parsed=record.is_parsed)):
         cut = await find_cut(ids, last, kept, text, is_parsed=record.is_parsed)
     if kept.shows_ids and isinstance(cut, Cut) and cut.done < len(ids):
-        return Reason.HALF_LETTER  # the client has these ids
+        return NotContinued.HALF_LETTER  # the client has these ids
     makes: MakeParsed | None = None
-    if isinstance(cut, Reason):
+    if isinstance(cut, NotContinued):
         if not record.chat or not last.is_chat:
             return cut
         found = await _parsed(resources, record, fast_path, last, own, failed, asked_for)
-        if isinstance(found, Reason):
+        if isinstance(found, NotContinued):
             return found
         makes = found
         cut, kept = Cut(len(ids)), structs.replace(kept, shows_ids=True)
     limit = _limit(resources, kept, record.prompt_tokens, cut.done)
-    if isinstance(limit, Reason):
+    if isinstance(limit, NotContinued):
         return limit
     parsed, prompt = continued(kept, record.prompt_ids, ids[: cut.done], limit=limit)
     headers = structs.replace(request.headers, path=Route.COMPLETIONS.path)
@@ -181,21 +181,21 @@ async def _parsed(
     own: bytes | None,
     failed: str,
     asked_for: AskedFor,
-) -> MakeParsed | Reason:
+) -> MakeParsed | NotContinued:
     """Return what makes the client's end of a stream whose events a parser makes, or why nobody can go on with it.
 
     `own`: the client's `Authorization`; `failed`: the URL of the engine that failed.
     """
     derendering, kept, calls = resources.derendering, record.kept, stream.calls
     if derendering is None or calls is None:
-        return Reason.DERENDER
+        return NotContinued.DERENDER
     if record.prompt_tokens + len(stream.ids) > derendering.most:
-        return Reason.TOO_LONG
+        return NotContinued.TOO_LONG
     if (lens := _lens(len(stream.ids), stream.several)) is None:
-        return Reason.NO_IDS
+        return NotContinued.NO_IDS
     ask = partial(derendering.answer, authorization=own, without=failed, asked_for=asked_for)
     rendered = await ask(RENDER, kept.model, record.chat, max_bytes=_MAX_RENDERED + len(record.prompt_ids))
-    why = Reason.DERENDER if rendered is None else why_not(rendered)
+    why = NotContinued.DERENDER if rendered is None else why_not(rendered)
     if why is not None:
         return why
 
@@ -229,11 +229,11 @@ def _others(resources: ExchangeResources, model: str | None, failed: str) -> boo
     """Return whether another engine that makes answers seems to work."""
     now = resources.now()
     return any(
-        node.url != failed
-        and node.usable(now)
-        and (node.role is not Role.PREFILL or node.spec.serves_whole)
-        and (model is None or node.serves(model))
-        for node in resources.ledger.nodes
+        engine.url != failed
+        and engine.usable(now)
+        and (engine.role is not Role.PREFILL or engine.spec.serves_whole)
+        and (model is None or engine.serves(model))
+        for engine in resources.ledger.engines
     )
 
 
@@ -247,22 +247,22 @@ def _is_content(last: LastEvent, *, is_parsed: bool) -> bool:
     return last.kind == "content" or (last.kind is None and last.ids > 0)
 
 
-def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: int) -> int | Reason:
+def _limit(resources: ExchangeResources, kept: Continuable, prompt: int, done: int) -> int | NotContinued:
     """Return how many tokens the answer may have in all: of a chat without a limit, as many as fit into the engines' contexts."""
     lengths = [
-        node.evidence.max_model_len
-        for node in resources.ledger.nodes
-        if node.evidence is not None and (kept.model is None or node.serves(kept.model))
+        engine.evidence.max_model_len
+        for engine in resources.ledger.engines
+        if engine.evidence is not None and (kept.model is None or engine.serves(kept.model))
     ]
     longest = min((length for length in lengths if length is not None), default=None)
     if longest is not None and prompt + done >= longest:
-        return Reason.TOO_LONG
+        return NotContinued.TOO_LONG
     limit = kept.limit
     if limit is None:
         if longest is None:
-            return Reason.NO_LIMIT
+            return NotContinued.NO_LIMIT
         limit = longest - prompt
-    return limit if limit > done else Reason.NO_LIMIT
+    return limit if limit > done else NotContinued.NO_LIMIT
 
 
 def finish(relay: Relay, record: Record | None) -> bool:
@@ -310,10 +310,10 @@ def cause_of(error: EngineError) -> str:
     return "error_event" if isinstance(error, EngineRefusedError) else "eof"
 
 
-def why_failed(error: PdproxyError) -> Reason:
+def why_failed(error: PdproxyError) -> NotContinued:
     """Return why no engine went on, although one could have."""
     if isinstance(error, EngineTimeoutError):
-        return Reason.DEADLINE
+        return NotContinued.DEADLINE
     if isinstance(error, EnginesLostError):
-        return Reason.ENGINES_LOST
-    return Reason.NO_ENGINE if isinstance(error, OverloadedError) else Reason.REFUSED
+        return NotContinued.ENGINES_LOST
+    return NotContinued.NO_ENGINE if isinstance(error, OverloadedError) else NotContinued.REFUSED

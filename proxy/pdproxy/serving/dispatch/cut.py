@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from pdproxy.transfer.continued_events import LastEvent
-from pdproxy.wire.continuable import Continuable, Reason
+from pdproxy.wire.continuable import Continuable, NotContinued
 
 _MAX_PARTS = 4
 """Ids that one letter may be made of: it has as many bytes."""
@@ -34,14 +34,14 @@ class Cut(msgspec.Struct, frozen=True):
 
 async def find_cut(
     ids: array[int], last: LastEvent, kept: Continuable, detokenize: Detokenize, *, is_parsed: bool = False
-) -> Cut | Reason:
+) -> Cut | NotContinued:
     """Return where another engine goes on behind `ids`, whose last ones came with the event `last`; or why none can.
 
     `is_parsed`: a parser of the engine makes the events, which may send the text of an id later.
     """
     count = len(ids)
     if not count:
-        return Reason.NO_IDS if last.text else Cut(0)
+        return NotContinued.NO_IDS if last.text else Cut(0)
     longest = max(map(len, kept.stops), default=1)
     if longest == 1 and last.ids == 1 and last.text and not is_parsed:
         return Cut(count)  # an id whose text has been sent ends a letter
@@ -49,28 +49,28 @@ async def find_cut(
     for back in range(min(_MAX_PARTS, count)):
         text = await detokenize(ids[count - window : count - back])
         if text is None:
-            return Reason.HALF_LETTER
+            return NotContinued.HALF_LETTER
         if not text.endswith(_REPLACEMENT):
             found = _behind(text, count - back, last, kept, whole=window == count)
             # With an id at the end of a letter comes text, if more is there than is held back: a special token has none, and
             # what is held back can't be told from its name.
             is_special = not back and kept.held_back and not last.text and len(text) > kept.held_back
-            return Reason.HALF_LETTER if is_special else found
-    return Cut(0) if count < _MAX_PARTS and not last.text else Reason.HALF_LETTER
+            return NotContinued.HALF_LETTER if is_special else found
+    return Cut(0) if count < _MAX_PARTS and not last.text else NotContinued.HALF_LETTER
 
 
-def _behind(text: str, done: int, last: LastEvent, kept: Continuable, *, whole: bool) -> Cut | Reason:
+def _behind(text: str, done: int, last: LastEvent, kept: Continuable, *, whole: bool) -> Cut | NotContinued:
     """Return the cut behind `done` ids, whose text is `text`, or ends with it if that is not the `whole` text."""
     held_back = kept.held_back
     if len(text) < held_back and not whole:
-        return Reason.HALF_LETTER
+        return NotContinued.HALF_LETTER
     if whole and not last.text and 0 < len(text) <= held_back and not kept.shows_ids:
         return Cut(0)  # nothing was sent: a tokenizer may leave a space out where it begins
     if _begins_stop(text, kept.stops):
-        return Reason.STOP_PENDING
+        return NotContinued.STOP_PENDING
     sent = text[: max(len(text) - held_back, 0)]
     if not sent.endswith(last.text) and (whole or not last.text.endswith(sent)):
-        return Reason.HALF_LETTER  # the ids do not stand for what was sent
+        return NotContinued.HALF_LETTER  # the ids do not stand for what was sent
     return Cut(done, text[len(sent) :])
 
 

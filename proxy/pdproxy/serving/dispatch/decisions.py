@@ -36,7 +36,7 @@ class Decision(msgspec.Struct, frozen=True):
     values: Mapping[str, float] | None = None
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True):
+class KeptDecisions(msgspec.Struct, array_like=True, frozen=True):
     """Decisions, the oldest first. `placement`: what made them, None where nothing does; `now`: when they were shown."""
 
     placement: str | None
@@ -72,9 +72,9 @@ class Decisions:
         """Keep a decision, and drop the oldest one if there are too many."""
         self.last.append(decision)
 
-    def kept(self, *others: Decisions) -> Kept:
+    def kept(self, *others: Decisions) -> KeptDecisions:
         """Return the decisions of this pool and of other pools."""
-        all_of_them = [Kept(one.placement, 0.0, list(one.last)) for one in (self, *others)]
+        all_of_them = [KeptDecisions(one.placement, 0.0, list(one.last)) for one in (self, *others)]
         return together(all_of_them, self._now())
 
     def page(self) -> bytes:
@@ -82,17 +82,17 @@ class Decisions:
         return page_of(self.kept())
 
 
-def together(kept: Sequence[Kept], now: float, most: int | None = None) -> Kept:
+def together(kept: Sequence[KeptDecisions], now: float, most: int | None = None) -> KeptDecisions:
     """Return the decisions of several pools, or workers, by time; the newest `most` of them."""
     found = [one for some in kept for one in some.decisions]
     if len(kept) > 1:
         found.sort(key=attrgetter("at"))
     if most is not None:
         found = found[-most:]
-    return Kept(next((some.placement for some in kept if some.placement is not None), None), now, found)
+    return KeptDecisions(next((some.placement for some in kept if some.placement is not None), None), now, found)
 
 
-def page_of(kept: Kept) -> bytes:
+def page_of(kept: KeptDecisions) -> bytes:
     """Return decisions as JSON, the newest first. Numbers that are none (infinite) become null."""
     shown = [
         _Shown(
@@ -122,7 +122,7 @@ def _finite(value: float | None) -> float | None:
 
 def spelled(assignment: Assignment, why_alone: str | None) -> str:
     """Return a decision as the value of a header: `whole URL; reason=R; name=value`, or `split URL -> URL; ...`."""
-    urls = [lease.node.url for lease in assignment.leases]
+    urls = [lease.engine.url for lease in assignment.leases]
     choice = WHOLE if len(urls) == 1 else SPLIT
     reason = assignment.reason or why_alone or "policy"
     values = [f"{name}={value:.4g}" for name, value in (assignment.values or {}).items()]

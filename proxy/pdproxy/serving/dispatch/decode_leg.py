@@ -118,7 +118,7 @@ class DecodeLeg:
         self._in_silence = request.parsed.starts_in_silence
         """Whether nothing comes before the answer is whole, or before reasoning that the client does not want is over."""
         self._lease = lease = attempt.assignment.leases[-1]
-        self._url = lease.node.url
+        self._url = lease.engine.url
         self._engine = request.resources.engines.known[self._url]
         self._client = self._engine.client
         self.relay = request.relay = request.new_relay()
@@ -301,7 +301,7 @@ class DecodeLeg:
         if custody is None:
             body = alone_body(attempt.parsed_for(self._url, parsed), prompt)
             return self._client.request(headers.path, headers.headers, body)
-        handle = custody.spend(self._lease.node.run_number)
+        handle = custody.spend(self._lease.engine.run_number)
         if (turns := self._resources.turns) is not None and not custody.promised:
             self._turn = turn.opened(self._request, attempt, turns, custody, handle, self._engine)
         assert prompt is not None

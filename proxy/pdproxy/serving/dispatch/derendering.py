@@ -62,9 +62,11 @@ class Derendering:
         found = self._possible.get(model)
         if found is None:
             evidences = [
-                engine.node.evidence
+                engine.in_ledger.evidence
                 for engine in self._engines.values()
-                if engine.node.up and engine.node.evidence is not None and (model is None or engine.node.serves(model))
+                if engine.in_ledger.up
+                and engine.in_ledger.evidence is not None
+                and (model is None or engine.in_ledger.serves(model))
             ]
             found = bool(evidences) and all(evidence.derenders for evidence in evidences)
             if len(self._possible) >= _MAX_MODELS:  # clients choose these names
@@ -87,12 +89,12 @@ class Derendering:
         """Return an engine's answer, None if none has answered in time. `without`: the URL of an engine that is asked last."""
         now = self._clock.now()
         able = [
-            engine.node
+            engine.in_ledger
             for engine in self._engines.values()
-            if engine.node.usable(now)
-            and engine.node.evidence is not None
-            and engine.node.evidence.derenders
-            and (model is None or engine.node.serves(model))
+            if engine.in_ledger.usable(now)
+            and engine.in_ledger.evidence is not None
+            and engine.in_ledger.evidence.derenders
+            and (model is None or engine.in_ledger.serves(model))
         ]
         asked = sorted(able, key=lambda one: (one.url == without, one.requests))
         try:
@@ -100,7 +102,7 @@ class Derendering:
                 async with self._places:
                     return await first_answer(
                         asked,
-                        lambda node: self._ask(node.url, path, body, authorization, max_bytes),
+                        lambda ledger_engine: self._ask(ledger_engine.url, path, body, authorization, max_bytes),
                         self._clock,
                         self._deadlines.between_tokens,
                         Wait.BETWEEN_TOKENS,

@@ -47,12 +47,16 @@ class Detokenizing:
     ) -> str | None:
         """Return the text of ids, None if no engine has answered in time. `without`: the URL of an engine that is not asked."""
         now = self._clock.now()
-        nodes = [engine.node for engine in self._engines.values()]
-        able = [node for node in nodes if node.usable(now) and (model is None or node.serves(model))]
-        able = [node for node in able if node.url != without] or able
+        engines = [engine.in_ledger for engine in self._engines.values()]
+        able = [
+            ledger_engine
+            for ledger_engine in engines
+            if ledger_engine.usable(now) and (model is None or ledger_engine.serves(model))
+        ]
+        able = [ledger_engine for ledger_engine in able if ledger_engine.url != without] or able
         return await first_answer(
             sorted(able, key=lambda one: one.requests),
-            lambda node: self._ask(node.url, model, ids, authorization),
+            lambda ledger_engine: self._ask(ledger_engine.url, model, ids, authorization),
             self._clock,
             self._deadlines.tokenize,
             Wait.TOKENIZE,

@@ -62,12 +62,12 @@ class DoubtfulFailures:
 
     def prefill_failed(self, lease: Lease) -> None:
         """Note a prefill engine that has answered 5xx."""
-        self._prefilling.add(lease.node.url)
+        self._prefilling.add(lease.engine.url)
         self._counted.append(lease)
 
     def answer_failed(self, lease: Lease, *, with_kv: bool = False) -> None:
         """Note an answering engine that has answered 5xx. `with_kv`: it was given KV, so that this is no failure of its own."""
-        self._answering.add(lease.node.url)
+        self._answering.add(lease.engine.url)
         if not with_kv:
             self._without_kv = True
             self._counted.append(lease)

@@ -33,11 +33,11 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import ConnectionLostError, EngineError, EnginesLostError
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import Label, Rule, Samples, counter, gauge
+from pdproxy.observe.description import Label, MergeRule, Samples, counter, gauge
 from pdproxy.observe.events import EngineLost, Event, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 from pdproxy.serving.dispatch.abandoned import UNDER_WAY, AbandonedRequest, AbandonedRequests
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.few_first import FewFirst, Permit
@@ -77,11 +77,11 @@ SUSPECTED = gauge(
             ("client", "clients with three or more: few of their requests run at a time"),
         ),
     ),
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 
-class Sender(Protocol):
+class RequestAtRisk(Protocol):
     """A request, as far as it matters here. `lost` is empty until an engine may be lost under it; then it has one element."""
 
     @property
@@ -141,7 +141,14 @@ class EnginesLost:
     # -- a request that is under way
 
     def broke(
-        self, sender: Sender, node: Node, error: EngineError, since: float, *, streamed: bool, beside: bool = False
+        self,
+        sender: RequestAtRisk,
+        engine: LedgerEngine,
+        error: EngineError,
+        since: float,
+        *,
+        streamed: bool,
+        beside: bool = False,
     ) -> bool:
         """Note a leg that has failed. Return whether its engine may be lost.
 
@@ -154,7 +161,7 @@ class EnginesLost:
             return False
         self._forget_old()
         now = self._now()
-        loss = self._detector.suspect(node, now)
+        loss = self._detector.suspect(engine, now)
         if loss is None:
             return False
         request, suspect = self._of(sender), not streamed and now - since <= SOON
@@ -162,7 +169,7 @@ class EnginesLost:
         request.broken.append(BrokenLeg(loss, streamed, suspect))
         return True
 
-    def left(self, sender: Sender, leases: Iterable[Lease], fields: Fields, known: Fingerprint | None) -> None:
+    def left(self, sender: RequestAtRisk, leases: Iterable[Lease], fields: Fields, known: Fingerprint | None) -> None:
         """Note that a client has left before any data: its request may still end the engines at which it was under way."""
         fingerprint = self._fingerprint_of(sender, fields, known) if fields else None
         if fingerprint is None:
@@ -171,17 +178,21 @@ class EnginesLost:
         request, until = self._of(sender), self._now() + UNDER_WAY
         for lease in leases:
             one = AbandonedRequest(sender.request_id, sender.client, request, fingerprint, lease.since, until)
-            self._abandoned.add(lease.node, one)
-            loss = self._detector.at(lease.node)
+            self._abandoned.add(lease.engine, one)
+            loss = self._detector.at(lease.engine)
             if loss is not None and loss.is_lost:  # it has left as that was found out
                 self._count_abandoned(loss)
 
-    async def look_back(self, sender: Sender) -> None:
+    async def look_back(self, sender: RequestAtRisk) -> None:
         """Find out which engines are lost where parts of a request were under way that were ended: another part has failed."""
         (request,) = sender.lost
-        nodes = [engine.node for engine in self._engines.values()]
-        at = [node for node in nodes if any(one.losses is request for one in self._abandoned.at(node, self._now()))]
-        losses = [self._detector.suspect(node, None) for node in at]
+        engines = [engine.in_ledger for engine in self._engines.values()]
+        at = [
+            ledger_engine
+            for ledger_engine in engines
+            if any(one.losses is request for one in self._abandoned.at(ledger_engine, self._now()))
+        ]
+        losses = [self._detector.suspect(ledger_engine, None) for ledger_engine in at]
         for known in [self._detector.find_out(loss) for loss in losses if loss is not None]:
             await known.wait()
 
@@ -193,25 +204,29 @@ class EnginesLost:
         if not isinstance(event, NodeChanged) or event.up or event.state != "down":
             return
         engine = self._engines.get(event.node)
-        if engine is None or not self._abandoned.at(engine.node, self._now()) or self._detector.at(engine.node):
+        if (
+            engine is None
+            or not self._abandoned.at(engine.in_ledger, self._now())
+            or self._detector.at(engine.in_ledger)
+        ):
             return
-        loss = self._detector.suspect(engine.node, None)
+        loss = self._detector.suspect(engine.in_ledger, None)
         if loss is not None:
             self._detector.find_out(loss)
 
-    def _of(self, sender: Sender) -> RequestLosses:
+    def _of(self, sender: RequestAtRisk) -> RequestLosses:
         """Return what was lost under a request."""
         if not sender.lost:
             sender.lost.append(RequestLosses(next(self._numbers)))
         return sender.lost[0]
 
-    def _fingerprint_of(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
+    def _fingerprint_of(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
         """Return a request's fingerprint, None where its fields were dropped before anything had asked for it."""
         return known or (self._fingerprint(sender.path, fields) if fields else None)
 
     # -- an engine is lost
 
-    async def judge(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> EnginesLostError | None:
+    async def judge(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> EnginesLostError | None:
         """Find out which engines are lost under a request. Return why it is not tried again, None if it may be.
 
         `fields`: the request's, empty if they were dropped; `known`: its fingerprint, if it was computed before.
@@ -232,7 +247,7 @@ class EnginesLost:
 
     def _count_abandoned(self, loss: Loss) -> None:
         """Count a lost engine for abandoned requests, as for those that were under way there to the end."""
-        abandoned = self._abandoned.at(loss.node, self._now())
+        abandoned = self._abandoned.at(loss.engine, self._now())
         legs = [BrokenLeg(loss, False, loss.broke_at is None or loss.broke_at - one.since <= SOON) for one in abandoned]
         for one, leg in zip(abandoned, legs, strict=True):
             loss.note(one.losses.number, one.client, suspect=leg.suspect)
@@ -271,7 +286,7 @@ class EnginesLost:
             self._clients.add(client, loss, counts, now, streamed=leg.streamed)
         self.remembers = bool(self._fingerprints or self._clients)
         name = "" if fingerprint is None else fingerprint.hex()[:12]
-        self._observers.notify(EngineLost(request_id, loss.node.url, name, losses, loss.requests.several))
+        self._observers.notify(EngineLost(request_id, loss.engine.url, name, losses, loss.requests.several))
 
     # -- the request is tried again
 
@@ -279,7 +294,7 @@ class EnginesLost:
         """Wait until a request that has lost an engine may be tried again. None if that does not come within `seconds`."""
         return await self._retries.enter(seconds)
 
-    def forbidden(self, sender: Sender) -> tuple[str, ...]:
+    def forbidden(self, sender: RequestAtRisk) -> tuple[str, ...]:
         """Return the engines that a request must not get: the last ones of a role, or too many of those that are left."""
         if not sender.lost:
             return ()
@@ -290,11 +305,11 @@ class EnginesLost:
         if burst and alone:
             return tuple(self._engines)
         found: list[str] = []
-        for role in request.protected.union(loss.node.role for loss in (suspected if burst else alone)):
-            nodes = [engine.node for engine in self._engines.values() if engine.node.role is role]
-            answering = [node.url for node in nodes if node.available]
-            least = max(1, len(nodes) // 2) if request.limited else 1
-            if len(answering) <= least and len(nodes) > 1:
+        for role in request.protected.union(loss.engine.role for loss in (suspected if burst else alone)):
+            engines = [engine.in_ledger for engine in self._engines.values() if engine.in_ledger.role is role]
+            answering = [ledger_engine.url for ledger_engine in engines if ledger_engine.available]
+            least = max(1, len(engines) // 2) if request.limited else 1
+            if len(answering) <= least and len(engines) > 1:
                 found += answering
         return tuple(found)
 
@@ -304,7 +319,7 @@ class EnginesLost:
 
     # -- a request begins, while something is remembered
 
-    def admit(self, sender: Sender, fields: Fields) -> Fingerprint:
+    def admit(self, sender: RequestAtRisk, fields: Fields) -> Fingerprint:
         """Look at a request that begins, and return its fingerprint.
 
         Raises:
@@ -315,7 +330,7 @@ class EnginesLost:
         self._limit(sender, fingerprint)
         return fingerprint
 
-    def _limit(self, sender: Sender, fingerprint: Fingerprint) -> None:
+    def _limit(self, sender: RequestAtRisk, fingerprint: Fingerprint) -> None:
         """Limit what a request may get by what is known of it. Raises as `admit`."""
         now = self._now()
         losses, of_client = self._fingerprints.losses(fingerprint), self._clients.losses(sender.client)
@@ -328,7 +343,7 @@ class EnginesLost:
         elif losses and (roles := self._fingerprints.fresh_roles(fingerprint, now)):
             self._of(sender).protected = roles
 
-    async def in_turn(self, sender: Sender, fingerprint: Fingerprint, seconds: float) -> Permit | None:
+    async def in_turn(self, sender: RequestAtRisk, fingerprint: Fingerprint, seconds: float) -> Permit | None:
         """Wait for the turn of a request whose client is limited, or whose fingerprint has a loss. None: it is neither.
 
         The requests of one fingerprint take turns whoever sends them: sent at once, they would all have their engines before the
@@ -373,15 +388,17 @@ class EnginesLost:
 
     # -- a request is answered, while something is remembered
 
-    def began(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
+    def began(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> Fingerprint | None:
         """Note the first data of a stream. Return the fingerprint: what it is made of may be dropped now."""
         return self._clear(sender, fields, known, whole=False)
 
-    def answered(self, sender: Sender, fields: Fields, known: Fingerprint | None) -> None:
+    def answered(self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None) -> None:
         """Note a whole answer: neither the request nor its client is the cause."""
         self._clear(sender, fields, known, whole=True)
 
-    def _clear(self, sender: Sender, fields: Fields, known: Fingerprint | None, *, whole: bool) -> Fingerprint | None:
+    def _clear(
+        self, sender: RequestAtRisk, fields: Fields, known: Fingerprint | None, *, whole: bool
+    ) -> Fingerprint | None:
         fingerprint = self._fingerprint_of(sender, fields, known)
         if self._fingerprints.losses(fingerprint) >= MOST:
             self._burst_until = 0.0  # it has lost them by chance

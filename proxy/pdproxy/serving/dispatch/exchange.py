@@ -50,7 +50,7 @@ from pdproxy.serving.dispatch.whole_prompts import refusal, spares_decode
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
-from pdproxy.wire.continuable import Reason
+from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
 _NONE: tuple[str, ...] = ()
@@ -244,7 +244,7 @@ class Exchange(PromptRequest):
         if attempt is None:
             error = None if self._alone is None else refusal(resources, self, self._alone)
             return NoEngines() if error is None else Failed(error)
-        if forbidden and any(lease.node.url in forbidden for lease in attempt.assignment.leases):
+        if forbidden and any(lease.engine.url in forbidden for lease in attempt.assignment.leases):
             attempt.close()
             return Failed(resources.lost.protects())
         self._begin(attempt, why_alone)
@@ -335,7 +335,7 @@ class Exchange(PromptRequest):
         if lost is not None:
             if isinstance(action, Continue):
                 resources.observers.notify(
-                    StreamContinued("refused", Reason.ENGINES_LOST.value, None, self.headers.request_id)
+                    StreamContinued("refused", NotContinued.ENGINES_LOST.value, None, self.headers.request_id)
                 )
             action = Fail(lost)
         if isinstance(action, Continue):

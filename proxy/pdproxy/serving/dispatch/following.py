@@ -24,7 +24,7 @@ from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
-from pdproxy.wire.continuable import Reason
+from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -187,7 +187,7 @@ class Following:
 
     async def _why_not(
         self, request: PromptRequest, relay: Relay, failed: DecodeFailed, exchange_of: MakeFollower
-    ) -> Reason | None:
+    ) -> NotContinued | None:
         """Have another engine go on, if one can. Return why none does, None once the stream is over."""
         resources, since = self._resources, self._resources.now()
         within = resources.clock.within(resources.deadlines.continuation)
@@ -195,10 +195,10 @@ class Following:
             with within:
                 silent = isinstance(failed.error, EngineTimeoutError | GivenUpError)  # or is going down
                 found = await continuation(resources, request, relay, failed.url, silent=silent)
-                if isinstance(found, Reason):
+                if isinstance(found, NotContinued):
                     return found
                 if (slot := await resources.retry_slot(self._headers)) is None:
-                    return Reason.RETRY_BUDGET
+                    return NotContinued.RETRY_BUDGET
                 self._report(failed, will_retry=True)
                 self._continuation = found
                 exchange = self._exchange = exchange_of(*found.take_request(), failed.url, slot, silent=silent)
@@ -210,7 +210,7 @@ class Following:
                     return found.writer(exchange.times().decode)
 
                 if await exchange.run(begin) is not None:
-                    return Reason.REFUSED
+                    return NotContinued.REFUSED
                 await found.end()
                 return None
         except asyncio.CancelledError:
@@ -219,15 +219,15 @@ class Following:
             if self._pause is None and is_wanted:  # `deadlines.total`, or the shutdown
                 if self._exchange is None:
                     self._report(failed, will_retry=False)
-                self._notify("refused" if self._exchange is None else "failed", Reason.DEADLINE.value)
+                self._notify("refused" if self._exchange is None else "failed", NotContinued.DEADLINE.value)
             raise
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.CONTINUATION.value))
-            return Reason.DEADLINE
+            return NotContinued.DEADLINE
         except PdproxyError as error:
             if self._pause is not None:  # the stream went on, and has failed again
                 if isinstance(error, UnparsedError) and self._continuation is not None and self._continuation.parsed:
-                    self._notify("failed", Reason.DERENDER.value)
+                    self._notify("failed", NotContinued.DERENDER.value)
                 raise
             drop_traceback(error)
             return why_failed(error)

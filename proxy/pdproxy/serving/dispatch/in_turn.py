@@ -10,8 +10,8 @@ import msgspec
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.scheduling.nodes import Node
-from pdproxy.serving.dispatch.engines_lost import EnginesLost, Sender
+from pdproxy.scheduling.ledger_engine import LedgerEngine
+from pdproxy.serving.dispatch.engines_lost import EnginesLost, RequestAtRisk
 from pdproxy.serving.dispatch.fingerprint import Fingerprint
 
 MOST = 2
@@ -28,21 +28,21 @@ class AskedFor(msgspec.Struct, eq=False):
     """
 
     lost: EnginesLost
-    sender: Sender
+    sender: RequestAtRisk
     fingerprint: Fingerprint | None
     engine: str | None = None
 
-    def may_ask(self, nodes: Sequence[Node]) -> Sequence[Node]:
+    def may_ask(self, engines: Sequence[LedgerEngine]) -> Sequence[LedgerEngine]:
         """Return which engines may be asked. Behind a lost one it is one: the one that has the request, if there is any."""
         forbidden = self.lost.forbidden(self.sender)
-        found = [node for node in nodes if node.url not in forbidden]
+        found = [ledger_engine for ledger_engine in engines if ledger_engine.url not in forbidden]
         if any(one.engines for one in self.sender.lost):
-            return sorted(found, key=lambda node: node.url != self.engine)[:1]
+            return sorted(found, key=lambda ledger_engine: ledger_engine.url != self.engine)[:1]
         return found[:MOST]
 
-    def broke(self, node: Node, error: EngineError, since: float) -> None:
+    def broke(self, ledger_engine: LedgerEngine, error: EngineError, since: float) -> None:
         """Note an engine that has failed. `since`: when it was asked."""
-        self.lost.broke(self.sender, node, error, since, streamed=False)
+        self.lost.broke(self.sender, ledger_engine, error, since, streamed=False)
 
     async def may_go_on(self) -> bool:
         """Find out which engines are lost. Return whether one more may be asked."""
@@ -50,8 +50,8 @@ class AskedFor(msgspec.Struct, eq=False):
 
 
 async def first_answer(
-    nodes: Sequence[Node],
-    ask: Callable[[Node], Awaitable[Answer]],
+    engines: Sequence[LedgerEngine],
+    ask: Callable[[LedgerEngine], Awaitable[Answer]],
     clock: Clock,
     seconds: float,
     wait: Wait,
@@ -62,16 +62,16 @@ async def first_answer(
 
     Behind an engine that has disappeared, one more is asked at most, and not the last one of a role.
     """
-    asked = asked_for.may_ask(nodes)
-    for node in asked:
-        if node not in asked_for.may_ask([node]):  # the one before was lost
+    asked = asked_for.may_ask(engines)
+    for ledger_engine in asked:
+        if ledger_engine not in asked_for.may_ask([ledger_engine]):  # the one before was lost
             continue
         since = clock.now()
         try:
             with clock.within(seconds / len(asked)):
-                return await ask(node)
+                return await ask(ledger_engine)
         except EngineError as error:
-            asked_for.broke(node, error, since)
+            asked_for.broke(ledger_engine, error, since)
         except OverloadedError:
             continue
         except TimeoutError:

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 import msgspec
 
 from pdproxy.kit.one_shot_event import OneShotEvent
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.ledger_engine import LedgerEngine, Role
 
 SOON = 1.0
 """Seconds behind its beginning in which a request that ends engines does so. Behind them, an engine disappears by itself."""
@@ -45,7 +45,7 @@ class Loss(msgspec.Struct, eq=False):
     that were under way there; `suspects` and `their_clients`: of those that may be the cause.
     """
 
-    node: Node
+    engine: LedgerEngine
     until: float
     broke_at: float | None
     is_lost: bool | None = None

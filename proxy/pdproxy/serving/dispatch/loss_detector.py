@@ -15,7 +15,7 @@ from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.serving.dispatch.loss import Loss
 
 TOGETHER = 10.0
@@ -57,20 +57,20 @@ class LossDetector:
     def __repr__(self) -> str:
         return f"<LossDetector {len(self._losses)}>"
 
-    def at(self, node: Node) -> Loss | None:
+    def at(self, engine: LedgerEngine) -> Loss | None:
         """Return what is known of a run of an engine to which connections have broken, None if none have."""
-        loss = self._losses.get((node.url, node.run_number))
+        loss = self._losses.get((engine.url, engine.run_number))
         return None if loss is None or loss.until <= self._now() else loss
 
-    def suspect(self, node: Node, broke_at: float | None) -> Loss | None:
+    def suspect(self, ledger_engine: LedgerEngine, broke_at: float | None) -> Loss | None:
         """Suspect the loss of an engine. Return None if it is meant to go. `broke_at`: see `Loss`."""
-        engine = self._engines.get(node.url)
-        if engine is None or engine.node is not node or node.draining is not None:
+        engine = self._engines.get(ledger_engine.url)
+        if engine is None or engine.in_ledger is not ledger_engine or ledger_engine.draining is not None:
             return None
-        loss = self.at(node)
+        loss = self.at(ledger_engine)
         if loss is None:
-            loss = Loss(node, self._now() + TOGETHER, broke_at)
-            self._losses.keep((node.url, node.run_number), loss)
+            loss = Loss(ledger_engine, self._now() + TOGETHER, broke_at)
+            self._losses.keep((ledger_engine.url, ledger_engine.run_number), loss)
         return loss
 
     def forget_old(self) -> None:
@@ -81,13 +81,13 @@ class LossDetector:
         """Ask the engine whether it is still there, unless that was done. Return what announces the answer."""
         if loss.known is None:
             loss.known = OneShotEvent()
-            self._tasks.spawn(self._ask(loss, loss.known), f"is {loss.node.url} still there")
+            self._tasks.spawn(self._ask(loss, loss.known), f"is {loss.engine.url} still there")
         return loss.known
 
     async def _ask(self, loss: Loss, known: OneShotEvent) -> None:
         try:
             with self._clock.within(ASK):
-                loss.is_lost = not await self._is_alive(loss.node.url)
+                loss.is_lost = not await self._is_alive(loss.engine.url)
             if loss.is_lost:
                 self._lost(loss)
         except TimeoutError:
@@ -95,17 +95,19 @@ class LossDetector:
         finally:
             known.set()
         if loss.is_lost:
-            self._take_out(loss.node)
+            self._take_out(loss.engine)
         else:  # what breaks there later is another matter
             loss.until = 0.0
 
-    def _take_out(self, node: Node) -> None:
+    def _take_out(self, ledger_engine: LedgerEngine) -> None:
         """No other request has to find out that the engine is gone, where another engine of its role can serve them."""
-        engine = self._engines.get(node.url)
-        if engine is None or engine.node is not node:
+        engine = self._engines.get(ledger_engine.url)
+        if engine is None or engine.in_ledger is not ledger_engine:
             return
-        others = (one.node for one in self._engines.values() if one is not engine)
-        if not any(other.role is node.role and other.available for other in others):
+        others = (one.in_ledger for one in self._engines.values() if one is not engine)
+        if not any(other.role is ledger_engine.role and other.available for other in others):
             return  # it may be back in a moment: requests try it as ever
-        if self._ledger.mark_down(node.url, _GONE, self._now()):
-            self._observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=_GONE, state="down"))
+        if self._ledger.mark_down(ledger_engine.url, _GONE, self._now()):
+            self._observers.notify(
+                NodeChanged(ledger_engine.url, ledger_engine.role.value, up=False, reason=_GONE, state="down")
+            )

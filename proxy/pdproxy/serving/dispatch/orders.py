@@ -83,7 +83,7 @@ ORDERS = {"sequential": prefill_then_decode, "concurrent": both_at_once}
 def _prefill_alone_may_refuse(request: PromptRequest, attempt: Attempt) -> bool:
     """Return whether the prompt may be too long for the prefill engine alone: the decode engine would wait for its KV."""
     leases = attempt.assignment.leases
-    prefill, decode = leases[0].node.evidence, leases[-1].node.evidence
+    prefill, decode = leases[0].engine.evidence, leases[-1].engine.evidence
     longest = None if prefill is None else prefill.max_model_len
     if longest is None or decode is None or (decode.max_model_len is not None and decode.max_model_len <= longest):
         return False

@@ -40,7 +40,7 @@ from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, M
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.serving.kv.ready import Expected
+from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
@@ -111,7 +111,7 @@ class PrefillLeg:
         self.promised: Custody | None = None
         """The custody of KV that was promised to a decode engine."""
         self._lease = lease = attempt.assignment.leases[0]
-        self._url = lease.node.url
+        self._url = lease.engine.url
         self._run: int | None = None
         """The number of the engine's run when the request was written, None before."""
         engine = resources.engines.known[self._url]
@@ -250,7 +250,7 @@ class PrefillLeg:
         promised = self.promised
         if promised is not None and (promised.how is not None or (self._asked_again and not promised.decode_waits)):
             raise KvGoneError(f"the KV of {self._url} is not needed any more")
-        self._run = self._lease.node.run_number
+        self._run = self._lease.engine.run_number
         if self._turn is not None:
             self.dispatch = with_turn(self.dispatch, self._turn.spend())
         dispatch, headers = self.dispatch, self._request.headers
@@ -286,13 +286,13 @@ class PrefillLeg:
         notice = self._attempt.handle_notice
         return self._pending.answered() if notice is None else self._answer_or_notice(self._pending, notice)
 
-    async def _answer_or_notice(self, pending: Pending, notice: Expected) -> Answer | Handle:
+    async def _answer_or_notice(self, pending: Pending, notice: ExpectedNotices) -> Answer | Handle:
         answer = await pending.answered_or(notice.done)
         if answer is not None:
             return answer
         return self._handle_in(notice) or await pending.answered()
 
-    def _handle_in(self, notice: Expected) -> Handle | None:
+    def _handle_in(self, notice: ExpectedNotices) -> Handle | None:
         transfer = self._resources.transfer
         if notice.notice is None or transfer.contract.handle_from_notice is None:
             return None
@@ -385,7 +385,7 @@ class PrefillLeg:
         handle = None if contract.promise is None else contract.promise(self._parsed, self.dispatch)
         if handle is None:
             return None
-        record = _record(self._request, self._attempt, self._parsed, self.dispatch, self._lease.node.run_number)
+        record = _record(self._request, self._attempt, self._parsed, self.dispatch, self._lease.engine.run_number)
         self.promised = self._resources.custodian.promise(handle, record)
         self._attempt.dispatch = self.dispatch  # both engines must work on the same prompt
         self._attempt.keep(self.promised)
@@ -404,12 +404,12 @@ def _record(
 ) -> PrefillRecord:
     contract, leases = request.resources.transfer.contract, attempt.assignment.leases
     return PrefillRecord(
-        leases[0].node.url,
+        leases[0].engine.url,
         parsed.model,
         request.headers.authorization,
         # Still in use after the attempt if the client has left: it refers to nothing else of the attempt.
         lambda answer: contract.handle(parsed, answer, dispatch),
-        contract.holder.pushed_to(leases[-1].node.url),
+        contract.holder.pushed_to(leases[-1].engine.url),
         dispatch.leg_id,
         run,
         promised=attempt.custody,

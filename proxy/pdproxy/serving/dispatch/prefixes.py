@@ -14,7 +14,7 @@ from msgspec import structs
 
 from pdproxy.scheduling.leases import Assignment
 from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
-from pdproxy.scheduling.prefix.prompts import Beginning, beginning_of
+from pdproxy.scheduling.prefix.prompts import PromptBeginning, beginning_of
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import has_value, is_absent
@@ -29,7 +29,7 @@ _XARGS, _MODE = "vllm_xargs", "kv_cache_report_mode"
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class Prefixes:
+class PrefixQuestions:
     """Asks `knowledge` for requests. `now`: monotonic seconds. `skipped`: long prompts too many. Read only."""
 
     def __init__(self, knowledge: Knowledge, now: Callable[[], float]) -> None:
@@ -42,7 +42,7 @@ class Prefixes:
     def __repr__(self) -> str:
         return f"<Prefixes {self._waiting} waiting>"
 
-    async def known_by(self, parsed: Parsed, prompt: Prompt | None, ids: TokenIds | None) -> Beginning | None:
+    async def known_by(self, parsed: Parsed, prompt: Prompt | None, ids: TokenIds | None) -> PromptBeginning | None:
         """Return what a prompt is known by, None if nothing is. Long ones' keys are made in a thread. `ids`: if known.
 
         `prompt` is None if the request itself says that one engine must serve it: that engine may read another prompt, several
@@ -74,12 +74,12 @@ class Prefixes:
     def _over(self, _: asyncio.Future[bool]) -> None:
         self._waiting -= 1
 
-    def routed(self, beginning: Beginning, assignment: Assignment) -> tuple[Prediction, ...]:
+    def routed(self, beginning: PromptBeginning, assignment: Assignment) -> tuple[Prediction, ...]:
         """Note that a prompt is sent to engines. Return what is expected of their caches."""
         now, first = self._now(), assignment.leases[0]
         made = [
             # A decode engine that gets the KV from another one says nothing of its own cache, and is asked nothing.
-            self.knowledge.routed(beginning, lease.node.url, now, reports=lease is first)
+            self.knowledge.routed(beginning, lease.engine.url, now, reports=lease is first)
             for lease in assignment.leases
         ]
         return tuple(one for one in made if one is not None)
@@ -117,7 +117,7 @@ def reporting(parsed: Parsed) -> Parsed:
     return structs.replace(parsed, fields=fields | {_XARGS: msgspec.Raw(xargs)})
 
 
-def _made(beginning: Beginning) -> bool:
+def _made(beginning: PromptBeginning) -> bool:
     """Make a prompt's keys. Runs in a thread. Raises nothing: exceptions may quote the prompt, and would be logged."""
     try:
         for _ in beginning.keys:

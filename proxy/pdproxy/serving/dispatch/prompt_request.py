@@ -11,7 +11,7 @@ from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegTimes
 from pdproxy.scheduling.leases import Assignment, Lease
-from pdproxy.scheduling.prefix.prompts import Beginning
+from pdproxy.scheduling.prefix.prompts import PromptBeginning
 from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures
 from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.serving.dispatch.fingerprint import Fingerprint
@@ -24,7 +24,7 @@ from pdproxy.serving.stream.beginning import UNKNOWN
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.wire.continuable import Reason
+from pdproxy.wire.continuable import NotContinued
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 
@@ -88,11 +88,11 @@ class PromptRequest:
         """The prompt's token ids, None while they are not known."""
         self.key: bytes | None = None
         """What finds the turn that the prompt continues (`dispatch.turn`), None if that is not known or not wanted."""
-        self.beginning: Beginning | None = None
+        self.beginning: PromptBeginning | None = None
         """What indexes of engines' caches know the prompt by, None if nothing asks them."""
         self.left = left
         """How often other engines may still go on with the stream."""
-        self.record: Record | Reason | None = None
+        self.record: Record | NotContinued | None = None
         """What others need to go on with the stream, or why they can't; None before the stream flows, or if that is off."""
         self.stalled = 0
         """How many engines have stood still under the prompt so far, perhaps because of it."""
@@ -139,7 +139,7 @@ class PromptRequest:
     def suspect(self, assignment: Assignment) -> None:
         """Note at engines, until their data, that the prompt may stop them: another one has stood still under it."""
         known = self.resources.engines.known
-        self._suspects = tuple(known[lease.node.url].open_legs for lease in assignment.leases)
+        self._suspects = tuple(known[lease.engine.url].open_legs for lease in assignment.leases)
         for open_legs in self._suspects:
             open_legs.suspects += 1
 
@@ -170,7 +170,7 @@ class PromptRequest:
         """Note that a leg has failed: its engine may be lost. See `EnginesLost.broke`. `since` None: as the lease."""
         since = lease.since if since is None else since
         lost = self.resources.lost
-        may_be_lost = lost.broke(self.headers, lease.node, error, since, streamed=streamed, beside=beside)
+        may_be_lost = lost.broke(self.headers, lease.engine, error, since, streamed=streamed, beside=beside)
         if may_be_lost and self.slot is not None:
             # The permit ends by its time, not with this attempt: the loss is judged before the next request begins.
             self.slot.permit = None
@@ -203,7 +203,7 @@ class PromptRequest:
         if lost.remembers:
             self.fingerprint = lost.began(self.headers, self.parsed.fields, self.fingerprint)
         if records is not None:
-            self.record = Reason.NONE_LEFT if self.left < 1 else records.planned(self.parsed, self.new_relay)
+            self.record = NotContinued.NONE_LEFT if self.left < 1 else records.planned(self.parsed, self.new_relay)
         self.drop()
         self.leave_slot()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import encode
-from pdproxy.wire.continuable import Continuable, Reason, plan
+from pdproxy.wire.continuable import Continuable, NotContinued, plan
 from pdproxy.wire.request import Parsed, Route
 
 _OVERHEAD = 512
@@ -42,7 +42,7 @@ class Record:
         return self.prompt_ids.count(b",") + 1
 
 
-class Records:
+class ContinuationRecords:
     """The records of one process. `sampled`: also of answers that are drawn by chance; `max_bytes`: of all of them.
 
     `derenders`: whether all engines of a model can parse its chats behind any token.
@@ -60,26 +60,26 @@ class Records:
     def __repr__(self) -> str:
         return f"<Records {self.held} of {self._max_bytes} bytes>"
 
-    def planned(self, parsed: Parsed, new_relay: Callable[[], Relay]) -> Record | Reason:
+    def planned(self, parsed: Parsed, new_relay: Callable[[], Relay]) -> Record | NotContinued:
         """Return a record of a request whose stream is about to flow, or why nobody may go on with it. It does not count yet."""
         kept = plan(parsed, sampled=self._sampled)
-        if isinstance(kept, Reason):
+        if isinstance(kept, NotContinued):
             return kept
         is_chat = parsed.route is Route.CHAT and not (kept.stops or kept.shows_ids or kept.ignores_eos)
         may_parse = is_chat and (parsed.derenders or self._derenders(kept.model))
         if kept.calls_tools and not may_parse:
-            return Reason.TOOLS
+            return NotContinued.TOOLS
         return Record(kept, new_relay, encode(parsed.fields) if may_parse else b"")
 
-    def keep(self, record: Record, prompt_ids: bytes) -> Record | Reason:
+    def keep(self, record: Record, prompt_ids: bytes) -> Record | NotContinued:
         """Complete a record and count it, until `drop`. Return why it is not kept, if it is not."""
         if not prompt_ids:
-            return Reason.NO_IDS
+            return NotContinued.NO_IDS
         if not record.is_parsed and not record.kept.calls_tools:
             record.chat = b""  # no parser makes its events
         size = len(prompt_ids) + len(record.kept.sampling) + len(record.chat) + _OVERHEAD
         if self.held + size > self._max_bytes:
-            return Reason.MEMORY
+            return NotContinued.MEMORY
         record.prompt_ids, record.size = prompt_ids, size
         self.held += size
         return record

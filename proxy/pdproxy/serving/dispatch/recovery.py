@@ -15,7 +15,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     OwnBodyRefusedError,
     PdproxyError,
-    Reason,
+    RefusalReason,
     StaleConnectionError,
     StandstillError,
 )
@@ -175,7 +175,7 @@ def after(outcome: Failure, progress: Progress) -> Action:
         case PrefillFailed(error=error) | DecodeFailed(error=error) if has_stalled(error, progress.stalled):
             return Fail(error)
         case NoEngines() if progress.alone:
-            return Fail(OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE))
+            return Fail(OverloadedError("no engine can serve this request: see /ready", RefusalReason.NO_ENGINE))
         case NoEngines():
             return ServeAlone(progress.prefill_failed or Alone.NO_PAIR)
         case PrefillFailed(url, reason, AnswerTooLargeError()):

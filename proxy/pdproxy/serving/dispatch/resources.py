@@ -13,11 +13,11 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.fleet.transfers import Transfers
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Reason, Wait
+from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, RefusalReason, Wait
 from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import FAILED, GOOD, Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import PREFILL, Node
+from pdproxy.scheduling.ledger_engine import PREFILL, LedgerEngine
 from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.dispatch.comebacks import Comebacks
 from pdproxy.serving.dispatch.decisions import Decisions
@@ -27,15 +27,15 @@ from pdproxy.serving.dispatch.doubtful_failures import DoubtfulFailures, FailedT
 from pdproxy.serving.dispatch.engines_lost import EnginesLost
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.loss import RequestLosses
-from pdproxy.serving.dispatch.prefixes import Prefixes
-from pdproxy.serving.dispatch.record import Records
+from pdproxy.serving.dispatch.prefixes import PrefixQuestions
+from pdproxy.serving.dispatch.record import ContinuationRecords
 from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.ready import KvReady
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.ready import ReadyWaits
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.tokens.ids import TokenIds
@@ -58,7 +58,7 @@ class KvTransfer:
     """
 
     contract: Contract
-    ready: KvReady
+    ready: ReadyWaits
     buffers: ReceiveBuffers
     recomputes: bool
     hosts: HandleHosts
@@ -94,12 +94,12 @@ class ExchangeResources:
     is_alive: Callable[[str], Awaitable[bool]]
     """Asks the engine of a URL whether it is healthy."""
     tokenizing: Tokenizing | None = None
-    turns: Turns | None = None
+    turns: PoolTurns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
     decisions: Decisions | None = None
-    prefixes: Prefixes | None = None
+    prefixes: PrefixQuestions | None = None
     """None where nothing asks what engines have in their caches."""
-    records: Records | None = None
+    records: ContinuationRecords | None = None
     """None where no engine goes on with another one's stream."""
     detokenizing: Detokenizing | None = None
     """Makes the text of token ids. None where no engine goes on with another one's stream."""
@@ -129,17 +129,17 @@ class ExchangeResources:
 
         `relay`: that of the answer, if the engine has answered; `beside`: how many streams it made at the same time.
         """
-        node, tokens, now, ledger = lease.node, None, self.now(), self.ledger
+        engine, tokens, now, ledger = lease.engine, None, self.now(), self.ledger
         if (failed := verdict is FAILED) or verdict is GOOD:
             pace = None if failed else self._pace(lease, relay, now)
             seconds = None
             if lease.role is PREFILL:
-                seconds, beside = now - lease.since, node.requests
-            self.outliers.ended(node.url, lease.role, now, failed=failed, pace=pace, seconds=seconds, beside=beside)
+                seconds, beside = now - lease.since, engine.requests
+            self.outliers.ended(engine.url, lease.role, now, failed=failed, pace=pace, seconds=seconds, beside=beside)
         if relay is not None and ledger.placement is not None:
             tokens = _made_tokens(relay)
         if ledger.close(lease, verdict, now, tokens):
-            self._out_of_use(node)
+            self._out_of_use(engine)
 
     def count(self, failed: Iterable[Lease], transfers: Iterable[FailedTransfer]) -> None:
         """Count failures of legs that are over: only now it is known that they are the engines'."""
@@ -147,9 +147,9 @@ class ExchangeResources:
         for one in transfers:
             self.transfers.failed(one.prefill, one.decode, first=one.first, at=one.at)
         for lease in failed:
-            self.outliers.ended(lease.node.url, lease.role, now, failed=True)
+            self.outliers.ended(lease.engine.url, lease.role, now, failed=True)
             if self.ledger.failed(lease, now):
-                self._out_of_use(lease.node)
+                self._out_of_use(lease.engine)
 
     def unanswered(self, doubtful: DoubtfulFailures) -> None:
         """Count such failures of a request that has ended with the last of them; or note that they followed it."""
@@ -169,11 +169,11 @@ class ExchangeResources:
             [url for url, engine in self.engines.items() if engine.open_legs.doubted > engine.open_legs.last_sign]
         )
 
-    def _out_of_use(self, node: Node) -> None:
-        reason, state = node.down_because, "down"
+    def _out_of_use(self, engine: LedgerEngine) -> None:
+        reason, state = engine.down_because, "down"
         if reason is None:
-            reason, state = f"failed {node.failures} times in a row: its breaker is open", "excluded"
-        self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason, state=state))
+            reason, state = f"failed {engine.failures} times in a row: its breaker is open", "excluded"
+        self.observers.notify(NodeChanged(engine.url, engine.role.value, up=False, reason=reason, state=state))
 
     def _pace(self, lease: Lease, relay: Relay | None, now: float) -> float | None:
         """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared.
@@ -220,14 +220,14 @@ class ExchangeResources:
     def not_retried(self) -> OverloadedError:
         """Return the error of a request whose engine has failed and that found no such place."""
         text = "an engine failed, and too many requests are being tried again"
-        return OverloadedError(text, Reason.RETRY_BUDGET, retry_after=self.deadlines.retry)
+        return OverloadedError(text, RefusalReason.RETRY_BUDGET, retry_after=self.deadlines.retry)
 
     def report_failure(
-        self, headers: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool
+        self, headers: LegHeaders, engine: str, phase: str, error: EngineError, *, will_retry: bool
     ) -> None:
         """Report a leg that failed."""
         status = error.status if isinstance(error, EngineRefusedError) else None
-        self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry, status))
+        self.observers.notify(LegFailed(headers.request_id, engine, phase, error.message, will_retry, status))
 
 
 def _made_tokens(relay: Relay) -> int | None:

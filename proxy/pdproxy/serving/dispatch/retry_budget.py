@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.places_in_order import PlacesInOrder
-from pdproxy.observe.description import Label, Rule, counter, gauge
+from pdproxy.observe.description import Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.few_first import Permit
 from pdproxy.settings.limits import Deadlines, Limits
@@ -21,7 +21,7 @@ RETRIES = gauge(
     "requests",
     "Requests whose engine failed before its data, and that are tried again (limits.retry_share)",
     Label("state", (("running", "another engine was asked, and has sent no data yet"), ("waiting", "too many run"))),
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 RETRIES_REFUSED = counter(
     "pdproxy_retries_refused_total",

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from pdproxy.kit.expiring import Expiring
-from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.ledger_engine import Role
 from pdproxy.serving.dispatch.few_first import FewFirst
 from pdproxy.serving.dispatch.loss import Loss
 
@@ -98,7 +98,7 @@ class Suspects(Expiring[K, Suspect]):
         if found is None or now >= found.last + FRESH:
             return frozenset()
         return frozenset(
-            loss.node.role
+            loss.engine.role
             for loss, counts in found.engines.items()
             if loss.has_suspects and (counts is None or counts())
         )

@@ -197,13 +197,17 @@ class Tokenizing:
         except UnsureError:
             return "unsure", None
         now = self._now()
-        nodes = [engine.node for engine in self._engines.values()]
-        able = [node for node in nodes if node.usable(now) and (parsed.model is None or node.serves(parsed.model))]
+        engines = [engine.in_ledger for engine in self._engines.values()]
+        able = [
+            ledger_engine
+            for ledger_engine in engines
+            if ledger_engine.usable(now) and (parsed.model is None or ledger_engine.serves(parsed.model))
+        ]
         if not able:
             return "failed", None
-        node = min(able, key=lambda one: one.requests)
+        ledger_engine = min(able, key=lambda one: one.requests)
         try:
-            return "ok", await self._ask(node.url, body, authorization)
+            return "ok", await self._ask(ledger_engine.url, body, authorization)
         except EngineRefusedError as error:
             return "rejected" if error.status == 400 else "failed", None
         except (EngineError, OverloadedError):

@@ -13,7 +13,7 @@ from pdproxy.serving.dispatch.tokenizing import MAX_BYTES
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.kept_turns import SCOPE_BYTES, Reuse, TurnRecord, scope_of
 from pdproxy.serving.kv.open_turns import OpenTurn
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
@@ -51,7 +51,7 @@ class TurnBefore:
 
     __slots__ = ("_answered", "_now", "_reuse", "_run", "_since", "_turns")
 
-    def __init__(self, turns: Turns, reuse: Reuse | None, run: int, now: Callable[[], float]) -> None:
+    def __init__(self, turns: PoolTurns, reuse: Reuse | None, run: int, now: Callable[[], float]) -> None:
         self._turns = turns
         self._reuse = reuse
         self._run = run
@@ -116,15 +116,15 @@ class TurnBefore:
             self._turns.left(reuse)
 
 
-async def turn_before(request: PromptRequest, attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBefore:
+async def turn_before(request: PromptRequest, attempt: Attempt, turns: PoolTurns, sent: TokenIds | None) -> TurnBefore:
     """Return the KV of the turn before for the attempt's prefill leg, if there is any.
 
     `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not be what the KV is of.
     """
-    node, prompt = attempt.assignment.leases[0].node, request.prompt
+    engine, prompt = attempt.assignment.leases[0].engine, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
-    reuse = await turns.take(request.key, node) if exact and request.key is not None else None
-    return TurnBefore(turns, reuse, node.run_number, request.resources.now)
+    reuse = await turns.take(request.key, engine) if exact and request.key is not None else None
+    return TurnBefore(turns, reuse, engine.run_number, request.resources.now)
 
 
 def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
@@ -133,14 +133,14 @@ def with_turn(dispatch: Dispatch, params: bytes | None) -> Dispatch:
 
 
 def opened(
-    request: PromptRequest, attempt: Attempt, turns: Turns, custody: Custody, handle: Handle, engine: Engine
+    request: PromptRequest, attempt: Attempt, turns: PoolTurns, custody: Custody, handle: Handle, engine: Engine
 ) -> OpenTurn | None:
     """Begin the turn whose decode engine is asked now with `handle`, None if it will keep no KV of it."""
     if not handle.params:
         return None
     record = TurnRecord(
         decode=engine.url,
-        decode_run=engine.node.run_number,
+        decode_run=engine.in_ledger.run_number,
         prefill=custody.prefill,
         prefill_run=custody.prefill_run or 0,
         remote_request_id=handle.remote_request_id,
@@ -150,7 +150,7 @@ def opened(
         prompt_tokens=handle.prompt_tokens,
         may_stop=not is_absent(request.parsed.fields, "stop"),
     )
-    evidence = engine.node.evidence
+    evidence = engine.in_ledger.evidence
     in_answer = not request.parsed.stream or (evidence is not None and shown_in_streams(evidence.version))
     turn = turns.open.open(record, in_answer=in_answer)
     if turn is not None and not request.parsed.stream:

@@ -6,7 +6,7 @@ about: those that serve whole are there for it.
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import OverloadedError, Reason
+from pdproxy.kit.errors import OverloadedError, RefusalReason
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.wire.request import Alone
@@ -31,7 +31,7 @@ def refusal(resources: ExchangeResources, request: PromptRequest, why: Alone) ->
         return None
     most = f"up to {ledger.alone_up_to} tokens" if ledger.alone_up_to else "never"
     text = f"this prompt can't be split now ({why.value}), and a decode engine may not serve it whole: pools[].alone is {most}"
-    return OverloadedError(text, Reason.ALONE)
+    return OverloadedError(text, RefusalReason.ALONE)
 
 
 def known_tokens(request: PromptRequest) -> int | None:

@@ -13,8 +13,8 @@ from typing import TypeVar
 from pdproxy.fleet.engine import Engine, ReceiveBuffer
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError, Reason, Wait
-from pdproxy.observe.description import NODE, Rule, gauge
+from pdproxy.kit.errors import OverloadedError, RefusalReason, Wait
+from pdproxy.observe.description import NODE, MergeRule, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.settings.limits import Deadlines
 
@@ -24,7 +24,7 @@ KV_BUFFER_SLOTS = gauge(
     "chunks",
     "Chunks of KV that may be in a decode engine's receive buffer",
     NODE,
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 
@@ -140,4 +140,4 @@ class ReceiveBuffers:
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
             message = f"no decode engine had space for the prompt's KV in {self._deadlines.queue:g} s"
-            raise OverloadedError(message, Reason.CAPACITY) from None
+            raise OverloadedError(message, RefusalReason.CAPACITY) from None

@@ -15,12 +15,12 @@ from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.description import NODE, Label, Rule, counter, gauge, histogram
+from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge, histogram
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.kv.custody import Custody, End, State
+from pdproxy.serving.kv.custody import Custody, CustodyState, End
 from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
-from pdproxy.serving.kv.release import Contacts, ReleaseResources, Releasing, release_for
+from pdproxy.serving.kv.release import Contacts, OngoingRelease, ReleaseResources, release_for
 from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
@@ -55,15 +55,15 @@ KV_HANDLES = gauge(
     "handles",
     "KV handles that have not ended, by state",
     Label("state", _STATES),
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 KV_HANDLE_AGE = gauge(
     "pdproxy_kv_handle_age_seconds",
     "seconds",
     "Age of the oldest KV handle in a state",
     Label("state", _STATES),
-    workers=Rule.MOST,
-    pools=Rule.MOST,
+    workers=MergeRule.MOST,
+    pools=MergeRule.MOST,
 )
 KV_SECONDS = histogram(
     "pdproxy_kv_transfer_seconds",
@@ -83,14 +83,14 @@ KV_STUCK = gauge(
     "requests",
     "Requests of a decode engine that may wait for KV that will not come, and keep their blocks. An upper bound",
     NODE,
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 KV_STUCK_AGE = gauge(
     "pdproxy_kv_stuck_age_seconds",
     "seconds",
     "Age of the oldest of pdproxy_kv_stuck",
     NODE,
-    workers=Rule.MOST,
+    workers=MergeRule.MOST,
 )
 
 
@@ -154,7 +154,7 @@ class Custodian:
     def snapshot(self) -> dict[str, tuple[int, float]]:
         """Return for each state how many handles are in it and the age of the oldest in seconds."""
         now = self.now()
-        found = {state.value: (0, 0.0) for state in State}
+        found = {state.value: (0, 0.0) for state in CustodyState}
         for custody in self._live:
             if custody.state is not None:
                 count, oldest = found[custody.state.value]
@@ -196,7 +196,7 @@ class Custodian:
         """Become responsible for KV that both engines are asked for at once. `handle`: what the decode engine is sent."""
         custody = Custody(self, handle, leg, promised=True)
         if custody.state is not None:
-            custody.state = State.PROMISED
+            custody.state = CustodyState.PROMISED
             self._live.add(custody)
         return custody
 
@@ -214,7 +214,7 @@ class Custodian:
         self._named.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.label, custody.prefill, self.now() - custody.since))
 
-    def release(self, custody: Custody, releasing: Releasing) -> None:
+    def release(self, custody: Custody, releasing: OngoingRelease) -> None:
         """Start releasing a handle. Called only by `Custody`."""
         self._tasks.spawn(self._released(custody, releasing), releasing.handle.remote_request_id)
 
@@ -242,17 +242,17 @@ class Custodian:
             case NoticeEvent.FAILED if notice.role == "P":
                 self.orphans.forget(notice.request_id)
             case NoticeEvent.FAILED if custody is not None:
-                if custody.state is State.ASKED and custody.decode is not None:
+                if custody.state is CustodyState.ASKED and custody.decode is not None:
                     self.when_unread(custody.prefill, custody.decode)
                 custody.not_read()
             case NoticeEvent.RELEASED if custody is not None and notice.role != "D":
                 custody.freed += 1
                 if custody.freed >= (notice.world or 1):
                     # If we did not release it, the decode engine has read all of it.
-                    custody.end(End.LOADED if custody.state is State.ASKED else End.RELEASED)
+                    custody.end(End.LOADED if custody.state is CustodyState.ASKED else End.RELEASED)
             case NoticeEvent.EXPIRED if custody is not None:
                 gone, custody.on_gone = custody.on_gone, None
-                decode_may_read = custody.state is State.ASKED
+                decode_may_read = custody.state is CustodyState.ASKED
                 custody.end(End.EXPIRED)
                 logger.warning("the lease on %s at %s has ended", notice.remote_request_id, custody.prefill)
                 if decode_may_read and gone is not None:
@@ -273,7 +273,7 @@ class Custodian:
             custody.when_over(leg.space.release)
         custody.release()
 
-    async def _released(self, custody: Custody, releasing: Releasing) -> None:
+    async def _released(self, custody: Custody, releasing: OngoingRelease) -> None:
         assert self._release is not None
         if custody.how is not None:
             return  # a notice has ended it since: there is nothing to release any more

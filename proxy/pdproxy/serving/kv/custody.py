@@ -18,13 +18,13 @@ from typing import Protocol
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import KvGoneError
 from pdproxy.serving.kv.orphans import PrefillRecord
-from pdproxy.serving.kv.release import Releasing
+from pdproxy.serving.kv.release import OngoingRelease
 from pdproxy.transfer.contract import Counts, Handle
 
 logger = logging.getLogger("pdproxy.kv")
 
 
-class State(Enum):
+class CustodyState(Enum):
     """The state of a live handle."""
 
     PROMISED = "promised"  # both engines were asked; the prefill engine has not answered yet
@@ -85,7 +85,7 @@ class Keeper(Protocol):
     def ended(self, custody: Custody, how: End) -> None:
         """Forget a handle that has ended."""
 
-    def release(self, custody: Custody, releasing: Releasing) -> None:
+    def release(self, custody: Custody, releasing: OngoingRelease) -> None:
         """Start releasing a handle."""
 
 
@@ -137,7 +137,7 @@ class Custody:
         """The wait for the notices of its push. It ends with the custody: KV that is still being pushed can't be released."""
         self.model = leg.model
         self.authorization = leg.authorization
-        self.state: State | None = State.HELD if custodian.holds else None
+        self.state: CustodyState | None = CustodyState.HELD if custodian.holds else None
         self.how: End | None = None
         self.since = self._held_since = custodian.now()
         self.on_gone: Callable[[str, bool], None] | None = None
@@ -185,11 +185,11 @@ class Custody:
         if self.was_asked:
             raise RuntimeError(f"{self!r} was given away before")
         handle = self.handle
-        if not isinstance(handle, Handle) or self.how is not None or self.state is State.RELEASING:
+        if not isinstance(handle, Handle) or self.how is not None or self.state is CustodyState.RELEASING:
             raise KvGoneError(f"the KV at {self.prefill} is gone")
         lease, expired = self._custodian.leases_of(self.prefill)
         until = self._held_since + USABLE * lease
-        if self.state is State.HELD and self._custodian.now() >= until:
+        if self.state is CustodyState.HELD and self._custodian.now() >= until:
             self.end(End.EXPIRED)
             raise KvGoneError(f"the lease of the KV at {self.prefill} ends")
         self.decode_run, self.was_asked = run, True
@@ -198,7 +198,7 @@ class Custody:
             self.sure_until, self.expired_before = until, expired
         self.loses_closed = self._custodian.loses_closed(handle)
         if self.state is not None and not self.promised:
-            self.state = State.ASKED
+            self.state = CustodyState.ASKED
         return handle
 
     @property
@@ -257,10 +257,10 @@ class Custody:
             self.handle = handle if self.how is None else handle.counts()
             return
         self.handle = handle
-        if self.state is State.RELEASING:
+        if self.state is CustodyState.RELEASING:
             self._custodian.release(self, self._releasing(handle))
             return
-        self.state = State.ASKED if self.was_asked else State.HELD
+        self.state = CustodyState.ASKED if self.was_asked else CustodyState.HELD
         later, self._end_later = self._end_later, None
         if later is not None:
             self.end(later)
@@ -282,7 +282,7 @@ class Custody:
         """
         if self.state is None and self.how is None:
             self.how = how  # no KV is held for the proxy, so none has to be released
-        if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
+        if self.state is None or (self.state is CustodyState.RELEASING and how in _BY_DECODE):
             return
         if self.promised and how in _BY_DECODE:
             self._end_later = how
@@ -326,13 +326,13 @@ class Custody:
 
     def release(self) -> None:
         """Release the handle in the background; KV that was promised, once the prefill engine has answered."""
-        if self._end_later is None and self.state is not None and self.state is not State.RELEASING:
-            self.state = State.RELEASING
+        if self._end_later is None and self.state is not None and self.state is not CustodyState.RELEASING:
+            self.state = CustodyState.RELEASING
             if not self.promised and isinstance(self.handle, Handle):
                 self._custodian.release(self, self._releasing(self.handle))
 
-    def _releasing(self, handle: Handle) -> Releasing:
-        return Releasing(
+    def _releasing(self, handle: Handle) -> OngoingRelease:
+        return OngoingRelease(
             handle,
             self.prefill,
             self.prefill_run,

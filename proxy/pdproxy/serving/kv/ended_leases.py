@@ -28,7 +28,7 @@ class EndedLeases:
         An engine that does not answer, or was started again, shows nothing: then the answer is used.
         """
         engine = self._engines.get(custody.prefill)
-        if engine is None or engine.node.run_number != custody.prefill_run:
+        if engine is None or engine.in_ledger.run_number != custody.prefill_run:
             return False
         try:
             found = await self._scrape(custody.prefill)

@@ -15,7 +15,7 @@ import msgspec
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.scheduling.compatibility import prefill_and_decode
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.tokens.prefix_index import PrefixIndex
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 
@@ -165,7 +165,7 @@ class KeptTurns:
         limits, url = self._limits, turn.record.decode
         self.sweep()
         engine = self._engines.get(url)
-        if engine is not None and engine.node.draining is not None:
+        if engine is not None and engine.in_ledger.draining is not None:
             self._lose(turn, "leaving")
             return False
         if turn.size > limits.max_bytes - self._elsewhere or turn.handle.blocks > limits.max_blocks:
@@ -192,7 +192,7 @@ class KeptTurns:
             self.drop(next(iter(self._by_age.values())), "evicted")
 
     def find(
-        self, key: bytes, prefill: Node, without: Collection[int] = (), silent: Collection[int] = ()
+        self, key: bytes, prefill: LedgerEngine, without: Collection[int] = (), silent: Collection[int] = ()
     ) -> Reuse | None:
         """Return the turn that a prompt continues, None if there is none whose KV this prefill engine may pull.
 
@@ -212,12 +212,12 @@ class KeptTurns:
             if tokens < self._limits.min_tokens:
                 break
             engine = self._engines.get(turn.record.decode)
-            if engine is None or engine.node.run_number != turn.record.decode_run:
+            if engine is None or engine.in_ledger.run_number != turn.record.decode_run:
                 gone.append((turn, "restarted"))
             elif turn.received <= oldest:  # its answer took long: it is not the oldest by its place
                 gone.append((turn, "expired"))
             elif found is None and turn.record.decode_run not in without and turn.owner not in silent:
-                found = self._reuse(turn, tokens, prompt, prefill, engine.node)
+                found = self._reuse(turn, tokens, prompt, prefill, engine.in_ledger)
         for turn, reason in gone:
             self.drop(turn, reason)
         return found
@@ -243,7 +243,9 @@ class KeptTurns:
         for turn in list(self._by_age.values()):
             self.drop(turn, reason)
 
-    def _reuse(self, turn: KeptTurn, common: int, prompt: int, prefill: Node, decode: Node) -> Reuse | None:
+    def _reuse(
+        self, turn: KeptTurn, common: int, prompt: int, prefill: LedgerEngine, decode: LedgerEngine
+    ) -> Reuse | None:
         now, block_size = self._now(), None if decode.evidence is None else decode.evidence.block_size
         if block_size is None or not decode.usable(now) or prefill_and_decode(prefill, decode) is not None:
             return None

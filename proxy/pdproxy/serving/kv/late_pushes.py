@@ -56,7 +56,7 @@ class LatePushes:
 
     def _is_in_use(self, url: str) -> bool:
         engine = self._engines.get(url)
-        return engine is not None and engine.node.up and engine.node.stalled is None
+        return engine is not None and engine.in_ledger.up and engine.in_ledger.stalled is None
 
     async def _late(self, custody: Custody) -> bool:
         """Return whether a decode leg is among those that wait for KV, as far as its engine shows that."""

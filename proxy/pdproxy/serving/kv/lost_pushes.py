@@ -57,7 +57,7 @@ class LostPushes:
         """An engine's run is over, or seems to be. `prefill`: its URL; of other engines nothing is awaited."""
         now = self._clock.now()
         engine = self._engines.get(prefill)
-        run = engine.node.run_number if engine is not None and not engine.node.up else None
+        run = engine.in_ledger.run_number if engine is not None and not engine.in_ledger.up else None
         for decode in {one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill}:
             if decode is not None:  # also where nothing was answered yet: an answer may be on its way
                 watch = self._watches[prefill, decode] = _Watch(self, prefill, decode, now, run)
@@ -75,7 +75,7 @@ class LostPushes:
     def is_back(self, prefill: str, run: int | None) -> bool:
         """Return whether an engine is up again, in its run of this number: it was only busy."""
         engine = self._engines.get(prefill)
-        return engine is not None and engine.node.up and engine.node.run_number == run
+        return engine is not None and engine.in_ledger.up and engine.in_ledger.run_number == run
 
     def after_grace(self, then: Callable[[], None]) -> None:
         """Call `then` after `GRACE`."""

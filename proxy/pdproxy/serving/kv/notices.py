@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.serving.kv.custodian import Custodian
-from pdproxy.serving.kv.ready import KvReady
-from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.kv.ready import ReadyWaits
+from pdproxy.serving.kv.turns import PoolTurns
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.notices import Notice, NoticeEvent
 
@@ -14,7 +14,7 @@ from pdproxy.wire.notices import Notice, NoticeEvent
 class NoticeRouter:
     """Routes the notices of one proxy."""
 
-    def __init__(self, ready: KvReady, custodian: Custodian, turns: Turns | None = None) -> None:
+    def __init__(self, ready: ReadyWaits, custodian: Custodian, turns: PoolTurns | None = None) -> None:
         self._ready = ready
         self._custodian = custodian
         self._turns = turns

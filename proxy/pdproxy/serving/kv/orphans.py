@@ -19,7 +19,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, Observers
 from pdproxy.serving.kv.buffers import BufferSpace
-from pdproxy.serving.kv.ready import Expected
+from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Pending
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
@@ -63,7 +63,7 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     receiver: str | None = None
     id: str | None = None
     run: int | None = None
-    expected: Expected | None = None
+    expected: ExpectedNotices | None = None
     space: BufferSpace | None = None
     promised: Promised | None = None
 

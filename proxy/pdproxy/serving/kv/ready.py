@@ -15,7 +15,7 @@ import msgspec
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
-from pdproxy.observe.description import NODE, Label, Rule, counter, gauge, histogram
+from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge, histogram
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
 from pdproxy.wire.notices import Notice, NoticeEvent
 
@@ -58,9 +58,9 @@ KV_NOTICES_KEPT = gauge(
     "pdproxy_kv_notices_kept",
     "notices",
     "Notices that nobody has waited for yet",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
-KV_READY_WAITS = gauge("pdproxy_kv_ready_waits", "prompts", "Prompts whose notices are expected", workers=Rule.SUM)
+KV_READY_WAITS = gauge("pdproxy_kv_ready_waits", "prompts", "Prompts whose notices are expected", workers=MergeRule.SUM)
 KV_READY_WAIT = histogram(
     "pdproxy_kv_ready_wait_seconds",
     "Seconds from the prefill's answer to the last notice that its KV is ready; 0 if all came before",
@@ -83,7 +83,7 @@ SILENT_RANKS = counter(
 )
 
 
-class Expected:
+class ExpectedNotices:
     """One wait for the notices of a prefill leg's ranks. It is over when all have come, or when it is closed.
 
     `ranks`: how many ranks send a notice; None: the notices state it, otherwise one. Of a rank that states its number, only the
@@ -92,7 +92,7 @@ class Expected:
 
     __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "notice", "ranks", "since")
 
-    def __init__(self, where: KvReady, leg_id: str, ranks: int | None, since: float) -> None:
+    def __init__(self, where: ReadyWaits, leg_id: str, ranks: int | None, since: float) -> None:
         self._where = where
         self.leg_id = leg_id
         self.ranks = ranks
@@ -134,14 +134,14 @@ class Expected:
         self._where.over(self)
 
 
-class KvReady:
+class ReadyWaits:
     """All waits of one proxy."""
 
     def __init__(self, clock: Clock, observers: Observers, now: Callable[[], float]) -> None:
         self._clock = clock
         self._observers = observers
         self._now = now
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[str, ExpectedNotices] = {}
         self._early: OrderedDict[str, tuple[float, list[Notice]]] = OrderedDict()
         self._early_count = 0
         self._over: OrderedDict[str, float] = OrderedDict()
@@ -165,27 +165,27 @@ class KvReady:
         """Return whether notices of a leg are expected here, or were."""
         return leg_id in self._expected or leg_id in self._over
 
-    def expect(self, leg_id: str, ranks: int | None) -> Expected:
+    def expect(self, leg_id: str, ranks: int | None) -> ExpectedNotices:
         """Begin a wait. Call it before the leg is sent, and close what it returns."""
-        expected = self._expected[leg_id] = Expected(self, leg_id, ranks, self._now())
+        expected = self._expected[leg_id] = ExpectedNotices(self, leg_id, ranks, self._now())
         _, early = self._early.pop(leg_id, (0.0, ()))
         self._early_count -= len(early)
         for notice in early:
             expected.receive(notice)
         return expected
 
-    async def wait(self, expected: Expected, timeout: float, node: str) -> bool:
-        """Wait until all ranks of `node` have sent their notice, `timeout` seconds at most. Return whether they have."""
+    async def wait(self, expected: ExpectedNotices, timeout: float, engine: str) -> bool:
+        """Wait until all ranks of `engine` have sent their notice, `timeout` seconds at most. Return whether they have."""
         begun = self._now()
         try:
             if not expected.done.done():
                 with self._clock.within(timeout):
                     await asyncio.shield(expected.done)
         except TimeoutError:
-            self._observers.notify(DeadlinePassed(Wait.KV_READY.value, node))
-            self._observers.notify(KvWaited(node, "timeout", self._now() - begun, expected.missing()))
+            self._observers.notify(DeadlinePassed(Wait.KV_READY.value, engine))
+            self._observers.notify(KvWaited(engine, "timeout", self._now() - begun, expected.missing()))
             return False
-        self._observers.notify(KvWaited(node, "ready", self._now() - begun))
+        self._observers.notify(KvWaited(engine, "ready", self._now() - begun))
         return True
 
     def receive(self, notice: Notice) -> None:
@@ -211,8 +211,8 @@ class KvReady:
         """Count a message that is no notice."""
         self._observers.notify(KvNoticed("unknown", "undecodable"))
 
-    def over(self, expected: Expected) -> None:
-        """End a wait. Called by `Expected.close` alone."""
+    def over(self, expected: ExpectedNotices) -> None:
+        """End a wait. Called by `ExpectedNotices.close` alone."""
         if self._expected.get(expected.leg_id) is expected:
             del self._expected[expected.leg_id]
             self._over[expected.leg_id] = self._now()

@@ -24,7 +24,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import mint
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.kv.ready import Expected
+from pdproxy.serving.kv.ready import ExpectedNotices
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder, LegRequest, PushedToDecode
 from pdproxy.wire.request import Route
@@ -38,7 +38,7 @@ MIN_CONTACTS = 64
 """Pairs of engines that are kept before any of earlier runs is dropped."""
 
 
-class Releasing(msgspec.Struct, frozen=True, eq=False):
+class OngoingRelease(msgspec.Struct, frozen=True, eq=False):
     """A handle that is being released, as it was when that was decided: its custody may end while the release goes on.
 
     `prefill`, `decode`: URLs; `prefill_run`: the number of the prefill engine's run when it was asked, None if that is not known.
@@ -52,7 +52,7 @@ class Releasing(msgspec.Struct, frozen=True, eq=False):
     decode: str | None
     model: str | None
     authorization: tuple[tuple[bytes, bytes], ...]
-    expected: Expected | None
+    expected: ExpectedNotices | None
     was_asked: bool
 
 
@@ -93,7 +93,7 @@ class Contacts:
 
     def _sweep(self) -> None:
         """Drop the pairs of earlier runs, and of engines that are not known any more."""
-        runs = {engine.node.run_number for engine in self._engines.values()}
+        runs = {engine.in_ledger.run_number for engine in self._engines.values()}
         self._pairs = {pair for pair in self._pairs if runs.issuperset(pair)}
         self._drop_at = max(MIN_CONTACTS, 2 * len(self._pairs))
 
@@ -135,14 +135,14 @@ class Release(ABC):
         """
 
     @abstractmethod
-    async def release(self, kept: Releasing) -> bool:
+    async def release(self, kept: OngoingRelease) -> bool:
         """Have KV released. Return whether it was."""
 
     @abstractmethod
-    def lost(self, kept: Releasing) -> str:
+    def lost(self, kept: OngoingRelease) -> str:
         """Return what happens to KV that could not be released, for a log line."""
 
-    async def _ask(self, kept: Releasing, decode: str, leg: LegRequest, timeout: float) -> int | None:
+    async def _ask(self, kept: OngoingRelease, decode: str, leg: LegRequest, timeout: float) -> int | None:
         """Send a decode engine the request that releases KV. Return the answer's status, 0 for none, None if it was late."""
         if (engine := self._resources.engines.get(decode)) is None:
             return 0  # it was removed
@@ -189,7 +189,7 @@ class ReleaseByRefusal(Release):
     def _met(self, prefill_run: int | None, decode_run: int | None) -> bool:
         return not self._handshakes or self._resources.contacts.met(prefill_run, decode_run)
 
-    async def release(self, kept: Releasing) -> bool:
+    async def release(self, kept: OngoingRelease) -> bool:
         """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
         body = None if self._body is None else self._body(kept.model, kept.handle)
         if body is None:
@@ -199,19 +199,21 @@ class ReleaseByRefusal(Release):
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
             await self._before_try(number)
-            node = resources.ledger.releasing.through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
-            if node is None:
+            engine = resources.ledger.releasing.through(
+                kept.prefill, kept.model, resources.now(), prefer_not=kept.decode
+            )
+            if engine is None:
                 continue
-            run = node.run_number
-            if await self._ask(kept, node.url, leg, timeout) != refused:
+            run = engine.run_number
+            if await self._ask(kept, engine.url, leg, timeout) != refused:
                 continue
             if not self._met(kept.prefill_run, run):
                 await asyncio.sleep(FIRST_CONTACT)
-                await self._ask(kept, node.url, leg, timeout)
+                await self._ask(kept, engine.url, leg, timeout)
             return True
         return False
 
-    def lost(self, kept: Releasing) -> str:
+    def lost(self, kept: OngoingRelease) -> str:
         """Return what happens to KV that could not be released."""
         return f"{kept.prefill} frees it when its lease ends"
 
@@ -238,7 +240,7 @@ class ReleaseByReading(Release):
         """Return whether the engine has probably read the KV. Most engines that were aborted before that still hold it."""
         return in_silence or self._holder.drops_aborted
 
-    async def release(self, kept: Releasing) -> bool:
+    async def release(self, kept: OngoingRelease) -> bool:
         """Have the decode engine read the KV, once all of it is there. Return whether it has."""
         leg, done = self._holder.release_leg(kept.model, kept.handle), 200
         deadlines = self._resources.deadlines
@@ -258,7 +260,7 @@ class ReleaseByReading(Release):
                 return kept.was_asked and self._holder.read_waits
         return False
 
-    async def _all_written(self, kept: Releasing) -> bool:
+    async def _all_written(self, kept: OngoingRelease) -> bool:
         """Wait until all of the KV is written: a part that came later would stay, and a missing part must not be read."""
         if kept.expected is None:
             return True
@@ -271,7 +273,7 @@ class ReleaseByReading(Release):
             return False
         return True
 
-    def lost(self, kept: Releasing) -> str:
+    def lost(self, kept: OngoingRelease) -> str:
         """Return what happens to KV that could not be released."""
         return f"it stays in the buffer of {kept.decode}"
 

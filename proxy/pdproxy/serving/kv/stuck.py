@@ -44,7 +44,7 @@ class StuckKv:
     def run_of(self, url: str) -> int | None:
         """Return the number of an engine's present run, None if the engine is not known."""
         engine = self._engines.get(url)
-        return None if engine is None else engine.node.run_number
+        return None if engine is None else engine.in_ledger.run_number
 
     def holds(self, url: str) -> bool:
         """Return whether something is counted of an engine, which may have been removed."""
@@ -94,4 +94,4 @@ class StuckKv:
     def _over(self, url: str, run: int) -> bool:
         """Return whether an engine has shown that it is in another run. One that is removed, or was not probed yet, has not."""
         engine = self._engines.get(url)
-        return engine is not None and engine.node.evidence is not None and engine.node.run_number != run
+        return engine is not None and engine.in_ledger.evidence is not None and engine.in_ledger.run_number != run

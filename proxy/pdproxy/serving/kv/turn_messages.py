@@ -11,7 +11,7 @@ _TURN = b"turn"
 """Begins the records that are left of kept turns: no record of a handle does, which are arrays of MessagePack."""
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True, tag="kept"):
+class KeptMessage(msgspec.Struct, array_like=True, frozen=True, tag="kept"):
     """A worker keeps a turn. Numbers of engines' runs are its own, times those of the machine's monotonic clock."""
 
     worker: int
@@ -38,7 +38,7 @@ class Claim(msgspec.Struct, array_like=True, frozen=True, tag="claim"):
     number: int
 
 
-class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
+class ClaimAnswer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
     """Whether it is given: then it is the asker's to use or to release."""
 
     claim: int
@@ -67,7 +67,7 @@ class TurnLeft(msgspec.Struct, array_like=True, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Kept | Gone | Claim | Answer | Began | Hung).decode
+decode = msgspec.msgpack.Decoder(KeptMessage | Gone | Claim | ClaimAnswer | Began | Hung).decode
 _decode_left = msgspec.msgpack.Decoder(TurnLeft).decode
 
 

@@ -116,9 +116,9 @@ class TurnReleases:
 
     async def _released(self, record: TurnRecord, handle: DecodeHandle) -> bool:
         engine = self._engines.get(record.decode)
-        if engine is None or engine.node.run_number != record.decode_run:
+        if engine is None or engine.in_ledger.run_number != record.decode_run:
             return True  # the run that held the blocks is over
-        readers = self._ledger.releasing.readers_of(engine.node, record.model, self._now())
+        readers = self._ledger.releasing.readers_of(engine.in_ledger, record.model, self._now())
         if not readers:
             return False
         decode = record.decode_run

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.handle_hosts import HandleHosts
 from pdproxy.kit.clock import Clock
-from pdproxy.observe.description import NODE, Label, Rule, counter, gauge
+from pdproxy.observe.description import NODE, Label, MergeRule, counter, gauge
 from pdproxy.observe.events import Observers, TurnDropped, TurnKept, TurnReused
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.ledger_engine import LedgerEngine
 from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, Reuse, TurnLimits, TurnRecord
 from pdproxy.serving.kv.open_turns import OpenTurns
 from pdproxy.serving.kv.turn_release import TurnReleases
@@ -91,20 +91,20 @@ TURN_SECONDS = counter(
     of=TurnReused,
     by="saved_s",
 )
-TURNS = gauge("pdproxy_turns", "turns", "Finished turns whose KV may be used", workers=Rule.SUM)
+TURNS = gauge("pdproxy_turns", "turns", "Finished turns whose KV may be used", workers=MergeRule.SUM)
 TURN_BLOCKS = gauge(
     "pdproxy_turn_blocks",
     "blocks",
     "Blocks of these turns at a decode engine (turns.max_blocks)",
     NODE,
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 TURN_BYTES = gauge(
     "pdproxy_turn_bytes",
     "bytes",
     "Bytes of token ids and handles that are held (turns.max_bytes)",
     Label("of", (("kept", "turns that may be used"), ("open", "turns whose answer or notice has not come"))),
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 
@@ -128,7 +128,7 @@ class PrefillSpeeds:
         return tokens * took / total
 
 
-class Turns:
+class PoolTurns:
     """All turns of one pool. `by_notice`: whether engines report the handles of streams. `hosts`: which hosts these may name."""
 
     def __init__(
@@ -175,14 +175,14 @@ class Turns:
 
     # -- using one
 
-    async def take(self, key: bytes, prefill: Node) -> Reuse | None:
+    async def take(self, key: bytes, prefill: LedgerEngine) -> Reuse | None:
         """Return the turn that a prompt continues, None if there is none for this prefill engine. It is not kept any longer."""
         found = self._find(key, prefill)
         if found is not None:
             self.kept.remove(found.turn)
         return found
 
-    def _find(self, key: bytes, prefill: Node, silent: Collection[int] = ()) -> Reuse | None:
+    def _find(self, key: bytes, prefill: LedgerEngine, silent: Collection[int] = ()) -> Reuse | None:
         """See `KeptTurns.find`."""
         if not len(self.kept) or prefill.run_number in self._hung:
             return None
@@ -199,7 +199,7 @@ class Turns:
         record = reuse.turn.record
         engine = self._engines.get(record.decode)
         fresh = reuse.turn.received > self._now() - self.kept.seconds
-        return fresh and engine is not None and engine.node.run_number == record.decode_run
+        return fresh and engine is not None and engine.in_ledger.run_number == record.decode_run
 
     def used(self, reuse: Reuse) -> None:
         """The prefill engine has answered: it has pulled the KV, or has had it, and the decode engine frees it."""
@@ -255,7 +255,7 @@ class Turns:
 
     def shortcomings(self) -> list[str]:
         """Return what is wrong with them, a sentence each."""
-        runs = {engine.node.run_number for engine in self._engines.values()}
+        runs = {engine.in_ledger.run_number for engine in self._engines.values()}
         found = [
             f"{url} did not answer a prompt with KV of a decode engine: it gets none until it is started again "
             "(is it started with bidirectional_kv_xfer?)"

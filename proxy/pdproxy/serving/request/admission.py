@@ -18,15 +18,15 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
-from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
-from pdproxy.observe.description import Rule, gauge
+from pdproxy.kit.errors import LimitError, OverloadedError, RefusalReason, Wait
+from pdproxy.kit.fair_queue import FairQueue, QueueFullError, TenantRequest
+from pdproxy.observe.description import MergeRule, gauge
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.scheduling.concurrency_limit import ConcurrencyLimit
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import MEAN_OVER, Waits
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.demand import MOST_TOKENS, NO_DEMAND, Demand
+from pdproxy.serving.request.demand import MOST_TOKENS, NO_DEMAND, RequestDemand
 from pdproxy.serving.request.patience import may_wait
 from pdproxy.serving.request.spaced_places import SpacedPlaces
 from pdproxy.settings.limits import Deadlines, Limits, Overload
@@ -50,10 +50,10 @@ class Place(msgspec.Struct, eq=False):
     """A request's place, or its wait for one. Released by one `leave`, which calls `left`."""
 
     left: Callable[[Place, Ended], None]
-    demand: Demand
+    demand: RequestDemand
     expected: float
     """How many tokens its answers are likely to have."""
-    entry: Entry[Place] | None = None
+    entry: TenantRequest[Place] | None = None
     """None before it is in the queue, and after its end."""
     begun: float = 0.0
     served_before: float = 0.0
@@ -63,7 +63,7 @@ class Place(msgspec.Struct, eq=False):
     wake: asyncio.Future[None] | None = None
     """Done once the place is granted or refused. None if it was free."""
 
-    def out_of_queue(self) -> Entry[Place]:
+    def out_of_queue(self) -> TenantRequest[Place]:
         """Return its entry, and refer to it no more: they refer to each other."""
         entry, self.entry = self.entry, None
         assert entry is not None
@@ -98,19 +98,19 @@ class Place(msgspec.Struct, eq=False):
 
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
-INFLIGHT = gauge("pdproxy_inflight", "requests", "Requests that have a place and have not ended", workers=Rule.SUM)
-QUEUE = gauge("pdproxy_queue", "requests", "Requests that wait for a place", workers=Rule.SUM)
+INFLIGHT = gauge("pdproxy_inflight", "requests", "Requests that have a place and have not ended", workers=MergeRule.SUM)
+QUEUE = gauge("pdproxy_queue", "requests", "Requests that wait for a place", workers=MergeRule.SUM)
 PLACES = gauge(
     "pdproxy_places",
     "requests",
     "Requests that may be served at once now: by limits.max_inflight, by what engines can take, and by clients' deadlines",
-    workers=Rule.LEAST,  # one number for all; the fewest are in force
+    workers=MergeRule.LEAST,  # one number for all; the fewest are in force
 )
 TOKENS_IN_FLIGHT = gauge(
     "pdproxy_tokens_in_flight",
     "tokens",
     "Tokens of the requests that have a place: prompts and expected answers, as estimated before (limits.max_inflight_tokens)",
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 
@@ -197,7 +197,7 @@ class Admission:
         self._timeout = self._deadlines.queue
         self._output_weight, self._by_priority = self._overload.output_weight, self._overload.priority == "within"
 
-    async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
+    async def enter(self, client: Client, demand: RequestDemand = NO_DEMAND, deadline: float | None = None) -> Place:
         """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.
 
         Raises:
@@ -229,7 +229,7 @@ class Admission:
                 )
             except QueueFullError:
                 text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
-                raise OverloadedError(text, Reason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
+                raise OverloadedError(text, RefusalReason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
             await self._wait(client, place, patience)
         return place
 
@@ -272,12 +272,12 @@ class Admission:
         else:
             self._give_back(entry, cost)
 
-    def _give_back_late(self, entry: Entry[Place], cost: float | None) -> None:
+    def _give_back_late(self, entry: TenantRequest[Place], cost: float | None) -> None:
         """A place that was kept back is free."""
         self._add_up(self._clock.now(), self._queue.taken)
         self._give_back(entry, cost)
 
-    def _give_back(self, entry: Entry[Place], cost: float | None) -> None:
+    def _give_back(self, entry: TenantRequest[Place], cost: float | None) -> None:
         self._queue.leave(entry, cost)
         if self._closed:
             self._check_drained()
@@ -295,7 +295,7 @@ class Admission:
             if patience < self._timeout:
                 raise self._too_late(client) from None
             text = f"no place came free in {self._timeout:g} s"
-            raise OverloadedError(text, Reason.QUEUE_TIMEOUT, retry_after=self._wait_of(client)) from None
+            raise OverloadedError(text, RefusalReason.QUEUE_TIMEOUT, retry_after=self._wait_of(client)) from None
         except LimitError as error:
             self._give_up(place)
             error.retry_after = self._wait_of(client)
@@ -343,10 +343,12 @@ class Admission:
 
     def _displaced(self, place: Place) -> None:
         text = "requests of other clients wait, and this client has the most of them"
-        if place.refuse(LimitError(text, Reason.SHARE)):
+        if place.refuse(LimitError(text, RefusalReason.SHARE)):
             self._observers.notify(Evicted("queue"))
 
-    def _check(self, client: Client, demand: Demand, cost: float, priority: int, now: float, left: float) -> float:
+    def _check(
+        self, client: Client, demand: RequestDemand, cost: float, priority: int, now: float, left: float
+    ) -> float:
         """Return how long a request may wait for a place. `left`: the seconds in which it is to be answered.
 
         Raises:
@@ -372,7 +374,7 @@ class Admission:
 
     def _too_late(self, client: Client) -> OverloadedError:
         text = "the request can't be served within its X-Request-Timeout now"
-        return OverloadedError(text, Reason.DEADLINE, retry_after=self._wait_of(client))
+        return OverloadedError(text, RefusalReason.DEADLINE, retry_after=self._wait_of(client))
 
     def _check_drained(self) -> None:
         if self._closed and not self._queue.taken:
@@ -380,4 +382,4 @@ class Admission:
 
 
 def _shutting_down() -> OverloadedError:
-    return OverloadedError("pdproxy is shutting down", Reason.DRAINING)
+    return OverloadedError("pdproxy is shutting down", RefusalReason.DRAINING)

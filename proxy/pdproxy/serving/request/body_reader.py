@@ -9,16 +9,16 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Reason, Wait
-from pdproxy.kit.workers import NoMemoryError, Workers
-from pdproxy.observe.description import Label, Rule, Samples, gauge
+from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, RefusalReason, Wait
+from pdproxy.kit.process_pool import NoMemoryError, ProcessPool
+from pdproxy.observe.description import Label, MergeRule, Samples, gauge
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.settings.limits import Deadlines, Limits, MediaSettings
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
 from pdproxy.wire.passthrough_body import PassedBody, Rename, Salt, passed_body, read_if_quick
-from pdproxy.wire.reader_process import Found, Question, fields_in, request_in
+from pdproxy.wire.reader_process import BodyQuestion, Found, fields_in, request_in
 from pdproxy.wire.request import Parsed, Route, parse_if_quick
 
 READER = "pdproxy.wire.reader_process"
@@ -35,7 +35,7 @@ BODY_READERS = gauge(
     "processes",
     "Reader processes, and large bodies that wait for one, by state",
     Label("state", (("busy", "processes at work"), ("idle", "free ones"), ("awaited", "bodies that wait for one"))),
-    workers=Rule.SUM,
+    workers=MergeRule.SUM,
 )
 
 
@@ -44,11 +44,11 @@ def memory_for(max_body: int) -> int:
     return MEMORY + COPIES * max_body
 
 
-def readers(max_readers: int, max_body: int, clock: Clock, observers: Observers) -> Workers:
+def readers(max_readers: int, max_body: int, clock: Clock, observers: Observers) -> ProcessPool:
     """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
-    return Workers(
+    return ProcessPool(
         READER,
-        max_workers=max_readers,
+        max_processes=max_readers,
         waiting=WAITING,
         memory=memory_for(max_body),
         idle=IDLE,
@@ -70,7 +70,7 @@ class BodyReader:
         media: MediaSettings,
         clock: Clock,
         observers: Observers,
-        workers: Workers | None = None,
+        workers: ProcessPool | None = None,
     ) -> None:
         self._limits, self._deadlines, self._media = limits, deadlines, media
         self.workers = workers or readers(limits.body_readers, limits.max_body_bytes, clock, observers)
@@ -101,7 +101,7 @@ class BodyReader:
         light = parse_if_quick(route, body, self._bounds)
         if light is not None:
             return light
-        question = Question(self._bounds, route)
+        question = BodyQuestion(self._bounds, route)
         return request_in(await self._in_process(question, body, client), body)
 
     async def passed(
@@ -114,16 +114,18 @@ class BodyReader:
         light = read_if_quick(dialect, body, self._bounds, name, salt)
         if light is not None:
             return light
-        question = Question(self._bounds, None, dialect)
+        question = BodyQuestion(self._bounds, None, dialect)
         return passed_body(dialect, *fields_in(await self._in_process(question, body, client), body), name, salt)
 
-    async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
+    async def _in_process(self, question: BodyQuestion, body: Body, client: Client) -> Found:
         end = self._clock.now() + self._deadlines.read_body
         try:
             with self._clock.within(self._deadlines.read_body):
                 return await self.workers.ask(client, msgspec.msgpack.encode(question), body, end)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))
-            raise OverloadedError(f"the body was not read in {self._deadlines.read_body:g} s", Reason.READERS) from None
+            raise OverloadedError(
+                f"the body was not read in {self._deadlines.read_body:g} s", RefusalReason.READERS
+            ) from None
         except NoMemoryError:
             raise BodyTooLargeError("The body takes too much memory to be read", param="body") from None

@@ -24,7 +24,7 @@ _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 
 
-class Demand(msgspec.Struct, frozen=True):
+class RequestDemand(msgspec.Struct, frozen=True):
     """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0 for a route without any.
 
     `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the smallest is the most urgent.
@@ -46,10 +46,10 @@ class Demand(msgspec.Struct, frozen=True):
         return None if self.limit is None else max(self.limit, 0) * self.answers * self.best_of
 
 
-NO_DEMAND = Demand()
+NO_DEMAND = RequestDemand()
 
 
-def demand_of(parsed: Parsed) -> Demand:
+def demand_of(parsed: Parsed) -> RequestDemand:
     """Return what a generating request asks for."""
     prompts, fields = parsed.prompts, parsed.fields
     answers = 1
@@ -70,7 +70,7 @@ def demand_of(parsed: Parsed) -> Demand:
         best_of = -(-min(max(lenient_integer(fields["best_of"]) or 1, n), MOST_ANSWERS) // n)
     limit = limit_of(parsed) if prompts else _unread_limit(parsed)
     longest = parsed.body_bytes + MOST_TOKENS * (len(prompts) or parsed.unread)
-    return Demand(_bounded(tokens), answers, limit, priority, best_of, longest)
+    return RequestDemand(_bounded(tokens), answers, limit, priority, best_of, longest)
 
 
 def _unread_limit(parsed: Parsed) -> int | None:
@@ -103,8 +103,8 @@ def _bounded(tokens: int) -> int:
 
 
 def prioritized(
-    demand: Demand, forward: Lines, allowed: tuple[int, int] | None, *, is_known: bool = True
-) -> tuple[Demand, Lines]:
+    demand: RequestDemand, forward: Lines, allowed: tuple[int, int] | None, *, is_known: bool = True
+) -> tuple[RequestDemand, Lines]:
     """Return the demand with the priority that counts, and the header lines that give engines this priority.
 
     `forward`: the client's lines that go on to engines. The header goes before the body's field, and is not read if it is no
@@ -127,12 +127,12 @@ def prioritized(
     return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
 
 
-def passed_demand(size: int, limit: int | None, pairs: Pairs = NO_PAIRS, *, generates: bool) -> Demand:
-    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `Demand`."""
+def passed_demand(size: int, limit: int | None, pairs: Pairs = NO_PAIRS, *, generates: bool) -> RequestDemand:
+    """Return what a request asks for that one engine gets whole. `size`: bytes of its body; `limit`: as in `RequestDemand`."""
     times = max(pairs.times, 1)
     size += (times - 1) * pairs.size
     prompt = min(max(size // BYTES_PER_TOKEN, 1), MOST_TOKENS * times)
-    return Demand(prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * times)
+    return RequestDemand(prompt=prompt, answers=int(generates), limit=limit, longest=size + MOST_TOKENS * times)
 
 
 def _number(raw: msgspec.Raw) -> int | None:

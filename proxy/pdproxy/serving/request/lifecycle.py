@@ -20,7 +20,7 @@ from pdproxy.kit.errors import (
     Fault,
     OverloadedError,
     PdproxyError,
-    Reason,
+    RefusalReason,
     UnauthorizedError,
     Wait,
 )
@@ -28,7 +28,7 @@ from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.ids import mint, usable
 from pdproxy.kit.ordered_set import OrderedSet
 from pdproxy.observe.events import DeadlinePassed, LegTimes, RequestEnded
-from pdproxy.observe.recent import Runs, SoFar
+from pdproxy.observe.recent import RunningRequest, SoFar
 from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
@@ -161,7 +161,7 @@ class Lifecycle:
         self._keys = keys
         self._admission = admission
         self._quotas = quotas
-        self.running: OrderedSet[Runs] | None = None
+        self.running: OrderedSet[RunningRequest] | None = None
         """The requests that run, None where nobody is shown them."""
 
     async def run(self, request: LiveRequest[Writer]) -> None:
@@ -198,7 +198,7 @@ class Lifecycle:
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
             if not request.writer.gone:  # its key is not valid any more, or it was the shutdown
-                error = request.writer.ended_by or OverloadedError("pdproxy is shutting down", Reason.DRAINING)
+                error = request.writer.ended_by or OverloadedError("pdproxy is shutting down", RefusalReason.DRAINING)
             raise
         except TimeoutError:
             resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))

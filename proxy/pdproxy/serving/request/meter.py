@@ -20,7 +20,7 @@ from pdproxy.kit.errors import (
 from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.dispatch.following import Streams
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.request.demand import BYTES_PER_TOKEN, MOST_TOKENS, Demand
+from pdproxy.serving.request.demand import BYTES_PER_TOKEN, MOST_TOKENS, RequestDemand
 
 
 class Meter(msgspec.Struct, eq=False):
@@ -91,7 +91,7 @@ class Meter(msgspec.Struct, eq=False):
             self.seen += completion
         self.asked = True
 
-    def end(self, error: PdproxyError, demand: Demand, *, sent: bool, own_limit: bool) -> None:
+    def end(self, error: PdproxyError, demand: RequestDemand, *, sent: bool, own_limit: bool) -> None:
         """Keep what the client pays for. `demand`: what it has asked for. `sent`: whether a part of the answer was sent to it.
 
         A client that leaves, whose key is taken away, or whose own time limit ends the request (`own_limit`), pays for what was
@@ -123,7 +123,7 @@ class Meter(msgspec.Struct, eq=False):
             self.prompt = 0
             self.asked = False
 
-    def bound(self, demand: Demand) -> None:
+    def bound(self, demand: RequestDemand) -> None:
         """Take no more tokens from engines' reports than the request may have used: a defect must not take a key's share away."""
         if self.prompt > demand.longest:
             self.prompt = demand.longest

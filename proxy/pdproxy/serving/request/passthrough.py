@@ -22,7 +22,7 @@ from pdproxy.kit.errors import (
     ModelNotFoundError,
     OverloadedError,
     PdproxyError,
-    Reason,
+    RefusalReason,
     StandstillError,
     Wait,
 )
@@ -52,7 +52,7 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.demand import Demand, passed_demand, prioritized
+from pdproxy.serving.request.demand import RequestDemand, passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of, user_in
 from pdproxy.serving.request.incoming import IncomingPassthrough
 from pdproxy.serving.request.lifecycle import JSON_TYPE, STREAM_TYPE, Lifecycle, LiveRequest, Serve
@@ -172,7 +172,7 @@ class _Lost:
     async def under(self, lease: Lease, error: EngineError, *, streamed: bool) -> EnginesLostError | None:
         """Note an engine that has failed. Return why no other one is risked, None if one may be."""
         lost, headers = self._resources.lost, self._headers
-        may_be_lost = lost.broke(headers, lease.node, error, lease.since, streamed=streamed)
+        may_be_lost = lost.broke(headers, lease.engine, error, lease.since, streamed=streamed)
         if may_be_lost and self._permit is not None:
             self._permit.leave_in(SOON, harmless=False)  # unless it is tried again before
         if not headers.lost:
@@ -325,7 +325,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             forbidden = resources.lost.forbidden(leg_headers)
             lease = assign(ask, without=without.union(avoid, forbidden)) if avoid or forbidden else None
             lease = lease or assign(ask, without=without.union(forbidden)) or assign(ask)
-            if lease is not None and lease.node.url in forbidden:
+            if lease is not None and lease.engine.url in forbidden:
                 resources.close(lease, Verdict.NEUTRAL)
                 raise resources.lost.protects()
             if lease is None:
@@ -333,11 +333,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 self._leave_slot()  # others are tried again meanwhile
                 until = until or resources.now() + resources.deadlines.queue
                 if not await resources.comebacks.wait(body.model, until):
-                    raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
+                    raise OverloadedError("no engine can serve this request: see /ready", RefusalReason.NO_ENGINE)
                 if is_retry:
                     await self._take_slot(leg_headers)
                 continue
-            url = self._url = lease.node.url
+            url = self._url = lease.engine.url
             self._attempts += 1
             self._asked = resources.now()
             lost.sent()
@@ -438,7 +438,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def _try(
         self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg, without: Collection[str]
     ) -> Verdict:
-        url, resources = lease.node.url, self._service.resources
+        url, resources = lease.engine.url, self._service.resources
         deadlines = resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
@@ -496,7 +496,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     async def _relay(self, leg: PassthroughLeg, lease: Lease, open_leg: OpenPassedLeg) -> None:
         """Pass a stream on in whole events; the first ones only once the model has begun to generate."""
         resources, output = self._service.resources, self.writer
-        url, deadlines, now = lease.node.url, resources.deadlines, resources.now
+        url, deadlines, now = lease.engine.url, resources.deadlines, resources.now
         stream = self._stream = WholeEvents(self._incoming.entry.dialect)
         first_by = now() + deadlines.first_token
         held = b""
@@ -583,7 +583,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self.totals.add_legs(0, self.times())
             self.measure(self.totals.meter, self.demand)
 
-    def measure(self, meter: Meter, demand: Demand) -> None:
+    def measure(self, meter: Meter, demand: RequestDemand) -> None:
         """Add what was used to a meter. A route that runs no model uses nothing, nor does what an engine has refused as wrong."""
         usage, stream = self._usage, self._stream
         if self._url is None or not self._incoming.entry.computes or 400 <= self.status < 500:

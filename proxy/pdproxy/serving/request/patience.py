@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pdproxy.scheduling.outputs import Outputs
 from pdproxy.scheduling.waits import Waits
-from pdproxy.serving.request.demand import Demand
+from pdproxy.serving.request.demand import RequestDemand
 
 LEAST_SERVICE = 0.1
 """Seconds: a request that has less left is not begun."""
@@ -19,7 +19,7 @@ free place would go to the next request that arrives, whatever the tenants' weig
 
 
 def may_wait(
-    waits: Waits, outputs: Outputs, demand: Demand, now: float, left: float, queued_since: float | None
+    waits: Waits, outputs: Outputs, demand: RequestDemand, now: float, left: float, queued_since: float | None
 ) -> float | None:
     """Return the seconds for which a request may wait, None if it can't be answered in the time that is left.
 

@@ -17,7 +17,7 @@ from pdproxy.kit.errors import (
     Fault,
     ModelNotFoundError,
     PdproxyError,
-    Reason,
+    RefusalReason,
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
@@ -373,7 +373,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if self.writer.begun:
             self.status = 200
             self.writer.write(sse.data(body))
-            if error.reason is Reason.DRAINING:
+            if error.reason is RefusalReason.DRAINING:
                 self.writer.break_off()  # the connection ends as well: its client must not send the next request there
             else:
                 self.writer.finish()

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pdproxy.kit.fair_queue import Entry
+from pdproxy.kit.fair_queue import TenantRequest
 
 FASTER = 2.0
 """How many times as fast as requests end on average places are granted again at most."""
@@ -23,17 +23,17 @@ Ticket = TypeVar("Ticket")
 class SpacedPlaces(Generic[Ticket]):
     """`give_back(entry, cost)` releases a place. See `FairQueue.leave`. None is kept back for longer than `seconds / FASTER`."""
 
-    def __init__(self, give_back: Callable[[Entry[Ticket], float | None], None]) -> None:
+    def __init__(self, give_back: Callable[[TenantRequest[Ticket], float | None], None]) -> None:
         self._give_back = give_back
         self._next = 0.0
         """When the next place may be granted."""
-        self.kept: dict[Entry[Ticket], tuple[asyncio.TimerHandle, float | None]] = {}
+        self.kept: dict[TenantRequest[Ticket], tuple[asyncio.TimerHandle, float | None]] = {}
         """What is kept back."""
 
     def __repr__(self) -> str:
         return f"<SpacedPlaces: {len(self.kept)} kept back>"
 
-    def leave(self, now: float, entry: Entry[Ticket], cost: float | None, seconds: float, taken: int) -> None:
+    def leave(self, now: float, entry: TenantRequest[Ticket], cost: float | None, seconds: float, taken: int) -> None:
         """Release a place, now or soon. `seconds`: for which places are taken on average; `taken`: how many are."""
         begin = max(now, self._next)
         self._next = begin + seconds / (FASTER * max(taken, 1))
@@ -50,6 +50,6 @@ class SpacedPlaces(Generic[Ticket]):
             timer.cancel()
             self._give_back(entry, cost)
 
-    def _due(self, entry: Entry[Ticket]) -> None:
+    def _due(self, entry: TenantRequest[Ticket]) -> None:
         _, cost = self.kept.pop(entry)
         self._give_back(entry, cost)

@@ -18,7 +18,7 @@ _PARSED = (
 """In a chat's events, where a quote cannot be a model's text. Searched one by one: that is faster than a pattern."""
 
 
-class Beginning(msgspec.Struct, frozen=True):
+class StreamBeginning(msgspec.Struct, frozen=True):
     """What a stream has begun with.
 
     `prompt_ids`: the prompt's ids as a JSON array, b"" if the engine did not send them. `is_parsed`: a parser of the engine makes
@@ -29,14 +29,14 @@ class Beginning(msgspec.Struct, frozen=True):
     is_parsed: bool = False
 
 
-UNKNOWN = Beginning()
+UNKNOWN = StreamBeginning()
 
 
-def split(batch: bytes, *, takes_ids: bool = True) -> tuple[bytes, Beginning]:
+def split(batch: bytes, *, takes_ids: bool = True) -> tuple[bytes, StreamBeginning]:
     """Return the first events of a stream, and what they show.
 
     `takes_ids`: without the prompt's ids, thousands in one event.
     """
     rest, prompt_ids = tokens.split_prompt(batch)
     is_parsed = _DELTA in rest and any(mark in rest for mark in _PARSED)
-    return rest if takes_ids else batch, Beginning(prompt_ids, is_parsed)
+    return rest if takes_ids else batch, StreamBeginning(prompt_ids, is_parsed)

@@ -40,7 +40,7 @@ class Change(msgspec.Struct, frozen=True, array_like=True):
         return found
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class ChangeOutcome(msgspec.Struct, frozen=True, array_like=True):
     """What came of a change in one process: what was done, or the status, message and owner of a refusal.
 
     `url`: of the engine, as far as it is known.
@@ -74,7 +74,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
         return self.status, found
 
 
-def is_accepted(kind: Kind, outcomes: Collection[Outcome]) -> bool:
+def is_accepted(kind: Kind, outcomes: Collection[ChangeOutcome]) -> bool:
     """Return whether a change is in force, by what came of it in all processes that have answered.
 
     An engine must be added by all of them. A change of one that some do not have any more is made by the others.
@@ -84,13 +84,13 @@ def is_accepted(kind: Kind, outcomes: Collection[Outcome]) -> bool:
     return not outcomes or any(one.accepted for one in outcomes)
 
 
-def refused(error: PdproxyError, url: str) -> Outcome:
+def refused(error: PdproxyError, url: str) -> ChangeOutcome:
     """Return the outcome of a change that was refused."""
     owner = error.owner if isinstance(error, ConflictError) else None
-    return Outcome(error.status, url, message=error.message, owner=owner)
+    return ChangeOutcome(error.status, url, message=error.message, owner=owner)
 
 
 encode_change = msgspec.msgpack.Encoder().encode
 decode_change = msgspec.msgpack.Decoder(Change).decode
 encode_outcome = msgspec.msgpack.Encoder().encode
-decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+decode_outcome = msgspec.msgpack.Decoder(ChangeOutcome).decode

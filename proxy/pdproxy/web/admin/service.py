@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdproxy.fleet.entries import EngineEntry, Entries, PoolEngines
+from pdproxy.fleet.entries import EngineEntries, EngineEntry, PoolEngines
 from pdproxy.fleet.member import MembershipError
 from pdproxy.fleet.membership import ADMIN
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.observe.recent import Recent
-from pdproxy.serving.dispatch.decisions import Kept
+from pdproxy.serving.dispatch.decisions import KeptDecisions
 from pdproxy.settings.conform import conform
-from pdproxy.settings.engines import Node, both_schemes, engine_url
+from pdproxy.settings.engines import ConfiguredEngine, both_schemes, engine_url
 from pdproxy.settings.errors import SettingsError, did_you_mean, quote
 from pdproxy.web.admin.changes import Change
 from pdproxy.web.admin.errors import ConflictError, refusal
@@ -46,9 +46,9 @@ class AdminService:
 
     def __init__(
         self,
-        entries: Entries,
+        entries: EngineEntries,
         recent: Recent,
-        decisions: Callable[[], Kept],
+        decisions: Callable[[], KeptDecisions],
         log: LevelHolder,
         set_log_level: Callable[[str], None],
         serving: Callable[[str], Sequence[int]],
@@ -153,12 +153,12 @@ class AdminService:
             if sum(map(len, [*plain.get("labels", {}), *plain.get("labels", {}).values()])) > MAX_LABELS:
                 raise BadRequestError(f"labels: more than {MAX_LABELS} characters")
             pool = self.pool(plain.pop("pool", None))
-            node = msgspec.convert(plain, Node)
-            node = msgspec.structs.replace(node, url=engine_url(node.url, ("url",)))
-            self._refuse_others(node.url, pool)
-            before = pool.membership.members.get(node.url)
+            engine = msgspec.convert(plain, ConfiguredEngine)
+            engine = msgspec.structs.replace(engine, url=engine_url(engine.url, ("url",)))
+            self._refuse_others(engine.url, pool)
+            before = pool.membership.members.get(engine.url)
             source, left = (None, False) if before is None else (before.source, before.leaves)
-            member = pool.membership.add(node, ADMIN)
+            member = pool.membership.add(engine, ADMIN)
         except (SettingsError, MembershipError) as error:
             raise refusal(error) from None
         entry = self.entries.entry(member.url)

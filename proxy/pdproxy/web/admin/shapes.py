@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pdproxy.fleet.entries import EngineEntry
 from pdproxy.observe.recent import RecentRequest
-from pdproxy.settings.engines import Node
+from pdproxy.settings.engines import ConfiguredEngine
 from pdproxy.settings.listen import LogLevel
 from pdproxy.settings.section import Section
 
@@ -17,7 +17,7 @@ _SILENT = "of several workers, the numbers of those that have not answered in ti
 DrainSeconds = Annotated[float, Meta(ge=0, le=604_800)]
 
 
-class EngineOrder(Node, frozen=True):
+class EngineOrder(ConfiguredEngine, frozen=True):
     """An engine that is to be added: its settings, without those that name files, and its pool."""
 
     pool: Annotated[str | None, Meta(description="the name of its pool, or null where there is one")] = None

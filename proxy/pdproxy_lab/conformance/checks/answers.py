@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdproxy_lab.conformance import requests
 from pdproxy_lab.conformance.check import Check
-from pdproxy_lab.conformance.pair_under_test import PairUnderTest, Split
+from pdproxy_lab.conformance.pair_under_test import PairUnderTest, SplitRequest
 from pdproxy_lab.conformance.requests import CHAT, CHAT_STREAM, COMPLETION, COMPLETION_STREAM, Shape
 from pdproxy_lab.conformance.results import FailedError, NotJudgedError
 
@@ -29,7 +29,7 @@ async def compare(pair: PairUnderTest, *shapes: Shape) -> str:
     return "; ".join([f"the same ids, text, finish, usage and fields as {judged}", *remarks])
 
 
-async def against_others(pair: PairUnderTest, split: Split) -> tuple[list[str], str]:
+async def against_others(pair: PairUnderTest, split: SplitRequest) -> tuple[list[str], str]:
     """Return how a split answer differs from those of engines alone, and the names of these engines.
 
     Raises:

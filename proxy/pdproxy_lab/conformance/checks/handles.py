@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from pdproxy.check.handles import Handles
-from pdproxy.check.options import Options as CheckOptions
+from pdproxy.check.options import CheckOptions
 from pdproxy.kit.ids import mint
 from pdproxy.transfer.contract import (
     NO_DISPATCH,

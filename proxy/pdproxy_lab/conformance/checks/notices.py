@@ -76,7 +76,8 @@ async def missing(pair: PairUnderTest) -> str:
     """Without notices there is an answer after the deadline, or the error of the settings."""
     seconds, pool = pair.options.silence, pair.settings.pool
     prefill, decode = (
-        next(node for node in pool.nodes if node.url == engine.url) for engine in (pair.prefill, pair.decode)
+        next(ledger_engine for ledger_engine in pool.nodes if ledger_engine.url == engine.url)
+        for engine in (pair.prefill, pair.decode)
     )
     without = stand.with_wait(
         stand.settings_for(pair.settings, prefill, decode, pair.stand.key, notices=False), seconds

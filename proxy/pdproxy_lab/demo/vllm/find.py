@@ -26,7 +26,7 @@ HOW_TO_GET = (
 )
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundVllm(msgspec.Struct, frozen=True):
     """An installed vLLM: its version, whether NIXL is installed, the number of GPUs, and whether it is built for CPUs."""
 
     version: str | None
@@ -69,7 +69,7 @@ def interpreter_of(program: Path) -> Path:
     )
 
 
-async def look(python: Path) -> Found:
+async def look(python: Path) -> FoundVllm:
     """Return the installed vLLM.
 
     Raises:
@@ -77,12 +77,12 @@ async def look(python: Path) -> Found:
     """
     said = await run_to_end([python, SCRIPTS / "look.py"], LOOK_DEADLINE, f"looking at vLLM with {python}")
     try:
-        return msgspec.json.decode(said.splitlines()[-1] if said else b"", type=Found)
+        return msgspec.json.decode(said.splitlines()[-1] if said else b"", type=FoundVllm)
     except msgspec.MsgspecError as error:
         raise DemoError(f"{python} reports something unexpected about vLLM: {error}", CANT_START) from error
 
 
-def judge(found: Found, python: Path, engines: int) -> None:
+def judge(found: FoundVllm, python: Path, engines: int) -> None:
     """Refuse what can't work with this vLLM.
 
     Raises:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pdproxy_lab.demo.figures import Place
+from pdproxy_lab.demo.figures import ShownEngine
 
 LOOPBACK = "127.0.0.1"
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -40,7 +40,9 @@ class Model:
     """Whether it is on this machine, so that nothing is downloaded."""
 
 
-def arguments(python: Path, model: Model, place: Place, port: int, *, cpu: bool, more: Sequence[str]) -> list[str]:
+def arguments(
+    python: Path, model: Model, place: ShownEngine, port: int, *, cpu: bool, more: Sequence[str]
+) -> list[str]:
     """Return the command that starts one engine; `more` are the user's flags; they come last and override the others.
 
     It is the module that `vllm serve` runs: the console script of some CPU builds looks for a distribution called vllm, and

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import aiohttp
 
-from pdproxy_lab.demo.engines import Pace, roles
-from pdproxy_lab.demo.figures import Place
-from pdproxy_lab.demo.options import DemoError, Options, Say
+from pdproxy_lab.demo.engines import TrafficPace, roles
+from pdproxy_lab.demo.figures import ShownEngine
+from pdproxy_lab.demo.options import DemoError, DemoOptions, Say
 from pdproxy_lab.demo.vllm import find
 from pdproxy_lab.demo.vllm.flags import LOOPBACK, Model, arguments, environment
 from pdproxy_lab.demo.vllm.process import EngineProcess
@@ -34,7 +34,7 @@ _LOADS = ("Starting to load model", "Loading weights")
 class VllmEngines:
     """vLLM engines, each with its own process group: one per GPU, or all on the CPU."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: DemoOptions) -> None:
         """Find vLLM's program.
 
         Raises:
@@ -46,8 +46,8 @@ class VllmEngines:
         self._local = options.model is not None and Path(options.model).is_dir()
         self.model = options.model or "tiny"
         self.description = f"{options.prefill} prefill and {options.decode} decode engines, real vLLM"
-        self.pace = Pace(people=8, pause=1.5)
-        self.places: list[Place] = []
+        self.pace = TrafficPace(people=8, pause=1.5)
+        self.places: list[ShownEngine] = []
         self._processes: list[EngineProcess] = []
         self._logs: Path | None = None
         self._failed = False
@@ -85,7 +85,7 @@ class VllmEngines:
         self._logs = Path(tempfile.mkdtemp(prefix="pdproxy-demo-"))
         for number, role in enumerate(wanted):
             port, side_port = _free_ports(2)
-            place = Place(str(sum(one.role == role for one in self.places)), role, f"http://{LOOPBACK}:{port}")
+            place = ShownEngine(str(sum(one.role == role for one in self.places)), role, f"http://{LOOPBACK}:{port}")
             command = arguments(self._python, model, place, port, cpu=not found.gpus, more=options.vllm_args)
             gpu = gpus[number] if found.gpus else None
             process = EngineProcess(
@@ -102,14 +102,14 @@ class VllmEngines:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
             await self._all_ready(session, say)
 
-    async def _choose(self, found: find.Found, say: Say) -> Model:
+    async def _choose(self, found: find.FoundVllm, say: Say) -> Model:
         """Return the model to serve, and report facts about it."""
         options = self._options
         if found.gpus:
             self.model = options.model or GPU_MODEL
             say(f"vLLM {found.version} sees {found.gpus} GPUs; serving {self.model} (downloaded if it is not here)")
             return Model(self.model, self.model)
-        self.pace = Pace(people=3, pause=3.0)
+        self.pace = TrafficPace(people=3, pause=3.0)
         say("on a CPU all is slow, and NIXL keeps a core busy in each engine, waiting for work")
         if options.model is not None:
             say(f"vLLM {found.version} on the CPU; serving {options.model} (downloaded if it is not here)")
@@ -132,7 +132,7 @@ class VllmEngines:
             await asyncio.gather(*waits, return_exceptions=True)
 
 
-async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: Place, say: Say) -> None:
+async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: ShownEngine, say: Say) -> None:
     """Return once an engine is healthy; the caller has a deadline."""
     loop = asyncio.get_running_loop()
     begun, loading = loop.time(), False

@@ -17,12 +17,12 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from pdproxy_lab.sim import since
-from pdproxy_lab.sim.api.errors import INTERNAL, Refused, failure, refusal
+from pdproxy_lab.sim.api.errors import INTERNAL, RefusedRequest, failure, refusal
 from pdproxy_lab.sim.api.generation import LoadFailedError
 from pdproxy_lab.sim.api.protocol import GenerationBody
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_event
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.request import EngineDeadError
 
 DONE = b"data: [DONE]\n\n"
@@ -34,7 +34,7 @@ def event(value: object) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
-def fingerprint(facts: Facts) -> str:
+def fingerprint(facts: SimFacts) -> str:
     """Return `system_fingerprint`: the version, and a hash of what makes answers differ."""
     parts = (facts.model, facts.weights, facts.block_size, facts.max_model_len, facts.connector)
     return f"vllm-{facts.version}-{crc32(repr(parts).encode()):08x}"
@@ -53,17 +53,17 @@ def rank_of(request: Request) -> int | None:
         return None
 
 
-def check_model(body_model: str | None, engine: Engine) -> None:
+def check_model(body_model: str | None, engine: SimEngine) -> None:
     """Refuse a model that is not served, and everything once the core is dead."""
     check_name(body_model, engine)
     if engine.dead:
         raise EngineDeadError
 
 
-def check_name(body_model: str | None, engine: Engine) -> None:
+def check_name(body_model: str | None, engine: SimEngine) -> None:
     """Refuse a model that is not served."""
     if body_model and body_model != engine.facts.model and body_model not in engine.adapters:
-        raise Refused(
+        raise RefusedRequest(
             f"The model `{body_model}` does not exist. Valid aliases: {engine.facts.model}.",
             "model",
             kind="NotFoundError",
@@ -71,7 +71,7 @@ def check_name(body_model: str | None, engine: Engine) -> None:
         )
 
 
-def shown_model(body_model: str | None, engine: Engine) -> str:
+def shown_model(body_model: str | None, engine: SimEngine) -> str:
     """Return the name that an answer shows: an adapter's own, or the model's."""
     return body_model if body_model in engine.adapters and body_model else engine.facts.model
 
@@ -81,7 +81,7 @@ def usage(prompt: int, completion: int) -> dict[str, object]:
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 
-def details(facts: Facts, cached: int, created: int | None = None) -> dict[str, object] | None:
+def details(facts: SimFacts, cached: int, created: int | None = None) -> dict[str, object] | None:
     """Return `prompt_tokens_details`, None unless the engine's flag asks for them. Chats have `created`, too."""
     if not facts.enable_prompt_tokens_details:
         return None
@@ -94,7 +94,7 @@ class Handled(Protocol):
     kv_transfer_params: dict[str, Any] | None
 
 
-async def answered(engine: Engine, body: Handled, request: Request, work: Awaitable[Response]) -> Response:
+async def answered(engine: SimEngine, body: Handled, request: Request, work: Awaitable[Response]) -> Response:
     """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on P."""
     params = body.kv_transfer_params
     accepted = False
@@ -102,7 +102,7 @@ async def answered(engine: Engine, body: Handled, request: Request, work: Awaita
         found = await _unless_left(request, work)
         accepted = found.status_code == 200
         return found
-    except Refused as error:
+    except RefusedRequest as error:
         return refusal(error)
     except EngineDeadError:
         return failure(since.dead_message(engine.facts.version))
@@ -139,12 +139,12 @@ def streamed(events: AsyncGenerator[bytes, None], version: str, *, chat: bool = 
     return StreamingResponse(_guarded(events, version, chat), media_type="text/event-stream")
 
 
-def streamed_refusal(error: Refused, version: str, *, chat: bool = False) -> Response:
+def streamed_refusal(error: RefusedRequest, version: str, *, chat: bool = False) -> Response:
     """Return the answer to a stream that is refused after its status was sent."""
     return Response(_refused(error, version, chat) + DONE, media_type="text/event-stream")
 
 
-def _refused(error: Refused, version: str, chat: bool) -> bytes:
+def _refused(error: RefusedRequest, version: str, chat: bool) -> bytes:
     return error_event(str(error), error.kind, error.status, error.param, compact=chat and since.v033(version))
 
 
@@ -154,7 +154,7 @@ async def _guarded(events: AsyncGenerator[bytes, None], version: str, chat: bool
         async with aclosing(events) as found:
             async for one in found:
                 yield one
-    except Refused as error:
+    except RefusedRequest as error:
         yield _refused(error, version, chat)
     except EngineDeadError:
         yield error_event(since.dead_message(version), compact=compact)

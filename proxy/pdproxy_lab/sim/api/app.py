@@ -29,14 +29,14 @@ from pdproxy_lab.sim.api.answer import answered, check_model
 from pdproxy_lab.sim.api.batch import BatchBody, chat_batch
 from pdproxy_lab.sim.api.chat import chat, chat_prompt
 from pdproxy_lab.sim.api.completions import complete
-from pdproxy_lab.sim.api.errors import Refused, failure, refusal, response, schema_message
+from pdproxy_lab.sim.api.errors import RefusedRequest, failure, refusal, response, schema_message
 from pdproxy_lab.sim.api.invocations import invoke
 from pdproxy_lab.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdproxy_lab.sim.api.responses import ResponsesBody, respond
 from pdproxy_lab.sim.api.scale_out import DerenderBody, derendered, rendered
 from pdproxy_lab.sim.api.scoring import ScoringBody, score
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.error_body import error_body
 from pdproxy_lab.sim.request import EngineDeadError
 
@@ -106,12 +106,12 @@ class _Keys:
         return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._key)
 
 
-def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
+def create_app(engine: SimEngine, date: Callable[[], str] = _today) -> FastAPI:
     """Return the application of one engine; `date` is what the `dated` template prints."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.state.engine, app.state.date = engine, date
     app.add_exception_handler(RequestValidationError, _schema)
-    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(RefusedRequest, _refused)
     app.add_exception_handler(EngineDeadError, _dead)
     app.router.routes.extend(_generating())
     if engine.facts.enable_scale_out:
@@ -140,7 +140,7 @@ async def _schema(_: Request, error: Exception) -> Response:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, RefusedRequest)
     return refusal(error)
 
 
@@ -187,7 +187,7 @@ def _generating() -> tuple[BaseRoute, ...]:
         engine = _engine(request)
         check_model(body.model, engine)
         if any(token >= engine.tokenizer.vocab_size for token in body.tokens):
-            raise Refused(f"Token id {max(body.tokens)} is out of vocabulary")
+            raise RefusedRequest(f"Token id {max(body.tokens)} is out of vocabulary")
         return response({"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     @router.post("/v1/responses", dependencies=json_only, response_model=None)
@@ -230,8 +230,8 @@ def _scaling_out() -> tuple[BaseRoute, ...]:
     return tuple(router.routes)
 
 
-def _engine(request: Request) -> Engine:
-    engine: Engine = request.app.state.engine
+def _engine(request: Request) -> SimEngine:
+    engine: SimEngine = request.app.state.engine
     return engine
 
 
@@ -240,7 +240,7 @@ def _date(request: Request) -> Callable[[], str]:
     return date
 
 
-def _with_load(engine: Engine, request: Request, found: Response) -> Response:
+def _with_load(engine: SimEngine, request: Request, found: Response) -> Response:
     """Add the engine's load to a whole answer, if the client asks for it."""
     if found.status_code == 200 and found.headers["content-type"] == "application/json":
         found.headers.update(metrics.load_headers(engine, request.headers.get("endpoint-load-metrics-format", "")))
@@ -276,7 +276,7 @@ def _add(app: FastAPI, path: str, endpoint: Callable[[Request], Awaitable[Respon
     app.router.routes.append(route)
 
 
-def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> Response:
+def _tokenized(engine: SimEngine, body: TokenizeBody, date: Callable[[], str]) -> Response:
     check_model(body.model, engine)
     if body.messages is not None:
         given = body.model_dump(exclude_unset=True, by_alias=True)
@@ -295,7 +295,7 @@ def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> R
     return response({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings})
 
 
-def _about(app: FastAPI, engine: Engine) -> None:
+def _about(app: FastAPI, engine: SimEngine) -> None:
     """The routes with facts about the engine."""
 
     async def health(_: Request) -> Response:

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pdproxy_lab.sim.api import answer
 from pdproxy_lab.sim.api.chat import chat_prompt, choice_of
-from pdproxy_lab.sim.api.errors import Refused, response
-from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
+from pdproxy_lab.sim.api.errors import RefusedRequest, response
+from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, SimPrompt, deltas
 from pdproxy_lab.sim.api.protocol import ChatBody, StructuredOutputs
 from pdproxy_lab.sim.api.salts import check_salt
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, sampling_params
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 
 
 class BatchBody(BaseModel):
@@ -71,22 +71,22 @@ class BatchBody(BaseModel):
             return data
         check_salt(data)
         if data.get("use_beam_search"):
-            raise Refused(
+            raise RefusedRequest(
                 "Batch chat completions do not support beam search. Please set `use_beam_search` to False.",
                 "use_beam_search",
             )
         if data.get("logprob_token_ids") and not data.get("logprobs"):
-            raise Refused("when using `logprob_token_ids`, `logprobs` must be set to true.", "logprob_token_ids")
+            raise RefusedRequest("when using `logprob_token_ids`, `logprobs` must be set to true.", "logprob_token_ids")
         handle = data.get("kv_transfer_params")
         if isinstance(handle, dict) and handle.get("prompt_token_ids") is not None:
-            raise Refused(
+            raise RefusedRequest(
                 "Batch chat completions do not support `kv_transfer_params['prompt_token_ids']`: one pre-tokenized prompt"
                 " cannot serve several conversations.",
                 "kv_transfer_params.prompt_token_ids",
             )
         n = data.get("n", 1)
         if n is not None and n != 1:
-            raise Refused("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", value=n)
+            raise RefusedRequest("Batch chat completions do not support `n > 1`. Please set `n` to 1.", "n", value=n)
         return data
 
     def conversation(self, messages: list[dict[str, Any]]) -> ChatBody:
@@ -99,10 +99,10 @@ class BatchBody(BaseModel):
         try:
             return ChatBody.model_validate({**data, "messages": messages})
         except ValidationError as error:
-            raise Refused(str(error)) from None
+            raise RefusedRequest(str(error)) from None
 
 
-async def chat_batch(engine: Engine, body: BatchBody, request: Request, date: Callable[[], str]) -> Response:
+async def chat_batch(engine: SimEngine, body: BatchBody, request: Request, date: Callable[[], str]) -> Response:
     """Answer one request.
 
     Raises:
@@ -154,5 +154,5 @@ async def chat_batch(engine: Engine, body: BatchBody, request: Request, date: Ca
     )
 
 
-def _length(prompts: list[Prompt]) -> int:
+def _length(prompts: list[SimPrompt]) -> int:
     return sum(len(prompt.ids) for prompt in prompts)

@@ -14,19 +14,19 @@ from fastapi.responses import Response
 
 from pdproxy_lab.sim import since
 from pdproxy_lab.sim.api import answer, reasoning
-from pdproxy_lab.sim.api.errors import EngineRefused, Refused, response
-from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
+from pdproxy_lab.sim.api.errors import EngineRefused, RefusedRequest, response
+from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, SimPrompt, deltas
 from pdproxy_lab.sim.api.logprobs import chat_logprobs, prompt_logprobs
 from pdproxy_lab.sim.api.parsing import ChoiceParser, finish_of, looks_for_calls
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
 from pdproxy_lab.sim.api.template import render
 from pdproxy_lab.sim.api.tools import CallParser, calls_tools, grammar_of_calls
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
 
 
-async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
+async def chat(engine: SimEngine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
     """Answer one request; `date` is what a template that prints the date prints.
 
     Raises:
@@ -35,7 +35,7 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
     answer.check_model(body.model, engine)
     check_lengths(body, engine.facts)
     if body.tools and body.tool_choice == "auto" and not engine.facts.enable_auto_tool_choice:
-        raise Refused('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+        raise RefusedRequest('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
     prompt = chat_prompt(engine, body, date)
     calls = calls_tools(body, prompt.ids)
     rank = answer.rank_of(request)
@@ -53,11 +53,11 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
     return await job.whole(params)
 
 
-def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prompt:
+def chat_prompt(engine: SimEngine, body: ChatBody, date: Callable[[], str]) -> SimPrompt:
     """Return a chat's prompt: P's ids if the request has them, else rendered and tokenized here."""
     given = _given_ids(engine, body)
     if given is not None:
-        return Prompt(check_prompt(given, body, engine.facts, tokenized=False), "")
+        return SimPrompt(check_prompt(given, body, engine.facts, tokenized=False), "")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     text = render(
         engine.facts.template,
@@ -69,21 +69,21 @@ def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prom
         date=date(),
     )
     ids = engine.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-    return Prompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
+    return SimPrompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
 
 
-def _given_ids(engine: Engine, body: ChatBody) -> list[int] | None:
+def _given_ids(engine: SimEngine, body: ChatBody) -> list[int] | None:
     """Return the ids that stand for a chat's messages, None if there are none or the messages are needed."""
     ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
     if ids is None or body.echo or not all(map(_is_text, body.messages)):
         return None
     param = "kv_transfer_params.prompt_token_ids"
     if not isinstance(ids, list) or not ids or any(type(one) is not int or one < 0 for one in ids):
-        raise Refused(
+        raise RefusedRequest(
             "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", param
         )
     if max(ids) >= engine.tokenizer.vocab_size:
-        raise Refused(f"Token id {max(ids)} is out of vocabulary", param)
+        raise RefusedRequest(f"Token id {max(ids)} is out of vocabulary", param)
     return ids
 
 
@@ -93,7 +93,7 @@ def _is_text(message: dict[str, Any]) -> bool:
     return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)
 
 
-def choice_of(engine: Engine, body: ChatBody, prompt: Prompt, index: int, made: list[Delta]) -> dict[str, Any]:
+def choice_of(engine: SimEngine, body: ChatBody, prompt: SimPrompt, index: int, made: list[Delta]) -> dict[str, Any]:
     """Return the choice that a batch has for one of its chats. It hides nothing of what is reported about the choice's tokens."""
     return _Job(engine, body, prompt, "", batch=True).choice(index, made)
 
@@ -103,9 +103,9 @@ class _Job:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: SimEngine,
         body: ChatBody,
-        prompt: Prompt,
+        prompt: SimPrompt,
         request_id: str,
         *,
         rank: int | None = None,

@@ -12,17 +12,17 @@ from fastapi.responses import Response
 
 from pdproxy_lab.sim import since
 from pdproxy_lab.sim.api import answer
-from pdproxy_lab.sim.api.errors import EngineRefused, Refused, response
-from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
+from pdproxy_lab.sim.api.errors import EngineRefused, RefusedRequest, response
+from pdproxy_lab.sim.api.generation import Delta, LoadFailedError, SimPrompt, deltas
 from pdproxy_lab.sim.api.logprobs import Entry, completion_logprobs, entry_of, prompt_logprobs
 from pdproxy_lab.sim.api.protocol import CompletionBody
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
 from pdproxy_lab.sim.api.tools import grammar_of_begun_call
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
 
 
-async def complete(engine: Engine, body: CompletionBody, request: Request) -> Response:
+async def complete(engine: SimEngine, body: CompletionBody, request: Request) -> Response:
     """Answer one request.
 
     Raises:
@@ -47,14 +47,16 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
     return await job.whole(params)
 
 
-def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
+def _prompts(body: CompletionBody, engine: SimEngine) -> list[SimPrompt]:
     """Return the prompts, tokenized. Ids in `kv_transfer_params` are not read here, only for chats."""
     given: Any = body.prompt
     if given is None:
-        raise Refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+        raise RefusedRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
     if given == []:
-        raise Refused("You must pass at least one prompt", "prompt" if since.v033(engine.facts.version) else None)
+        raise RefusedRequest(
+            "You must pass at least one prompt", "prompt" if since.v033(engine.facts.version) else None
+        )
     found = []
     for one in several:
         if isinstance(one, str):
@@ -62,7 +64,7 @@ def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
         else:
             ids, tokenized = list(one), False
         ids = check_prompt(ids, body, engine.facts, tokenized=tokenized)
-        found.append(Prompt(ids, one if isinstance(one, str) else engine.tokenizer.decode(ids)))
+        found.append(SimPrompt(ids, one if isinstance(one, str) else engine.tokenizer.decode(ids)))
     return found
 
 
@@ -70,7 +72,7 @@ class _Job:
     """The answer to one request while it is generated."""
 
     def __init__(
-        self, engine: Engine, body: CompletionBody, prompts: list[Prompt], request_id: str, rank: int | None
+        self, engine: SimEngine, body: CompletionBody, prompts: list[SimPrompt], request_id: str, rank: int | None
     ) -> None:
         self._rank = rank
         self._engine, self._body, self._prompts, self._id = engine, body, prompts, request_id

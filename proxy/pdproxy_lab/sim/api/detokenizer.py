@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 
 class Detokenizer:
@@ -16,7 +16,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: BuiltInTokenizer,
         stops: Sequence[str] = (),
         *,
         include_stop: bool = False,

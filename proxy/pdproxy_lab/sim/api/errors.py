@@ -1,6 +1,6 @@
 """Errors with vLLM's texts and shapes: those of a handler, of a schema, and at the end of a stream.
 
-Owns the answers with errors. A handler raises `Refused`; the schema's errors are pydantic's own, formatted as vLLM formats them.
+Owns the answers with errors. A handler raises `RefusedRequest`; the schema's errors are pydantic's own, formatted as vLLM formats them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INTERNAL = frozenset(
 INTERNAL = "Internal server error"
 
 
-class Refused(Exception):  # noqa: N818 - vLLM's refusal, not our error
+class RefusedRequest(Exception):  # noqa: N818 - vLLM's refusal, not our error
     """A request that vLLM's handler or validators refuse. `str()` is the message a client sees.
 
     It is not a ValueError, as in vLLM: pydantic lets it pass, and the answer has the handler's shape.
@@ -51,7 +51,7 @@ class Refused(Exception):  # noqa: N818 - vLLM's refusal, not our error
         super().__init__(f"{message} ({', '.join(shown)})" if shown and validated else message)
 
 
-class EngineRefused(Refused):
+class EngineRefused(RefusedRequest):
     """Refused by the engine, not by the handler: a stream's status has been sent by then."""
 
 
@@ -60,7 +60,7 @@ def response(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def refusal(error: Refused) -> Response:
+def refusal(error: RefusedRequest) -> Response:
     """Return the answer to a refused request."""
     return response(error_body(str(error), error.kind, error.status, error.param), error.status)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from pdproxy_lab.sim.api.detokenizer import Detokenizer
 from pdproxy_lab.sim.api.protocol import GenerationBody
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import Candidate, EngineOutput, EngineRequest, SamplingParams, Token
 
 
@@ -24,7 +24,7 @@ class LoadFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class SimPrompt:
     """One prompt: its ids, and its text for `echo`."""
 
     ids: list[int]
@@ -76,7 +76,7 @@ class _Child:
             output.prompt_logprobs,
         )
 
-    async def deltas(self, engine: Engine) -> AsyncGenerator[Delta, None]:
+    async def deltas(self, engine: SimEngine) -> AsyncGenerator[Delta, None]:
         async with aclosing(engine.generate(self.request)) as outputs:
             async for output in outputs:
                 delta = self.take(output)
@@ -86,9 +86,9 @@ class _Child:
 
 
 async def deltas(
-    engine: Engine,
+    engine: SimEngine,
     request_id: str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[SimPrompt],
     params: Sequence[SamplingParams],
     body: GenerationBody,
     *,
@@ -136,7 +136,7 @@ async def deltas(
             yield delta
 
 
-async def _merged(engine: Engine, children: Sequence[_Child]) -> AsyncGenerator[Delta, None]:
+async def _merged(engine: SimEngine, children: Sequence[_Child]) -> AsyncGenerator[Delta, None]:
     """Run children concurrently; the first one that fails ends all."""
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 

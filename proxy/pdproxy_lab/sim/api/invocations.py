@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pdproxy_lab.sim.api.errors import Refused, response
+from pdproxy_lab.sim.api.errors import RefusedRequest, response
 from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody
 from pdproxy_lab.sim.error_body import error_body
 
@@ -47,13 +47,13 @@ async def invoke(
     except json.JSONDecodeError as error:
         return response(error_body(f"JSON decode error: {error}", "Bad Request", 400), 400)
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise RefusedRequest(str(error)) from None
     if isinstance(body, dict) and "requestType" in body:
         return response(error_body(_about_session(body), "Bad Request", 400), 400)
     try:
         _set_model(body, request.headers.get(_ADAPTER))
     except TypeError as error:
-        raise Refused(str(error)) from None
+        raise RefusedRequest(str(error)) from None
     try:
         found = ChatBody.model_validate(body)
     except ValidationError:
@@ -64,7 +64,7 @@ async def invoke(
         prompts = CompletionBody.model_validate(body)
     except ValidationError:
         names = ["ChatCompletionRequest", "CompletionRequest"]
-        raise Refused(f"Cannot find suitable handler for request. Expected one of: {names}") from None
+        raise RefusedRequest(f"Cannot find suitable handler for request. Expected one of: {names}") from None
     return await complete(prompts)
 
 

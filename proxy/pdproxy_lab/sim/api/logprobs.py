@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdproxy_lab.sim.request import Candidate, Token
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 Entry = tuple[Candidate, ...] | None
 """One position: its own token first, then the likeliest; None: unknown (a prompt's first token)."""
@@ -19,7 +19,7 @@ def entry_of(token: Token) -> Entry:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[Entry], top: int, offset: int, as_ids: bool
+    tokenizer: BuiltInTokenizer, ids: Sequence[int], entries: Sequence[Entry], top: int, offset: int, as_ids: bool
 ) -> tuple[dict[str, Any], int]:
     """Return `logprobs` of a completion's choice, and the text offset after it."""
     offsets, logprobs, tokens, tops = [], [], [], []
@@ -34,7 +34,7 @@ def completion_logprobs(
     return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}, offset
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], top: int, as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(tokenizer: BuiltInTokenizer, tokens: Sequence[Token], top: int, as_ids: bool) -> dict[str, Any]:
     """Return `logprobs` of a chat's choice."""
     content = []
     for token in tokens:
@@ -47,7 +47,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], top: int, as_id
     return {"content": content}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(tokenizer: BuiltInTokenizer, entries: Sequence[Entry] | None) -> list[dict[str, Any] | None] | None:
     """Return `prompt_logprobs`: for each prompt token a map from token id to its probability."""
     if entries is None:
         return None
@@ -62,10 +62,10 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[Entry] | None) -> li
     ]
 
 
-def _chat_entry(tokenizer: Tokenizer, candidate: Candidate, as_ids: bool) -> dict[str, Any]:
+def _chat_entry(tokenizer: BuiltInTokenizer, candidate: Candidate, as_ids: bool) -> dict[str, Any]:
     text = _text(tokenizer, candidate.token, as_ids)
     return {"token": text, "logprob": candidate.logprob, "bytes": list(text.encode())}
 
 
-def _text(tokenizer: Tokenizer, token: int, as_ids: bool) -> str:
+def _text(tokenizer: BuiltInTokenizer, token: int, as_ids: bool) -> str:
     return f"token_id:{token}" if as_ids else tokenizer.decode([token], skip_special_tokens=False)

@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from pdproxy_lab.sim import since
 from pdproxy_lab.sim.api import answer
 from pdproxy_lab.sim.api.chat import chat_prompt
-from pdproxy_lab.sim.api.errors import Refused, response
+from pdproxy_lab.sim.api.errors import RefusedRequest, response
 from pdproxy_lab.sim.api.generation import deltas
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, sampling_params
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 
 _STOP = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -74,23 +74,23 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
-def refused(error: Refused, version: str) -> Response:
+def refused(error: RefusedRequest, version: str) -> Response:
     """Return a refusal in Anthropic's shape; `version`: vLLM's."""
     kind = since.message_error(version, error.kind, error.status)
     return response({"type": "error", "error": {"type": kind, "message": str(error)}}, error.status)
 
 
-async def count(engine: Engine, body: CountBody, date: Callable[[], str]) -> Response:
+async def count(engine: SimEngine, body: CountBody, date: Callable[[], str]) -> Response:
     """Count a message's tokens."""
     try:
         answer.check_model(body.model, engine)
         tokens = len(chat_prompt(engine, body.chat(), date).ids)
-    except Refused as error:
+    except RefusedRequest as error:
         return refused(error, engine.facts.version)
     return response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
 
-async def message(engine: Engine, body: MessagesBody, _: Request, date: Callable[[], str]) -> Response:
+async def message(engine: SimEngine, body: MessagesBody, _: Request, date: Callable[[], str]) -> Response:
     """Answer one request.
 
     Raises:
@@ -105,7 +105,7 @@ async def message(engine: Engine, body: MessagesBody, _: Request, date: Callable
         prompt = chat_prompt(engine, chat, date)
         params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer)
         admit(params, chat, prompt.ids, engine.facts, engine.tokenizer)
-    except Refused as error:
+    except RefusedRequest as error:
         return refused(error, engine.facts.version)
     name = f"chatcmpl-{secrets.token_hex(8)}"
     used = len(prompt.ids)

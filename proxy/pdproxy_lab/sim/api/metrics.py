@@ -12,7 +12,7 @@ from typing import Literal
 
 from prometheus_client.utils import floatToGoString
 
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.stats import Histogram, Stats
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -22,12 +22,12 @@ _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _Kind = Literal["counter", "gauge", "histogram"]
 
 
-def page(engine: Engine) -> bytes:
+def page(engine: SimEngine) -> bytes:
     """Return the metrics page of an engine."""
     return _Page(engine).written()
 
 
-def load_headers(engine: Engine, form: str) -> dict[str, str]:
+def load_headers(engine: SimEngine, form: str) -> dict[str, str]:
     """Return the header with the engine's load in the format that a client names, none for other formats."""
     load = {
         "num_requests_waiting": float(sum(stats.waiting for stats in engine.rank_stats)),
@@ -41,7 +41,7 @@ def load_headers(engine: Engine, form: str) -> dict[str, str]:
 
 
 class _Page:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
         self._ranks = [
             ({"engine": str(rank), "model_name": engine.facts.model}, stats)

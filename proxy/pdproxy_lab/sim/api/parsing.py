@@ -11,7 +11,7 @@ from typing import Any
 from pdproxy_lab.sim.api import reasoning
 from pdproxy_lab.sim.api.protocol import ChatBody, NamedTool
 from pdproxy_lab.sim.api.tools import CallParser
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 
 
 def looks_for_calls(body: ChatBody) -> bool:
@@ -29,7 +29,9 @@ def finish_of(body: ChatBody, reason: str | None, parser: CallParser | None) -> 
 class ChoiceParser:
     """The parsers of one choice of a stream. `prompt`: its ids; `hides`: the client gets no reasoning."""
 
-    def __init__(self, facts: Facts, prompt: Sequence[int], calls: CallParser | None, *, hides: bool = False) -> None:
+    def __init__(
+        self, facts: SimFacts, prompt: Sequence[int], calls: CallParser | None, *, hides: bool = False
+    ) -> None:
         self._thinks = facts.reasoning_parser != "none"
         self._looks = facts.enable_auto_tool_choice
         self._thoughts = reasoning.Thoughts(prompt)

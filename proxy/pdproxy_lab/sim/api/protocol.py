@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pdproxy_lab.sim.api.errors import Refused
+from pdproxy_lab.sim.api.errors import RefusedRequest
 from pdproxy_lab.sim.api.salts import check_salt
 
 _INT64 = {"ge": -(2**63), "le": 2**63 - 1}
@@ -127,10 +127,10 @@ class GenerationBody(_Body):
             return data
         check_salt(data)
         if data.get("stream_options") and not data.get("stream"):
-            raise Refused("Stream options can only be defined when `stream=True`.", "stream_options")
+            raise RefusedRequest("Stream options can only be defined when `stream=True`.", "stream_options")
         form = data.get("response_format")
         if isinstance(form, dict) and form.get("type") == "json_schema" and form.get("json_schema") is None:
-            raise Refused(
+            raise RefusedRequest(
                 "When response_format type is 'json_schema', the 'json_schema' field must be provided.",
                 "response_format",
             )
@@ -139,21 +139,21 @@ class GenerationBody(_Body):
             isinstance(structured, dict)
             and sum(structured.get(key) is not None for key in ("json", "regex", "choice")) > 1
         ):
-            raise Refused(
+            raise RefusedRequest(
                 "You can only use one kind of constraints for structured outputs ('json', 'regex' or 'choice').",
                 "structured_outputs",
             )
         for name in cls._counts():
             value = data.get(name)
             if value is not None and not isinstance(value, int | float):
-                raise Refused(f"`{name}` must be an integer.", name, value=value)
+                raise RefusedRequest(f"`{name}` must be an integer.", name, value=value)
         wanted = data.get("prompt_logprobs")
         if wanted is not None and data.get("stream") and (wanted > 0 or wanted == -1):
-            raise Refused("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
+            raise RefusedRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
         for name in cls._counts():
             value = data.get(name)
             if value is not None and value < 0 and value != -1:
-                raise Refused(f"`{name}` must be a positive value or -1.", name, value=value)
+                raise RefusedRequest(f"`{name}` must be a positive value or -1.", name, value=value)
         return data
 
     @classmethod
@@ -205,7 +205,7 @@ class CompletionBody(GenerationBody):
             if data.get("max_tokens") is None:
                 data = {**data, "max_tokens": 16}
             if data.get("prompt") in (None, "") and not data.get("prompt_embeds"):
-                raise Refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+                raise RefusedRequest("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
         return data
 
 
@@ -240,9 +240,9 @@ class ChatBody(GenerationBody):
             return data
         top = data.get("top_logprobs")
         if isinstance(top, int) and (top == -1 or top > 0) and not data.get("logprobs"):
-            raise Refused("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
+            raise RefusedRequest("when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs")
         if data.get("tools") == []:
-            raise Refused(
+            raise RefusedRequest(
                 "`tools` must not be an empty array. Either provide at least one tool or omit the field entirely.",
                 "tools",
             )
@@ -252,29 +252,35 @@ class ChatBody(GenerationBody):
         if choice is not None and choice != "none":
             _check_choice(choice, data.get("tools"))
         if data.get("continue_final_message") and data.get("add_generation_prompt"):
-            raise Refused("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+            raise RefusedRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
         return data
 
 
 def _check_choice(choice: Any, tools: Any) -> None:
     if tools is None:
-        raise Refused("When using `tool_choice`, `tools` must be set.", "tool_choice")
+        raise RefusedRequest("When using `tool_choice`, `tools` must be set.", "tool_choice")
     usage = 'Correct usage: `{"type": "function", "function": {"name": "my_function"}}`'
     if choice in ("auto", "required"):
         return
     if not isinstance(choice, dict):
-        raise Refused(
+        raise RefusedRequest(
             f'Invalid value for `tool_choice`: {choice}! Only named tools, "none", "auto" or "required" are supported.',
             "tool_choice",
         )
     function = choice.get("function")
     if not isinstance(function, dict):
-        raise Refused(f"Invalid value for `function`: `{function}` in `tool_choice`! {usage}", "tool_choice.function")
+        raise RefusedRequest(
+            f"Invalid value for `function`: `{function}` in `tool_choice`! {usage}", "tool_choice.function"
+        )
     if "name" not in function:
-        raise Refused(f"Expected field `name` in `function` in `tool_choice`! {usage}", "tool_choice.function.name")
+        raise RefusedRequest(
+            f"Expected field `name` in `function` in `tool_choice`! {usage}", "tool_choice.function.name"
+        )
     names = [tool.get("function", {}).get("name") for tool in tools if isinstance(tool, dict)]
     if function["name"] not in names:
-        raise Refused("The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice")
+        raise RefusedRequest(
+            "The tool specified in `tool_choice` does not match any of the specified `tools`", "tool_choice"
+        )
 
 
 class TokenizeBody(_Body):

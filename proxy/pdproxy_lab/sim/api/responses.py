@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from pdproxy_lab.sim import since
 from pdproxy_lab.sim.api import answer
 from pdproxy_lab.sim.api.chat import chat_prompt
-from pdproxy_lab.sim.api.errors import Refused, response
-from pdproxy_lab.sim.api.generation import Prompt, deltas
+from pdproxy_lab.sim.api.errors import RefusedRequest, response
+from pdproxy_lab.sim.api.generation import SimPrompt, deltas
 from pdproxy_lab.sim.api.protocol import ChatBody
 from pdproxy_lab.sim.api.salts import check_salt
 from pdproxy_lab.sim.api.sampling import admit, check_lengths, sampling_params
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
 
 _NO_BACKGROUND = (
@@ -61,11 +61,11 @@ class ResponsesBody(BaseModel):
         if isinstance(data, dict):
             check_salt(data)
         if isinstance(data, dict) and data.get("background") and not data.get("store", True):
-            raise Refused("background can only be used when `store` is true", "background")
+            raise RefusedRequest("background can only be used when `store` is true", "background")
         return data
 
 
-async def respond(engine: Engine, body: ResponsesBody, _: Request, date: Callable[[], str]) -> Response:
+async def respond(engine: SimEngine, body: ResponsesBody, _: Request, date: Callable[[], str]) -> Response:
     """Answer one request.
 
     Raises:
@@ -73,13 +73,13 @@ async def respond(engine: Engine, body: ResponsesBody, _: Request, date: Callabl
     """
     answer.check_model(body.model, engine)
     if body.store and body.background:
-        raise Refused(_NO_BACKGROUND, "background", kind="invalid_request_error")
+        raise RefusedRequest(_NO_BACKGROUND, "background", kind="invalid_request_error")
     if body.previous_input_messages and body.previous_response_id:
         message = "Only one of `previous_input_messages` and `previous_response_id` can be set."
-        raise Refused(message, "previous_response_id", kind="invalid_request_error")
+        raise RefusedRequest(message, "previous_response_id", kind="invalid_request_error")
     if body.previous_response_id is not None:
         message = f"Response with id '{body.previous_response_id}' not found."
-        raise Refused(message, "response_id", kind="invalid_request_error", status=404)
+        raise RefusedRequest(message, "response_id", kind="invalid_request_error", status=404)
     chat = _as_chat(body)
     check_lengths(chat, engine.facts)
     prompt = chat_prompt(engine, chat, date)
@@ -119,7 +119,7 @@ class _Job:
     """The answer to one request while it is generated."""
 
     def __init__(
-        self, engine: Engine, body: ResponsesBody, chat: ChatBody, prompt: Prompt, params: SamplingParams
+        self, engine: SimEngine, body: ResponsesBody, chat: ChatBody, prompt: SimPrompt, params: SamplingParams
     ) -> None:
         self._engine, self._body, self._chat, self._prompt, self._params = engine, body, chat, prompt, params
         self._id = f"resp_{secrets.token_hex(8)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pdproxy_lab.sim.api.errors import Refused
+from pdproxy_lab.sim.api.errors import RefusedRequest
 
 _MAX_LENGTH = 128
 _FORBIDDEN = frozenset("@/\\\0")
@@ -21,9 +21,9 @@ def check_salt(data: Mapping[str, Any]) -> None:
     if salt is None:
         return
     if not isinstance(salt, str) or not salt:
-        raise Refused("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
+        raise RefusedRequest("Parameter 'cache_salt' must be a non-empty string if provided.", "cache_salt")
     if len(salt) > _MAX_LENGTH or not _FORBIDDEN.isdisjoint(salt):
-        raise Refused(
+        raise RefusedRequest(
             "Parameter 'cache_salt' must be at most 128 characters and must not contain '@', '/', '\\\\', or NUL.",
             "cache_salt",
         )

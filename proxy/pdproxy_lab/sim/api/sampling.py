@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pdproxy_lab.sim.api.errors import EngineRefused, Refused
+from pdproxy_lab.sim.api.errors import EngineRefused, RefusedRequest
 from pdproxy_lab.sim.api.protocol import ChatBody, CompletionBody, GenerationBody
 from pdproxy_lab.sim.api.structured import grammar_for
-from pdproxy_lab.sim.facts import Facts
+from pdproxy_lab.sim.facts import SimFacts
 from pdproxy_lab.sim.kvstore_keys import refusal
 from pdproxy_lab.sim.request import Grammar, SamplingParams
-from pdproxy_lab.sim.tokenizer import Tokenizer
+from pdproxy_lab.sim.tokenizer import BuiltInTokenizer
 
 _MAX_LOGPROBS = 20
 _MAX_CHOICES = 16384
@@ -22,21 +22,21 @@ _GREEDY = 1e-5
 """A lower temperature counts as 0."""
 
 
-def check_lengths(body: GenerationBody, facts: Facts) -> None:
+def check_lengths(body: GenerationBody, facts: SimFacts) -> None:
     """Refuse lengths that are too large for every prompt."""
     name, wanted = "max_tokens", getattr(body, "max_tokens", None)
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
     longest = facts.max_model_len
     if wanted is not None and wanted > longest:
-        raise Refused(
+        raise RefusedRequest(
             f"{name}={wanted} cannot be greater than max_model_len={longest}. Please request fewer output tokens.",
             name,
             value=wanted,
         )
     cut = body.truncate_prompt_tokens
     if cut is not None and cut > longest:
-        raise Refused(
+        raise RefusedRequest(
             f"truncate_prompt_tokens={cut} cannot be greater than max_model_len = {longest}."
             " Please request a smaller truncation size.",
             "truncate_prompt_tokens",
@@ -44,13 +44,13 @@ def check_lengths(body: GenerationBody, facts: Facts) -> None:
         )
 
 
-def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenized: bool) -> list[int]:
+def check_prompt(ids: list[int], body: GenerationBody, facts: SimFacts, *, tokenized: bool) -> list[int]:
     """Return a prompt's ids as the engine takes them, truncated if the request asks for it.
 
     `tokenized`: vLLM's tokenizer made them, and stops one token beyond the longest prompt.
     """
     if facts.connector == "kvstore-keys" and (why := refusal(body.kv_transfer_params)) is not None:
-        raise Refused(why)
+        raise RefusedRequest(why)
     longest = facts.max_model_len
     if body.truncate_prompt_tokens is not None:
         keep = longest - 1 if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
@@ -58,7 +58,7 @@ def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenize
     if len(ids) > longest:
         count = longest + 1 if tokenized else len(ids)
         qualifier = "at least " if count == longest + 1 else ""
-        raise Refused(
+        raise RefusedRequest(
             f"This model's maximum context length is {longest} tokens. However, your prompt contains {qualifier}{count}"
             " input tokens, which exceeds this limit even without any output tokens."
             " Please reduce the length of the input prompt.",
@@ -68,7 +68,9 @@ def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenize
     return ids
 
 
-def sampling_params(body: GenerationBody, prompt: list[int], facts: Facts, tokenizer: Tokenizer) -> SamplingParams:
+def sampling_params(
+    body: GenerationBody, prompt: list[int], facts: SimFacts, tokenizer: BuiltInTokenizer
+) -> SamplingParams:
     """Return the sampling parameters of one prompt, as the handler makes them; `admit` them next.
 
     Raises:
@@ -114,8 +116,8 @@ def admit(
     params: SamplingParams,
     body: GenerationBody,
     prompt: list[int],
-    facts: Facts,
-    tokenizer: Tokenizer,
+    facts: SimFacts,
+    tokenizer: BuiltInTokenizer,
     grammar: Callable[[], Grammar | None] | None = None,
     rank: int | None = None,
 ) -> None:
@@ -159,7 +161,7 @@ def _logit_bias(body: GenerationBody) -> dict[int, float]:
             wrong.append(token)
     if wrong:
         message = f"logit_bias contains key(s) that cannot be converted to integer token IDs: {wrong!r}"
-        raise Refused(message, "logit_bias", value=wrong)
+        raise RefusedRequest(message, "logit_bias", value=wrong)
     return found
 
 
@@ -180,45 +182,49 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
     """vLLM's checks of one request's parameters, in its order."""
     n = body.children
     if n < 1:
-        raise Refused(f"n must be at least 1, got {n}.")
+        raise RefusedRequest(f"n must be at least 1, got {n}.")
     if n > _MAX_CHOICES:
-        raise Refused(
+        raise RefusedRequest(
             f"n must be at most {_MAX_CHOICES}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES"
             " environment variable."
         )
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(body, name) or 0.0
         if not -2.0 <= value <= 2.0:
-            raise Refused(f"{name} must be in [-2, 2], got {value}.")
+            raise RefusedRequest(f"{name} must be in [-2, 2], got {value}.")
     penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
     if penalty <= 0.0:
-        raise Refused(f"repetition_penalty must be greater than zero, got {penalty}.")
+        raise RefusedRequest(f"repetition_penalty must be greater than zero, got {penalty}.")
     if not math.isfinite(temperature):
-        raise Refused(f"temperature must be a finite number, got {temperature}.", "temperature", value=temperature)
+        raise RefusedRequest(
+            f"temperature must be a finite number, got {temperature}.", "temperature", value=temperature
+        )
     if temperature < 0.0:
-        raise Refused(f"temperature must be non-negative, got {temperature}.", "temperature", value=temperature)
+        raise RefusedRequest(f"temperature must be non-negative, got {temperature}.", "temperature", value=temperature)
     if temperature > 2.0:
-        raise Refused(f"temperature must be in [0, 2], got {temperature}.", "temperature", value=temperature)
+        raise RefusedRequest(f"temperature must be in [0, 2], got {temperature}.", "temperature", value=temperature)
     top_p = 1.0 if body.top_p is None else body.top_p
     if not 0.0 < top_p <= 1.0:
-        raise Refused(f"top_p must be in (0, 1], got {top_p}.", "top_p", value=top_p)
+        raise RefusedRequest(f"top_p must be in (0, 1], got {top_p}.", "top_p", value=top_p)
     if body.top_k is not None and body.top_k < -1:
-        raise Refused(f"top_k must be 0 (disable), or at least 1, got {body.top_k}.")
+        raise RefusedRequest(f"top_k must be 0 (disable), or at least 1, got {body.top_k}.")
     if body.min_p is not None and not 0.0 <= body.min_p <= 1.0:
-        raise Refused(f"min_p must be in [0, 1], got {body.min_p}.")
+        raise RefusedRequest(f"min_p must be in [0, 1], got {body.min_p}.")
     if max_tokens < 1:
-        raise Refused(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", value=max_tokens)
+        raise RefusedRequest(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", value=max_tokens)
     if body.min_tokens < 0:
-        raise Refused(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
+        raise RefusedRequest(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
     if body.min_tokens > max_tokens:
-        raise Refused(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")
+        raise RefusedRequest(
+            f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}."
+        )
     budget = body.thinking_token_budget
     if budget is not None and budget < -1:
         message = "`thinking_token_budget` must be a non-negative integer or -1 for unlimited."
-        raise Refused(message, "thinking_token_budget", value=budget)
+        raise RefusedRequest(message, "thinking_token_budget", value=budget)
     if "" in body.stops:
-        raise Refused("stop cannot contain an empty string.")
+        raise RefusedRequest("stop cannot contain an empty string.")
     if "" in body.bad_words:
-        raise Refused(f"bad_words cannot contain an empty string. Got bad_words={body.bad_words}")
+        raise RefusedRequest(f"bad_words cannot contain an empty string. Got bad_words={body.bad_words}")
     if n > 1 and temperature < _GREEDY:
-        raise Refused(f"n must be 1 when using greedy sampling, got {n}.")
+        raise RefusedRequest(f"n must be 1 when using greedy sampling, got {n}.")

@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pdproxy_lab.sim.api import answer
 from pdproxy_lab.sim.api.chat import chat_prompt
 from pdproxy_lab.sim.api.detokenizer import Detokenizer
-from pdproxy_lab.sim.api.errors import Refused, response
+from pdproxy_lab.sim.api.errors import RefusedRequest, response
 from pdproxy_lab.sim.api.parsing import ChoiceParser, looks_for_calls
 from pdproxy_lab.sim.api.protocol import ChatBody, NamedTool, TokenId
 from pdproxy_lab.sim.api.sampling import check_lengths, sampling_params
 from pdproxy_lab.sim.api.tools import CallParser
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.request import SamplingParams
 
 _MAX_WINDOW = 1024
@@ -104,7 +104,7 @@ class DerenderBody(_Model):
     chat_request: ChatBody | None = None
 
 
-def rendered(engine: Engine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
+def rendered(engine: SimEngine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
     """Answer `/v1/chat/completions/render`: the body of `/inference/v1/generate` for a chat.
 
     Raises:
@@ -113,7 +113,7 @@ def rendered(engine: Engine, body: ChatBody, request: Request, date: Callable[[]
     answer.check_name(body.model, engine)
     check_lengths(body, engine.facts)
     if body.use_beam_search:
-        raise Refused("Beam search is not supported by the render endpoint")
+        raise RefusedRequest("Beam search is not supported by the render endpoint")
     prompt = chat_prompt(engine, body, date)
     params = sampling_params(body, prompt.ids, engine.facts, engine.tokenizer)
     thinks = engine.facts.reasoning_parser != "none"
@@ -171,7 +171,7 @@ def _shown(params: SamplingParams, body: ChatBody) -> dict[str, Any]:
     return {name: value for name, (value, default) in shown.items() if value != default} | always
 
 
-def derendered(engine: Engine, body: DerenderBody) -> Response:
+def derendered(engine: SimEngine, body: DerenderBody) -> Response:
     """Answer `/v1/chat/completions/derender`: what the chat's stream shows of one event of token ids, and the state behind it.
 
     Raises:
@@ -181,30 +181,30 @@ def derendered(engine: Engine, body: DerenderBody) -> Response:
     facts, chunk, chat = engine.facts, body.generate_chunk, body.chat_request
     parses = facts.enable_auto_tool_choice or facts.reasoning_parser != "none"
     if parses and chat is None:
-        raise Refused(
+        raise RefusedRequest(
             "chat_request is required when a tool or reasoning parser is configured because plain detokenization would leak"
             " raw parser markup into content."
         )
     if parses and body.prompt_token_ids is None:
-        raise Refused(
+        raise RefusedRequest(
             "prompt_token_ids is required when a tool or reasoning parser is configured. Without it parse_delta cannot tell"
             " whether the prompt left reasoning open (e.g. a chat template that pre-opens <think>) and would misclassify"
             " reasoning content as plain content."
         )
     if len(chunk.choices) > 1:
-        raise Refused(f"derender_chat_stream expects at most one choice per chunk (got {len(chunk.choices)}).")
+        raise RefusedRequest(f"derender_chat_stream expects at most one choice per chunk (got {len(chunk.choices)}).")
     state = body.stream_state or StreamState()
     prompt, prior = body.prompt_token_ids or [], len(state.output_token_ids)
     delta = sum(len(choice.token_ids or ()) for choice in chunk.choices)
     if len(prompt) + prior + delta > facts.max_model_len:
-        raise Refused(
+        raise RefusedRequest(
             f"prompt_token_ids length ({len(prompt)}) plus output_token_ids length ({prior}) plus delta ({delta})"
             f" exceeds max_model_len ({facts.max_model_len})."
         )
     try:
         choices = [_choice(engine, chat or ChatBody(messages=[]), prompt, state, one) for one in chunk.choices]
     except IndexError:
-        raise Refused("invalid stream_state: derender failed") from None
+        raise RefusedRequest("invalid stream_state: derender failed") from None
     counted = chunk.usage
     usage = None
     if counted is not None:
@@ -227,7 +227,7 @@ def derendered(engine: Engine, body: DerenderBody) -> Response:
 
 
 def _choice(
-    engine: Engine, chat: ChatBody, prompt: Sequence[int], state: StreamState, choice: GeneratedChoice
+    engine: SimEngine, chat: ChatBody, prompt: Sequence[int], state: StreamState, choice: GeneratedChoice
 ) -> dict[str, Any]:
     """Return a choice, parsed behind all tokens of `state`, which are parsed again; update the state."""
     facts = engine.facts

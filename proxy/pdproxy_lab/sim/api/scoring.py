@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdproxy_lab.sim.api import answer
-from pdproxy_lab.sim.api.errors import Refused, response
+from pdproxy_lab.sim.api.errors import RefusedRequest, response
 from pdproxy_lab.sim.api.salts import check_salt
-from pdproxy_lab.sim.engine import Engine
+from pdproxy_lab.sim.engine import SimEngine
 from pdproxy_lab.sim.language import mix
 from pdproxy_lab.sim.request import EngineRequest, SamplingParams
 
@@ -48,7 +48,7 @@ class ScoringBody(BaseModel):
         return data
 
 
-async def score(engine: Engine, body: ScoringBody, request: Request) -> Response:
+async def score(engine: SimEngine, body: ScoringBody, request: Request) -> Response:
     """Answer one request.
 
     Raises:
@@ -58,16 +58,16 @@ async def score(engine: Engine, body: ScoringBody, request: Request) -> Response
     size = engine.tokenizer.vocab_size
     for label in body.label_token_ids:
         if not 0 <= label < size:
-            raise Refused(
+            raise RefusedRequest(
                 f"label_token_id {label} is out of vocabulary range [0, {size}). Please provide valid token IDs."
             )
     if not body.label_token_ids:
-        raise Refused("label_token_ids must contain at least one token ID.")
+        raise RefusedRequest("label_token_ids must contain at least one token ID.")
     if not body.items:
-        raise Refused("items must contain at least one item.")
+        raise RefusedRequest("items must contain at least one item.")
     if len(body.label_token_ids) > _MAX_LABELS:
         count = len(body.label_token_ids)
-        raise Refused(
+        raise RefusedRequest(
             f"Requested logprob_token_ids of length {count}, which is greater than max allowed: {_MAX_LABELS}",
             "logprob_token_ids",
             value=count,
@@ -76,7 +76,7 @@ async def score(engine: Engine, body: ScoringBody, request: Request) -> Response
     created = int(time.time())
     prompts = _prompts(engine, body)
     if not all(prompts):
-        raise Refused("The decoder prompt cannot be empty")
+        raise RefusedRequest("The decoder prompt cannot be empty")
     names = (f"{base}-{number}" for number in range(len(prompts)))
     reads = [asyncio.ensure_future(_read(engine, body, name, ids)) for name, ids in zip(names, prompts, strict=False)]
     try:
@@ -98,7 +98,7 @@ async def score(engine: Engine, body: ScoringBody, request: Request) -> Response
     )
 
 
-def _prompts(engine: Engine, body: ScoringBody) -> list[list[int]]:
+def _prompts(engine: SimEngine, body: ScoringBody) -> list[list[int]]:
     def ids(text: str | list[int], *, special: bool) -> list[int]:
         return engine.tokenizer.encode(text, add_special_tokens=special) if isinstance(text, str) else text
 
@@ -108,7 +108,7 @@ def _prompts(engine: Engine, body: ScoringBody) -> list[list[int]]:
     return [one[: engine.facts.max_model_len - 1] for one in joined]
 
 
-async def _read(engine: Engine, body: ScoringBody, name: str, ids: list[int]) -> list[float]:
+async def _read(engine: SimEngine, body: ScoringBody, name: str, ids: list[int]) -> list[float]:
     """Return the log probabilities of the labels as the next token."""
     sampling = SamplingParams(max_tokens=1, logprobs=_SEEN)
     one = EngineRequest(

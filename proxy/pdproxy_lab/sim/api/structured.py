@@ -17,7 +17,7 @@ from pdproxy_lab.sim.api.errors import EngineRefused
 from pdproxy_lab.sim.api.protocol import GenerationBody
 from pdproxy_lab.sim.language import mix
 from pdproxy_lab.sim.request import Grammar
-from pdproxy_lab.sim.tokenizer import EOS, Tokenizer
+from pdproxy_lab.sim.tokenizer import EOS, BuiltInTokenizer
 
 _VARIANTS = 6
 _DEPTH = 12
@@ -29,7 +29,7 @@ class TextGrammar:
 
     binds_thoughts = False
 
-    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    def __init__(self, tokenizer: BuiltInTokenizer, texts: Iterable[str]) -> None:
         self._paths = list(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 
     def allowed(self, generated: Sequence[int]) -> Sequence[int]:
@@ -52,7 +52,7 @@ class AllowedTokens:
         return self._ids
 
 
-def grammar_for(body: GenerationBody, tokenizer: Tokenizer) -> Grammar | None:
+def grammar_for(body: GenerationBody, tokenizer: BuiltInTokenizer) -> Grammar | None:
     """Return what a request's output must be; None: anything.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pdproxy_lab.sim.api.errors import Refused
+from pdproxy_lab.sim.api.errors import RefusedRequest
 from pdproxy_lab.sim.facts import Template
 
 _MARKS: dict[Template, tuple[str, str]] = {
@@ -36,9 +36,9 @@ def render(
         Refused: the conversation is empty, or has content that is not text.
     """
     if not messages:
-        raise Refused("Cannot apply chat template to an empty conversation. Provide at least one message.")
+        raise RefusedRequest("Cannot apply chat template to an empty conversation. Provide at least one message.")
     if not isinstance(messages[0].get("role"), str):
-        raise Refused("Each message must have a role.")
+        raise RefusedRequest("Each message must have a role.")
     begin, end = _MARKS[template]
     parts = [begin.format("system") + f"Today is {date}." + end] if template == "dated" else []
     parts += [begin.format(message.get("role")) + _content(message) + end for message in messages]
@@ -62,7 +62,7 @@ def _content(message: Mapping[str, Any]) -> str:
     elif isinstance(content, list):
         text = "\n".join(_part(part) for part in content)
     else:
-        raise Refused("Message content must be a string or a list of parts.")
+        raise RefusedRequest("Message content must be a string or a list of parts.")
     calls = message.get("tool_calls") or ()
     printed = [json.dumps(_call(call.get("function", {})), ensure_ascii=False, sort_keys=True) for call in calls]
     return text + "".join(f"<tool_call>\n{call}\n</tool_call>" for call in printed)
@@ -87,4 +87,4 @@ def _part(part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise Refused(f"At most 0 {str(kind).removesuffix('_url')}(s) may be provided in one prompt.")
+    raise RefusedRequest(f"At most 0 {str(kind).removesuffix('_url')}(s) may be provided in one prompt.")

@@ -14,7 +14,7 @@ from pdproxy_lab.sim.api.protocol import ChatBody, NamedTool, Tool
 from pdproxy_lab.sim.api.structured import TextGrammar, texts_of_schema
 from pdproxy_lab.sim.language import mix
 from pdproxy_lab.sim.request import Grammar
-from pdproxy_lab.sim.tokenizer import IM_END, TOOL_CALL, Tokenizer
+from pdproxy_lab.sim.tokenizer import IM_END, TOOL_CALL, BuiltInTokenizer
 
 _NAME = re.compile(r'"name": "([^"]*)"')
 _ARGUMENTS = re.compile(r'"arguments": ')
@@ -29,7 +29,7 @@ def calls_tools(body: ChatBody, prompt: Sequence[int]) -> bool:
     return body.tool_choice != "auto" or mix(*prompt[-64:]) % 2 == 0
 
 
-def grammar_of_calls(body: ChatBody, tokenizer: Tokenizer) -> TextGrammar:
+def grammar_of_calls(body: ChatBody, tokenizer: BuiltInTokenizer) -> TextGrammar:
     """Return the texts that a model may generate to call a tool."""
     choice, tools = body.tool_choice, body.tools or []
     if isinstance(choice, NamedTool):
@@ -42,7 +42,7 @@ def grammar_of_calls(body: ChatBody, tokenizer: Tokenizer) -> TextGrammar:
     return TextGrammar(tokenizer, texts)
 
 
-def grammar_of_begun_call(prompt: Sequence[int], tokenizer: Tokenizer) -> Grammar | None:
+def grammar_of_begun_call(prompt: Sequence[int], tokenizer: BuiltInTokenizer) -> Grammar | None:
     """Return how a model ends a call that a prompt ends with the beginning of, None where it does not. As a real model would."""
     begun = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in (TOOL_CALL, IM_END)), None)
     if begun is None or prompt[begun] != TOOL_CALL:

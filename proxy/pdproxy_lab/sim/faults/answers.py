@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from pdproxy_lab.sim.error_body import error_body, error_event
-from pdproxy_lab.sim.faults.kind import FaultError, Kind, Occurrence, arguments
+from pdproxy_lab.sim.faults.kind import FaultError, FaultKind, Occurrence, arguments
 from pdproxy_lab.sim.faults.messages import send_stream, send_whole
 from pdproxy_lab.sim.faults.moments import ANSWER, BEFORE_HEAD, STREAM, Moment, default_first
-from pdproxy_lab.sim.faults.targets import Answer, Connection
+from pdproxy_lab.sim.faults.targets import AnswerTarget, Connection
 from pdproxy_lab.sim.sse import DONE
 
 NO_HTTP = b"\x16\x03\x01\x02\x00 this is no HTTP \x00\xff\xfe\r\n\r\n"
@@ -20,12 +20,12 @@ _NO_JSON = b'{"id":"cmpl-0","object":"text_completion","choices":[{"index":0,"te
 _TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 429: "RateLimitError"}
 
 
-class _HalfChunk(Kind):
+class _HalfChunk(FaultKind):
     name = "half_chunk"
     summary = "half of what is due (an HTTP chunk or a whole body) is sent, then the connection is closed"
     moments = ("mid_stream", "head", "before_first_token", "last_chunk", "before_done")
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         if not answer.writer.head_out and answer.start is not None:
             await answer.writer.send(answer.start)
         due = answer.due or {"type": "http.response.body", "body": b"data: " + _NO_JSON, "more_body": True}
@@ -35,7 +35,7 @@ class _HalfChunk(Kind):
         answer.connection.close()
 
 
-class _Garbage(Kind):
+class _Garbage(FaultKind):
     name = "garbage"
     summary = "bytes that are no HTTP (what=http; close=true: then the connection is closed) or no JSON (what=json)"
     moments = default_first("queued", ANSWER)
@@ -55,7 +55,7 @@ class _Garbage(Kind):
             connection.close()
         return True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         if now.args["what"] == "http":
             await answer.writer.raw(NO_HTTP)
             if now.args["close"]:
@@ -72,7 +72,7 @@ class _Garbage(Kind):
             await send_whole(answer, 200, _NO_JSON)
 
 
-class _Status(Kind):
+class _Status(FaultKind):
     name = "status"
     summary = "another status with `body` (empty: vLLM's error of that status)"
     moments = BEFORE_HEAD
@@ -83,7 +83,7 @@ class _Status(Kind):
         if not 200 <= args["status"] <= 599:
             raise FaultError(f"status must be 200 to 599, got {args['status']}")
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         status, body = now.args["status"], now.args["body"].encode()
         headers = []
         if 300 <= status < 400:
@@ -94,19 +94,19 @@ class _Status(Kind):
         await send_whole(answer, status, body, *headers)
 
 
-class _ErrorEvent(Kind):
+class _ErrorEvent(FaultKind):
     name = "error_event"
     summary = "an error event, `[DONE]` if `done`, and the stream's regular end"
     moments = ("before_first_token", "queued", "prefilling", "handed_over", "head", *STREAM[1:])
     args = arguments(done=True, code=500, message="Internal server error")
     streams = True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         event = error_event(now.args["message"], status=now.args["code"])
         await send_stream(answer, event, DONE if now.args["done"] else b"")
 
 
-class _TextAfterError(Kind):
+class _TextAfterError(FaultKind):
     name = "text_after_error"
     summary = (
         "an error event, behind it in the same write the due event twice and `[DONE]`, and the stream's regular end"
@@ -114,47 +114,47 @@ class _TextAfterError(Kind):
     moments = ("mid_stream",)
     streams = True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         await send_stream(answer, error_event("Internal server error") + 2 * _due_body(answer) + DONE)
 
 
-class _EmptyBody(Kind):
+class _EmptyBody(FaultKind):
     name = "empty_body"
     summary = "status 200 and a body of no bytes"
     moments = BEFORE_HEAD
     replaces = True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         await send_whole(answer, 200, b"")
 
 
-class _EmptyStream(Kind):
+class _EmptyStream(FaultKind):
     name = "empty_stream"
     summary = "status 200 and a stream without events (`done`: only `[DONE]`)"
     moments = ("queued", "prefilling", "handed_over", "head")
     args = arguments(done=False)
     streams = True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         await send_stream(answer, DONE if now.args["done"] else b"")
 
 
-class _NoDone(Kind):
+class _NoDone(FaultKind):
     name = "no_done"
     summary = "the regular end of the chunked body instead of what is due"
     moments = default_first("before_done", STREAM)
     streams = True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         await send_stream(answer)
 
 
-class _AbortFinish(Kind):
+class _AbortFinish(FaultKind):
     name = "abort_finish"
     summary = 'finish_reason "abort" (in a stream with a token) and `[DONE]`: what a terminated vLLM may send'
     moments = ("mid_stream", "before_first_token", "last_chunk")
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         if answer.streamed and now.at == "before_first_token":  # vLLM skips events of a choice without any token
             usage = b"data: " + _only_usage(_due_event(answer)) + b"\n\n" if answer.usage_at_end else b""
             await send_stream(answer, usage, DONE)
@@ -165,12 +165,12 @@ class _AbortFinish(Kind):
             await send_whole(answer, 200, _aborted(_due_body(answer)))
 
 
-def _due_body(answer: Answer) -> bytes:
+def _due_body(answer: AnswerTarget) -> bytes:
     assert answer.due is not None
     return bytes(answer.due.get("body", b""))
 
 
-def _due_event(answer: Answer) -> bytes:
+def _due_event(answer: AnswerTarget) -> bytes:
     return _due_body(answer).removeprefix(b"data: ").strip()
 
 
@@ -200,7 +200,7 @@ def _aborted_choice(choice: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-FAMILY: tuple[Kind, ...] = (
+FAMILY: tuple[FaultKind, ...] = (
     _HalfChunk(),
     _Garbage(),
     _Status(),

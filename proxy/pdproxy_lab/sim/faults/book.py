@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy_lab.sim.faults.kind import Argument, FaultError, Kind, Occurrence
+from pdproxy_lab.sim.faults.kind import Argument, FaultError, FaultKind, Occurrence
 from pdproxy_lab.sim.faults.kinds import KINDS
 from pdproxy_lab.sim.faults.moments import MESSAGES, MOMENTS, SPELLED, Moment
 
@@ -33,7 +33,7 @@ class Situation(msgspec.Struct, kw_only=True):
     """The worker whose notice is due, or the data-parallel rank whose KV events are."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault: what, when, and to which requests."""
 
     kind: str
@@ -83,7 +83,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "next", 1)
 
     @property
-    def definition(self) -> Kind:
+    def definition(self) -> FaultKind:
         """Its kind."""
         return KINDS[self.kind]
 
@@ -125,13 +125,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return not (kind.streams and not now.stream) and not (kind.replaces and now.head_out)
 
 
-def _complete(kind: Kind, given: Mapping[str, Argument]) -> dict[str, Argument]:
+def _complete(kind: FaultKind, given: Mapping[str, Argument]) -> dict[str, Argument]:
     """Return a kind's arguments, with defaults filled in and with the types of the defaults."""
     found = dict(kind.args)
     for key, value in given.items():
         if key not in kind.args:
             known = ", ".join(
-                [*kind.args, *(name for name in Fault.__struct_fields__ if name not in ("kind", "at", "args"))]
+                [*kind.args, *(name for name in PlannedFault.__struct_fields__ if name not in ("kind", "at", "args"))]
             )
             raise FaultError(f"{kind.name} takes no {key!r}: it takes {known}")
         wanted = type(kind.args[key])
@@ -144,13 +144,13 @@ def _complete(kind: Kind, given: Mapping[str, Argument]) -> dict[str, Argument]:
     return found
 
 
-def fault_of(values: Mapping[str, Any]) -> Fault:
+def fault_of(values: Mapping[str, Any]) -> PlannedFault:
     """Make a fault of names and values. A kind's own arguments stand among them or in `args`; texts are converted.
 
     Raises:
         FaultError: a name or a value is wrong.
     """
-    fields = {field.name for field in msgspec.structs.fields(Fault)}
+    fields = {field.name for field in msgspec.structs.fields(PlannedFault)}
     own = {key: value for key, value in values.items() if key in fields}
     nested = values.get("args", {})
     if not isinstance(nested, Mapping):
@@ -158,7 +158,7 @@ def fault_of(values: Mapping[str, Any]) -> Fault:
     own["args"] = {**nested, **{key: value for key, value in values.items() if key not in fields}}
     if "kind" not in own:
         raise FaultError("kind is missing")
-    for field in msgspec.structs.fields(Fault):
+    for field in msgspec.structs.fields(PlannedFault):
         if field.name not in own or field.name == "args":
             continue
         if field.name == "at" and own["at"] not in (None, *MOMENTS):
@@ -167,10 +167,10 @@ def fault_of(values: Mapping[str, Any]) -> Fault:
             own[field.name] = msgspec.convert(own[field.name], field.type, strict=False)
         except msgspec.ValidationError:
             raise FaultError(f"{field.name} = {own[field.name]!r} has the wrong type") from None
-    return Fault(**own)
+    return PlannedFault(**own)
 
 
-def parse(spec: str) -> Fault:
+def parse(spec: str) -> PlannedFault:
     """Read a fault such as `reset@mid_stream:rate=0.1` or `status@queued:next=3,status=503`.
 
     Raises:
@@ -194,7 +194,7 @@ def parse(spec: str) -> Fault:
 class Armed:
     """A fault in the book."""
 
-    def __init__(self, number: int, fault: Fault, seed: str) -> None:
+    def __init__(self, number: int, fault: PlannedFault, seed: str) -> None:
         self.number = number
         self.fault = fault
         self.left = fault.next
@@ -213,7 +213,7 @@ class FaultBook:
         self.happened: Counter[str] = Counter()
         """By `kind@moment`."""
 
-    def add(self, fault: Fault | str) -> int:
+    def add(self, fault: PlannedFault | str) -> int:
         """Arm a fault, or its text form; return its number.
 
         Raises:

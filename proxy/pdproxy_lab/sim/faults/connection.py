@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pdproxy_lab.sim.faults.kind import Kind, Occurrence, arguments
+from pdproxy_lab.sim.faults.kind import FaultKind, Occurrence, arguments
 from pdproxy_lab.sim.faults.moments import ANSWER, default_first
-from pdproxy_lab.sim.faults.targets import Answer, Connection
+from pdproxy_lab.sim.faults.targets import AnswerTarget, Connection
 
 
-class _Refuse(Kind):
+class _Refuse(FaultKind):
     name = "refuse"
     summary = "the port refuses connections while the fault is armed; idle connections are closed"
     moments = ("accept",)
@@ -15,7 +15,7 @@ class _Refuse(Kind):
     closes_port = True
 
 
-class _Reset(Kind):
+class _Reset(FaultKind):
     name = "reset"
     summary = "the connection is reset (RST)"
     moments = default_first("queued", ANSWER)
@@ -24,12 +24,12 @@ class _Reset(Kind):
         connection.reset()
         return True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         answer.ended()
         answer.connection.reset()
 
 
-class _EOF(Kind):
+class _EOF(FaultKind):
     name = "eof"
     summary = "the connection is closed with a FIN"
     moments = default_first("mid_stream", ANSWER)
@@ -38,12 +38,12 @@ class _EOF(Kind):
         connection.close()
         return True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         answer.ended()
         answer.connection.close()
 
 
-class _Stall(Kind):
+class _Stall(FaultKind):
     name = "stall"
     summary = "nothing more is sent, the connection stays open; the engine goes on"
     moments = default_first("queued", ANSWER)
@@ -53,8 +53,8 @@ class _Stall(Kind):
         connection.ignore_input()
         return True
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         return
 
 
-FAMILY: tuple[Kind, ...] = (_Refuse(), _Reset(), _EOF(), _Stall())
+FAMILY: tuple[FaultKind, ...] = (_Refuse(), _Reset(), _EOF(), _Stall())

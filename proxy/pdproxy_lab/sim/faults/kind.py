@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from pdproxy_lab.sim.faults.moments import Moment
-from pdproxy_lab.sim.faults.targets import Answer, Connection, Delivery
+from pdproxy_lab.sim.faults.targets import AnswerTarget, Connection, Delivery
 
 Argument = str | int | float | bool
 
@@ -26,7 +26,7 @@ class FaultError(ValueError):
 class Occurrence(msgspec.Struct, frozen=True):
     """One time that a fault happens."""
 
-    kind: Kind
+    kind: FaultKind
     at: Moment
     args: Mapping[str, Any]
     """Complete, with the types of the kind's defaults."""
@@ -34,7 +34,7 @@ class Occurrence(msgspec.Struct, frozen=True):
     """The fault's own source of draws."""
 
 
-class Kind:
+class FaultKind:
     """One kind of fault. Subclasses set the facts and override the actions that their moments need."""
 
     name: ClassVar[str]
@@ -64,11 +64,11 @@ class Kind:
         """Act on a connection before its first request or right after a whole answer; return whether it has acted."""
         return False
 
-    def on_answer(self, answer: Answer, now: Occurrence) -> bool:
+    def on_answer(self, answer: AnswerTarget, now: Occurrence) -> bool:
         """Act and leave the answer to the application; return False to take the answer over instead."""
         return False
 
-    async def take_over(self, answer: Answer, now: Occurrence) -> None:
+    async def take_over(self, answer: AnswerTarget, now: Occurrence) -> None:
         """Give the client something else. On return the answer is complete, or the connection ends by itself or by the client."""
         raise NotImplementedError(self.name)  # pragma: no cover - a kind that nothing implements is a defect
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy_lab.sim import notifier
-from pdproxy_lab.sim.faults.kind import Kind, Occurrence, arguments
+from pdproxy_lab.sim.faults.kind import FaultKind, Occurrence, arguments
 from pdproxy_lab.sim.faults.moments import KV_EVENTS, KV_REPLAY, NOTICE
 from pdproxy_lab.sim.faults.targets import Delivery
 
@@ -25,7 +25,7 @@ NO_NOTICES = (
 """Messages that no receiver can take for a notice."""
 
 
-class _LostNotice(Kind):
+class _LostNotice(FaultKind):
     name = "lost_notice"
     summary = "a notice is not sent (`rank`: only that worker's, empty: any); with rate=1 none is sent"
     moments = NOTICE
@@ -35,7 +35,7 @@ class _LostNotice(Kind):
         delivery.copies = 0
 
 
-class _LateNotice(Kind):
+class _LateNotice(FaultKind):
     name = "late_notice"
     summary = "a notice is sent `delay` seconds late"
     moments = NOTICE
@@ -45,7 +45,7 @@ class _LateNotice(Kind):
         delivery.delay += now.args["delay"]
 
 
-class _DoubleNotice(Kind):
+class _DoubleNotice(FaultKind):
     name = "double_notice"
     summary = "a notice is sent twice"
     moments = NOTICE
@@ -55,7 +55,7 @@ class _DoubleNotice(Kind):
         delivery.copies *= 2
 
 
-class _GarbageNotice(Kind):
+class _GarbageNotice(FaultKind):
     name = "garbage_notice"
     summary = "messages that are no notices are sent before a notice, or instead of it (`instead`)"
     moments = NOTICE
@@ -67,7 +67,7 @@ class _GarbageNotice(Kind):
             delivery.copies = 0
 
 
-class _LostKvEvents(Kind):
+class _LostKvEvents(FaultKind):
     name = "lost_kv_events"
     summary = (
         "a message with KV events is not sent; a replay has it (`rank`: only that data-parallel rank's, empty: any)"
@@ -79,7 +79,7 @@ class _LostKvEvents(Kind):
         delivery.copies = 0
 
 
-class _SilentReplay(Kind):
+class _SilentReplay(FaultKind):
     name = "silent_replay"
     summary = "a replay of KV events is not answered"
     moments = KV_REPLAY
@@ -89,7 +89,7 @@ class _SilentReplay(Kind):
         delivery.copies = 0
 
 
-FAMILY: tuple[Kind, ...] = (
+FAMILY: tuple[FaultKind, ...] = (
     _LostNotice(),
     _LateNotice(),
     _DoubleNotice(),

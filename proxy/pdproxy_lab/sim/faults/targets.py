@@ -9,8 +9,8 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pdproxy_lab.sim.facts import Facts
-from pdproxy_lab.sim.write_style import Style
+from pdproxy_lab.sim.facts import SimFacts
+from pdproxy_lab.sim.write_style import WriteStyle
 
 Message = MutableMapping[str, Any]
 """An ASGI message."""
@@ -38,7 +38,7 @@ class Connection(Protocol):
 class AnswerWriter(Protocol):
     """Writes one answer to its connection."""
 
-    style: Style
+    style: WriteStyle
 
     @property
     def head_out(self) -> bool:
@@ -58,7 +58,7 @@ class EngineControls(Protocol):
     """What can be made to fail in an engine."""
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> SimFacts:
         """What the engine is."""
 
     def expire_leases(self) -> object:
@@ -90,7 +90,7 @@ class ProcessControls(Protocol):
         """SIGSTOP of the engine core alone, or of one rank's; SIGCONT after some seconds, 0: never."""
 
 
-class Answer(Protocol):
+class AnswerTarget(Protocol):
     """The answer to one request at some moment."""
 
     @property
